@@ -1,0 +1,377 @@
+"""What all benchmarks share: interleaved runs, ratios within a round, and the table that shows them.
+
+A benchmark states ratios. Variants that are compared run one after the other in every round, each in a fresh
+folder, in an order that shifts from round to round; the first round is a warm-up and dropped. A ratio is the
+median of the rounds' ratios, so that a machine that is slow for a while slows both sides of each of them.
+Absolute rates (medians) stand beside it and depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+CHECKOUT: Final = Path(__file__).resolve().parent.parent
+PERFORMANCE: Final = CHECKOUT / "docs" / "performance.md"
+
+Measure = Callable[["Bench"], "list[Row]"]
+"""One part of a benchmark."""
+
+Run = Callable[[Path], float]
+"""One run of a variant in an empty folder; gives its rate in units (messages, bytes) a second."""
+
+
+class Stopwatch:
+    """The seconds that a ``with`` block took."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._begin
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How much is measured, and where."""
+
+    rounds: int
+    """Rounds that count, a warm-up comes before them."""
+    scratch: Path
+    """A folder on the file system that is measured."""
+    scale: float = 1.0
+    """Share of the usual number of messages."""
+    absent: set[str] = field(default_factory=set)
+    """Packages that were looked for and are not installed."""
+
+    def count(self, usual: int) -> int:
+        """``usual`` at this scale, at least one."""
+        return max(int(usual * self.scale), 1)
+
+    def has(self, package: str) -> bool:
+        """Whether ``package`` can be imported; remembers if not."""
+        if importlib.util.find_spec(package) is not None:
+            return True
+        self.absent.add(package)
+        return False
+
+    def interleave(self, variants: Mapping[str, Run]) -> dict[str, list[float]]:
+        """The rates of each variant, one a round."""
+        rates: dict[str, list[float]] = {name: [] for name in variants}
+        names = list(variants)
+        for number in range(self.rounds + 1):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                with self.folder() as folder:
+                    gc.collect()
+                    rate = variants[name](folder)
+                if number:
+                    rates[name].append(rate)
+        return rates
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """An empty folder, gone afterwards."""
+        path = Path(tempfile.mkdtemp(dir=self.scratch))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a measured figure must reach and is meant to reach; an upper bound if ``at_most``."""
+
+    least: float | None = None
+    reach: float | None = None
+    at_most: bool = False
+
+    def verdict(self, measured: float) -> str:
+        """``reached``, ``met``, ``missed``, ``short`` (of an aim, nothing being required), or nothing."""
+
+        def within(bound: float | None) -> bool:
+            return bound is not None and (measured <= bound if self.at_most else measured >= bound)
+
+        if self.least is not None and not within(self.least):
+            return "missed"
+        if self.reach is not None:
+            return "reached" if within(self.reach) else "met" if self.least is not None else "short"
+        return "met" if self.least is not None else ""
+
+
+NO_TARGET: Final = Target()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table."""
+
+    path: str
+    case: str
+    against: str
+    measured: float
+    unit: str
+    """Of ``measured`` and of the target: × for a ratio."""
+    target: Target = NO_TARGET
+    spread: str = ""
+    """Least and greatest of the rounds' ratios."""
+    ours: str = ""
+    other: str = ""
+    limit: bool = False
+    """Held against a limit of the machine, which nothing passes, rather than against a peer."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether a peer is better."""
+        if self.limit or self.unit != "×":
+            return False
+        return self.measured > 1 if self.target.at_most else self.measured < 1
+
+
+def compare(
+    path: str,
+    case: str,
+    against: str,
+    ours: Sequence[float],
+    other: Sequence[float],
+    target: Target = NO_TARGET,
+    *,
+    unit: str = "msg/s",
+    limit: bool = False,
+) -> Row:
+    """A row from the rates of two variants, round by round; with ``unit`` "s" from their seconds."""
+    ratios = [one / two for one, two in zip(ours, other, strict=True)]
+    return Row(
+        path=path,
+        case=case,
+        against=against,
+        measured=statistics.median(ratios),
+        unit="×",
+        target=target,
+        spread=f"{_number(min(ratios))}–{_number(max(ratios))}",
+        ours=rate(statistics.median(ours), unit),
+        other=rate(statistics.median(other), unit),
+        limit=limit,
+    )
+
+
+def rate(value: float, unit: str) -> str:
+    """``value`` in ``unit`` with a prefix: ``187k msg/s``, ``1.2 GB/s``, ``130 ms``."""
+    if unit == "s" and value < 1:
+        return f"{value * 1000:.3g} ms"
+    gap = ("", " ") if unit[0] != "B" else (" ", "")
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{_short(value / factor)}{gap[0]}{prefix}{gap[1]}{unit}"
+    return f"{_short(value)} {unit}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3}f}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+_TITLES: Final = ("path", "case", "against", "measured", "rounds", "required", "aim", "", "librmq", "the other")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sign = "≤ " if row.target.at_most else ""
+
+    def bound(value: float | None) -> str:
+        return "–" if value is None else f"{sign}{value:g}{row.unit}"
+
+    return (
+        row.path,
+        row.case,
+        row.against,
+        f"{_number(row.measured)}{row.unit}",
+        row.spread,
+        bound(row.target.least),
+        bound(row.target.reach),
+        row.target.verdict(row.measured),
+        row.ours,
+        row.other,
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a table: with rich if it is there, else in plain columns."""
+    lines = [_cells(row) for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(map(len, column)) for column in zip(_TITLES, *lines, strict=True)]
+        for line in (_TITLES, *lines):
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    table = Table(*_TITLES)
+    for row, line in zip(rows, lines, strict=True):
+        table.add_row(*line, style="red" if line[7] == "missed" else "yellow" if row.lost else None)
+    console.print(table)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table in Markdown."""
+    titles = (*_TITLES[:7], "result", *_TITLES[8:])
+    lines = [titles, tuple("---" for _ in titles), *(_cells(row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shortcomings(rows: Sequence[Row]) -> str:
+    """In words: what is missed, and which peers are faster."""
+    missed = [row for row in rows if row.target.verdict(row.measured) == "missed"]
+    lost = [row for row in rows if row.lost]
+    lines = []
+    if missed:
+        lines.append("Required and not reached in this run:\n")
+        lines += [f"- {_named(row)}: {_cells(row)[3]} where {_cells(row)[5]} is required." for row in missed]
+    else:
+        lines.append("Every required figure was reached in this run.")
+    lines.append("")
+    if lost:
+        lines.append("Here something else is faster than librmq:\n")
+        lines += [f"- {_named(row)}: librmq has {row.ours}, the other {row.other} ({_cells(row)[3]})." for row in lost]
+    else:
+        lines.append("No peer was faster in this run.")
+    return "\n".join(lines)
+
+
+def _named(row: Row) -> str:
+    case = f", {row.case}" if row.case else ""
+    return f"{row.path}{case}, against {row.against}" if row.against else f"{row.path}{case}"
+
+
+def write_section(file: Path, name: str, text: str) -> None:
+    """Put ``text`` between the markers of the section ``name``; `ValueError` if ``file`` lacks them."""
+    begin, end = f"<!-- {name}: generated, do not edit -->\n", f"<!-- {name}: end -->"
+    content = file.read_text("utf-8")
+    before, found, rest = content.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{file}: expected the markers {begin.strip()!r} and {end!r}")
+    file.write_text(f"{before}{begin}\n{text.strip()}\n\n{end}{after}", "utf-8")
+
+
+# -------------------------------------------------------------------------------------------------------- the machine
+
+
+def machine(scratch: Path) -> str:
+    """Processor, memory, system, file system of ``scratch``, Python, how busy it is."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30) if hasattr(os, "sysconf") else 0
+    return "; ".join(
+        (
+            f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
+            f"{platform.system()} {platform.release()}",
+            f"files on {file_system(scratch)}",
+            f"{platform.python_implementation()} {platform.python_version()}",
+            *([f"load average {os.getloadavg()[0]:.1f}"] if hasattr(os, "getloadavg") else []),
+        )
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that ``path`` is on, by the mount table."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text("utf-8").splitlines()
+    except OSError:
+        return "an unknown file system"
+    best, kind = "", "an unknown file system"
+    resolved = path.resolve()
+    for line in mounts:
+        _, point, found, *_ = line.split(" ")
+        if len(point) >= len(best) and resolved.is_relative_to(point):
+            best, kind = point, found
+    return kind
+
+
+def versions(packages: Sequence[str]) -> str:
+    """Names and versions of the packages that are installed."""
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def command(
+    section: str,
+    description: str,
+    parts: Mapping[str, Measure],
+    packages: Sequence[str],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The command line of a benchmark: measures, shows the table, writes it into its section of the documentation.
+
+    ``packages`` are those whose versions matter. 0 whatever is measured; exits with 2 for wrong ``arguments``.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{section}", description=description.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds that count (5)")
+    parser.add_argument("--rows", default=",".join(parts), metavar="A,B", help="which of %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the messages: a trial, not a measurement")
+    parser.add_argument("--write", action="store_true", help=f"into {PERFORMANCE.name}, everything and at full size")
+    chosen = parser.parse_args(arguments)
+    names = chosen.rows.split(",")
+    if unknown := sorted(set(names) - set(parts)):
+        parser.error(f"no such rows: {', '.join(unknown)}; there are {', '.join(parts)}")
+    if chosen.rounds < 1:
+        parser.error("--rounds: expected 1 or more")
+    if chosen.write and (chosen.quick or set(names) != set(parts) or chosen.rounds < 5):
+        parser.error("--write: the documentation gets all rows at full size, from at least five rounds")
+    with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
+        bench = Bench(chosen.rounds, Path(scratch), 0.05 if chosen.quick else 1.0)
+        place = f"{machine(bench.scratch)}; {versions(packages)}, SQLite {sqlite3.sqlite_version}"
+        rows: list[Row] = []
+        for name in names:
+            print(f"measuring {name} …", file=sys.stderr, flush=True)
+            rows += parts[name](bench)
+    absent = f" Not installed and left out: {', '.join(sorted(bench.absent))}." if bench.absent else ""
+    notes = f"{shortcomings(rows)}\n\nMeasured on: {place}; rounds: {bench.rounds}.{absent}"
+    show(rows)
+    print(f"\n{notes}")
+    if chosen.write:
+        write_section(PERFORMANCE, section, f"{markdown(rows)}\n\n{notes}")
+    return 0

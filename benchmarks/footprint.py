@@ -1,0 +1,132 @@
+"""What a process pays for the store before and beside its messages: memory of a long queue, and time to start."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tracemalloc
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import librmq.store
+from benchmarks.common import Bench, Row, Run, Stopwatch, Target, compare, rate
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+
+ENTRIES: Final = 1_000_000
+
+_spawn: Final = multiprocessing.get_context("spawn")
+
+
+def _weigh_queue(pipe: Connection, folder: str) -> None:
+    """Open a queue and look at all of its entries; sends how many, bytes held, at most held, and mapped."""
+    tracemalloc.start()
+    held = tracemalloc.get_traced_memory()[0]
+    with ConsumeQueue.open(folder, writable=False) as queue:
+        entries = sum(len(block) for _, block in queue.blocks())
+        last = queue.entry(queue.max_offset - 1)
+        now, peak = tracemalloc.get_traced_memory()
+        assert last is not None
+        pipe.send((entries, now - held, peak - held, _resident(folder)))
+
+
+def _resident(folder: str) -> int | None:
+    """Bytes of the files in ``folder`` that this process has in memory; None where the system does not tell."""
+    try:
+        with open("/proc/self/smaps", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    total, inside = 0, False
+    for line in lines:
+        if not line.split(" ", 1)[0].endswith(":"):
+            inside = folder in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def memory(bench: Bench) -> list[Row]:
+    """What a queue of a million entries costs the process that has looked at all of them."""
+    count = bench.count(ENTRIES)
+    with bench.folder() as folder:
+        place = str(folder / "queue")
+        with ConsumeQueue.open(place) as queue:
+            entry = struct.pack(">qiq", 0, 325, 42)
+            for begin in range(0, count, 100_000):
+                queue.append_many(begin, entry * min(100_000, count - begin))
+        mine, theirs = _spawn.Pipe()
+        process = _spawn.Process(target=_weigh_queue, args=(theirs, place), daemon=True)
+        process.start()
+        theirs.close()
+        entries, held, peak, resident = mine.recv()
+        process.join()
+    assert entries == count
+    case = f"{count:,} entries"
+    raw = f"{count * ENTRY_SIZE / (1 << 20):.1f} MiB of entries"
+    rows = [
+        Row(
+            "queue, Python objects held",
+            case,
+            "",
+            held / count,
+            " B an entry",
+            Target(1, at_most=True),
+            ours=f"{held / 1024:.0f} KiB, {peak / (1 << 20):.1f} MiB at its peak",
+        )
+    ]
+    if resident is not None:
+        bound = 20 * count / ENTRIES if count == ENTRIES else None
+        mapped = resident / (1 << 20)
+        rows.append(Row("queue, mapped and resident", case, "", mapped, " MiB", Target(bound, at_most=True), ours=raw))
+    return rows
+
+
+def _python(code: str) -> float:
+    """Seconds that a new interpreter says it took."""
+    package = str(Path(librmq.store.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _import(what: str) -> Run:
+    code = f"import time; begin = time.perf_counter(); import {what}; print(time.perf_counter() - begin)"
+    return lambda _: _python(code)
+
+
+def _help(_: Path) -> float:
+    with Stopwatch() as watch:
+        _python("from librmq.cli import main\ntry:\n    main(['--help'])\nfinally:\n    print(0)")
+    return watch.seconds
+
+
+def start(bench: Bench) -> list[Row]:
+    """Importing librmq beside its core packages, and how long ``--help`` takes from the start of the process."""
+    seconds = bench.interleave(
+        {
+            "librmq": _import("librmq"),
+            "librmq.store": _import("librmq.store"),
+            "packages": _import("numpy, sortedcontainers, lark"),
+            "help": _help,
+        }
+    )
+    against, target = "import numpy, sortedcontainers, lark", Target(1.5, at_most=True)
+    packages, took = seconds["packages"], statistics.median(seconds["help"])
+    return [
+        compare("import librmq", "", against, seconds["librmq"], packages, target, unit="s", limit=True),
+        compare("import librmq.store", "", against, seconds["librmq.store"], packages, target, unit="s", limit=True),
+        Row("librmq --help", "", "", took, " s", Target(0.3, at_most=True), ours=rate(took, "s")),
+    ]

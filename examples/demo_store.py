@@ -1,0 +1,390 @@
+"""Opens a real broker's store, searches it, goes on writing it, dies on purpose, recovers, verifies; shows it all.
+
+    python examples/demo_store.py [FOLDER]      (or ./demo [FOLDER], which makes the environment first)
+
+The store is the one in ``tests/data``: a RocketMQ 4.9.4 broker wrote it. It is unpacked to FOLDER (``demo-output``
+unless given) and left there, for you to try the ``librmq`` command on. Needs rich: ``pip install 'librmq[cli]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from io import TextIOWrapper
+from itertools import count
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import track
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from librmq import CommitLog, DiskFiles, ManualClock, Message, MessageStore, StoredMessage
+from librmq.layout import recognise
+from librmq.verify import Damage, verify
+
+ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
+ABOUT = "Made by examples/demo_store.py, which makes this folder anew each time it runs."
+TOPIC, KEY = "OrderTopic", "key14"
+WANTED = 600  # messages that must have been acknowledged before the writer is killed
+TORN = 60  # bytes of a record that never became whole
+
+if isinstance(sys.stdout, TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # where output is not UTF-8
+CONSOLE = Console(highlight=False)
+CONSOLE.width = min(CONSOLE.width, 120)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="demo", description="Shows what librmq does with a broker's store.")
+    parser.add_argument("folder", nargs="?", default="demo-output", type=Path, help="where to (demo-output)")
+    parser.add_argument("--write-from-ms", type=int, help=argparse.SUPPRESS)  # for the process that is killed
+    chosen = parser.parse_args(arguments)
+    folder: Path = chosen.folder
+    if chosen.write_from_ms is not None:
+        write_until_killed(folder, chosen.write_from_ms)
+    if not may_be_replaced(folder):
+        print(f"{folder} holds something else: name a folder that is empty or does not exist.", file=sys.stderr)
+        return 2
+    broker, continued, damaged = folder / "broker", folder / "continued", folder / "damaged"
+
+    CONSOLE.print(Rule("[bold]librmq[/bold]: the store of a message broker, opened without the broker", style="cyan"))
+    say(
+        "RocketMQ brokers keep their messages in plain files. This demo takes the files that a real 4.9.4 broker "
+        "wrote, looks into them, goes on writing them, pulls the plug, and puts everything right again."
+    )
+
+    step(1, "A broker's directory")
+    unpack(folder)
+    kind = recognise(str(broker), DiskFiles())
+    say(f"Unpacked to [bold]{shown(broker)}[/bold]. What librmq takes it for: [bold]{kind.value}[/bold].")
+    show_files(broker)
+    with MessageStore.open(broker, read_only=True) as store:
+        messages = list(store)
+        step(2, "Its queues")
+        code("store = MessageStore.open(path, read_only=True)", "store.queues")
+        say(
+            "Opened for reading: no lock is taken and no byte is changed. A topic is spread over queues; in each, "
+            "messages are numbered from 0. Names such as %RETRY% and SCHEDULE_TOPIC are the broker's own."
+        )
+        show_queues(store)
+
+        step(3, "Messages by key, by id, by time")
+        code(f"store.find_by_key({TOPIC!r}, {KEY!r})")
+        found = store.find_by_key(TOPIC, KEY)
+        say(f"The key index leads to [bold]{len(found)} of {len(messages)}[/bold] messages; the log is not searched.")
+        show_messages(found)
+        wanted = found[0].message_id
+        code(f"store.find_by_id({wanted!r})")
+        show_messages(store.find_by_id(wanted))
+        moment = (messages[0].store_timestamp_ms + messages[-1].store_timestamp_ms) // 2
+        code(f"at = store.queue_offset_at({TOPIC!r}, 0, {moment})", f"store.read({TOPIC!r}, 0, at, 3).messages")
+        say(f"What was being stored in queue 0 at [bold]{time_of(moment)}[/bold]:")
+        show_messages(store.read(TOPIC, 0, store.queue_offset_at(TOPIC, 0, moment), 3).messages)
+
+    step(4, "Going on where the broker stopped, and dying")
+    shutil.copytree(broker, continued)
+    now_ms = messages[-1].store_timestamp_ms + 60_000  # a minute after the broker's last message
+    code(f"store.append(Message({TOPIC!r}, body, keys=…), queue_id)")
+    say(
+        f"Another process opens a copy, [bold]{shown(continued)}[/bold], and appends as fast as it can. Each message "
+        "is acknowledged once its record stands in the log. In the middle of this it is killed (kill -9)."
+    )
+    acknowledged = append_in_a_process_that_dies(continued, now_ms)
+    tear(continued, acknowledged[-1])
+    say(
+        f"[bold]{len(acknowledged):,}[/bold] messages were acknowledged. Queues and index are written in batches, so "
+        f"some of the last may be missing there. To make it worse, the demo added {TORN} bytes of a record that never "
+        "became whole, as a power failure leaves them. What verify says of it:"
+    )
+    code("verify(path)")
+    show_damage(continued, verify(str(continued)).damage)
+
+    step(5, "Recovery")
+    code("store = MessageStore.open(path)", "store.recovered")
+    say("Opening is enough: the abort marker tells that nobody closed the store. What was cut or written again:")
+    with MessageStore.open(continued, clock=ManualClock(now_ms + 60_000)) as store:
+        show_damage(continued, store.recovered)
+        recovered = {message.physical_offset: message for message in store}
+        kept = sum(offset in recovered for offset in acknowledged)
+        same = sum(recovered.get(message.physical_offset) == message for message in messages)
+        keyed = sum(len(store.find_by_key(TOPIC, key_of(number))) for number in range(1, len(acknowledged) + 1))
+        result = store.append(Message(TOPIC, b"the first after the crash", keys="after"), 0)
+    sound = verify(str(continued)).sound
+    everything = len(acknowledged)
+    answers(
+        (same == len(messages), f"{same:,} of the broker's {len(messages):,} messages are there, byte for byte"),
+        (kept == everything, f"{kept:,} of {everything:,} acknowledged messages are there"),
+        (keyed == everything, f"{keyed:,} of {everything:,} are found by their keys"),
+        (result.queue_offset > 0, f"writing goes on: the next message is number {result.queue_offset} of queue 0"),
+        (sound, "the store was closed, and verify finds nothing wrong"),
+    )
+
+    step(6, "One changed byte")
+    shutil.copytree(broker, damaged)
+    change_a_byte(damaged, found[-1])
+    say(
+        f"In a third copy, [bold]{shown(damaged)}[/bold], one bit of one message's body was turned over. Bodies have a "
+        "checksum, so verify finds it. A record that can't be read ends the log; entries, keys and times of what lies "
+        "behind it have nothing to rest on, and are told too:"
+    )
+    code("verify(path)")
+    damage = verify(str(damaged)).damage
+    show_damage(damaged, damage)
+
+    step(7, "What is where, and what to try next")
+    show_places(folder)
+    say("The librmq command does all of this from a shell, as tables on a terminal and as JSON lines in a pipe:")
+    command = shown(Path(sys.executable).parent / "librmq")
+    code(
+        f"{command} queues {shown(broker)}",
+        f"{command} query {shown(broker)} --topic {TOPIC} --key {KEY}",
+        f"{command} query {shown(continued)} --topic {TOPIC} --key {key_of(500)}",
+        f"{command} dump {shown(broker)} | head -2",
+        f"{command} verify {shown(damaged)}",
+        f"{command} recover {shown(damaged)}",
+        f"{command} broker-conf {shown(continued)}",
+    )
+    say(
+        "Mind the last but one: recovery cuts the log at the first record that can't be read, as the broker would, and "
+        "what lies behind goes with it. The tutorial is docs/store.md, the commands stand in docs/cli.md."
+    )
+    CONSOLE.print()
+    CONSOLE.print(Rule(style="cyan"))
+    return 0 if sound and damage and kept == keyed == everything and same == len(messages) else 1
+
+
+# ------------------------------------------------------------------------------------------------- what is done
+
+
+def may_be_replaced(folder: Path) -> bool:
+    """Whether nothing of anybody's is lost: there is nothing, an empty folder, or what the demo left."""
+    if not folder.is_dir():
+        return not folder.exists()
+    about = folder / "README.txt"
+    return not any(folder.iterdir()) or (about.is_file() and about.read_bytes().startswith(ABOUT.encode()))
+
+
+def unpack(folder: Path) -> None:
+    """Lay the broker's store out in ``folder/broker``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "README.txt").write_text(
+        f"{ABOUT}\n\nbroker/     as a RocketMQ 4.9.4 broker left it\ncontinued/  a copy that librmq appended to, died "
+        "over, and recovered\ndamaged/    a copy with one changed bit in the log\n",
+        encoding="utf-8",
+    )
+    with tarfile.open(ARCHIVE, "r:xz") as archive:
+        for member in archive:
+            inside = Path(member.name).parts
+            content = archive.extractfile(member)
+            if inside[:2] == ("store-basic", "store") and ".." not in inside and content is not None:
+                path = folder.joinpath("broker", *inside[2:])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+
+
+def key_of(number: int) -> str:
+    return f"demo-{number}"
+
+
+def write_until_killed(path: Path, now_ms: int) -> None:
+    """The process that dies: appends for ever, and prints each physical offset once it is acknowledged."""
+    clock = ManualClock(now_ms)  # the demo's own time, so that it does not depend on this machine's
+    store = MessageStore.open(path, clock=clock)
+    for number in count(1):
+        clock.advance(ms=1)
+        body = f"order {number}, appended by librmq".encode()
+        message = Message(TOPIC, body, tags="demo", keys=key_of(number))
+        print(store.append(message, number % 2).physical_offset, flush=True)
+
+
+def append_in_a_process_that_dies(path: Path, now_ms: int) -> list[int]:
+    """Start the writer, kill it, and return the physical offsets that it had acknowledged."""
+    command = [sys.executable, __file__, str(path), "--write-from-ms", str(now_ms)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        first = [
+            writer.stdout.readline()
+            for _ in track(
+                range(WANTED), "  appending", console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal
+            )
+        ]
+        writer.kill()
+        rest = writer.stdout.readlines()  # of what it had done before it noticed
+    return [int(line) for line in first + rest if line.endswith(b"\n")]
+
+
+def tear(path: Path, some_record: int) -> None:
+    """Put the first bytes of a record behind the log's end."""
+    folder = path / "commitlog"
+    size = next(folder.iterdir()).stat().st_size
+    with CommitLog.open(str(folder), size, writable=False) as log:
+        end, raw = log.end, log.read(some_record)
+    assert raw is not None
+    with (folder / f"{end - end % size:020d}").open("r+b") as file:
+        file.seek(end % size)
+        file.write(raw[: min(TORN, size - end % size)])
+
+
+def change_a_byte(path: Path, message: StoredMessage) -> None:
+    """Turn one bit over in the body of a message, in the file of the log."""
+    folder = path / "commitlog"
+    size = next(folder.iterdir()).stat().st_size
+    place = message.physical_offset + message.raw.index(message.stored_body)
+    with (folder / f"{place - place % size:020d}").open("r+b") as file:
+        file.seek(place % size)
+        byte = file.read(1)[0]
+        file.seek(place % size)
+        file.write(bytes((byte ^ 1,)))
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def step(number: int, title: str) -> None:
+    CONSOLE.print()
+    CONSOLE.print()
+    CONSOLE.print(Rule(f"[bold cyan]{number}[/bold cyan]  [bold]{title}[/bold]", align="left", style="dim"))
+
+
+def say(text: str) -> None:
+    CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
+
+
+def code(*lines: str) -> None:
+    CONSOLE.print()
+    for line in lines:
+        CONSOLE.print(Text(f"    {line}", style="green"), soft_wrap=True)
+
+
+def answers(*rows: tuple[bool, str]) -> None:
+    made = Table.grid(padding=(0, 1))
+    for good, text in rows:
+        made.add_row("[bold green]yes[/]" if good else "[bold red]NO[/]", text)
+    draw(made)
+
+
+def table(*columns: str) -> Table:
+    """An empty table; columns that begin with # hold numbers, the last one takes what room there is."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
+    for name in columns:
+        number = name.startswith("#")
+        last = name == columns[-1]
+        made.add_column(
+            name.lstrip("#"),
+            justify="right" if number else "left",
+            no_wrap=not last,
+            overflow="ellipsis" if not last else "fold",
+        )
+    return made
+
+
+def draw(made: Table) -> None:
+    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
+
+
+def show_files(path: Path) -> None:
+    made = table("path", "#files", "#bytes", "what it holds")
+    for name, what in (
+        ("commitlog", "every message of every topic, one behind the other"),
+        ("consumequeue", "for each queue, where in the log its messages are"),
+        ("index", "hash tables from keys and ids to the log"),
+        ("config", "topics, groups, and how far each group has consumed"),
+        ("checkpoint", "up to when all of this is on the disk"),
+        ("lock", "held by whoever writes"),
+    ):
+        files = [path / name] if (path / name).is_file() else [one for one in (path / name).rglob("*") if one.is_file()]
+        made.add_row(
+            name + ("/" if (path / name).is_dir() else ""),
+            str(len(files)),
+            f"{sum(one.stat().st_size for one in files):,}",
+            what,
+        )
+    draw(made)
+
+
+def show_queues(store: MessageStore) -> None:
+    made = table("topic", "#queue", "#first", "#next", "last stored")
+    for (topic, queue_id), queue in sorted(store.queues.items()):
+        last = queue.entry(queue.max_offset - 1)
+        stored = None if last is None else store.log.store_timestamp_ms(last.physical_offset)
+        made.add_row(
+            Text(short(topic, 34)),
+            str(queue_id),
+            str(queue.min_offset),
+            str(queue.max_offset),
+            "" if stored is None else time_of(stored)[11:],
+        )
+    draw(made)
+
+
+def show_messages(messages: Iterable[StoredMessage]) -> None:
+    made = table("stored (UTC)", "#queue", "#number", "tag", "keys", "body")
+    width = max(16, CONSOLE.width - 60)
+    for message in messages:
+        made.add_row(
+            time_of(message.store_timestamp_ms)[11:],
+            str(message.queue_id),
+            str(message.queue_offset),
+            Text(message.tags or ""),
+            Text(short(" ".join(message.keys), 12)),
+            Text(short(message.body.decode(errors="replace"), width), no_wrap=True, overflow="ellipsis"),
+        )
+    draw(made)
+
+
+def show_damage(store: Path, damage: Sequence[Damage]) -> None:
+    """One row for each kind of damage in each part of the store; the first of them stands for all."""
+    parts = Counter((part_of(store, one), one.kind) for one in damage)
+    made = table("#found", "kind", "the first of them")
+    for (part, kind), number in parts.items():
+        first = next(one for one in damage if (part_of(store, one), one.kind) == (part, kind))
+        name = Path(first.file).relative_to(store).as_posix()
+        made.add_row(str(number), kind, Text(f"{name} at {first.offset}: {first.what}"))
+    draw(made)
+
+
+def part_of(store: Path, damage: Damage) -> str:
+    return Path(damage.file).relative_to(store).parts[0]
+
+
+def show_places(folder: Path) -> None:
+    made = table("folder", "what it is")
+    for name, what in (
+        ("broker", "the broker's store, as it was left; nothing was changed"),
+        ("continued", "the copy that was appended to, died over, and recovered; sound"),
+        ("damaged", "the copy with one changed bit"),
+    ):
+        made.add_row(shown(folder / name), what)
+    draw(made)
+
+
+def time_of(timestamp_ms: int) -> str:
+    return f"{datetime.fromtimestamp(timestamp_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}.{timestamp_ms % 1000:03d}"
+
+
+def short(text: str, length: int) -> str:
+    """Text from a message on one line: what a terminal could take for a command is escaped."""
+    line = repr(text)[1:-1]
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it here."""
+    path = Path(os.path.abspath(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""RocketMQ's storage engine and client semantics as one embeddable library, with no broker to run."""
+
+from __future__ import annotations
+
+from librmq.checkpoint import Checkpoint
+from librmq.clock import Clock, ManualClock, SystemClock
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import (
+    ConfigError,
+    CorruptionError,
+    FilterError,
+    FilterEvaluationError,
+    FilterSyntaxError,
+    MessageIllegalError,
+    MissingExtraError,
+    NotAStoreError,
+    ReadOnlyError,
+    RmqError,
+    StoreClosedError,
+    StoreError,
+    StoreIOError,
+    StoreLockedError,
+)
+from librmq.files import DiskFiles, MemoryFiles
+from librmq.indexfile import IndexFile
+from librmq.keyindex import KeyIndex
+from librmq.message import Message, StoredMessage, split_batch
+from librmq.store import AppendResult, GetStatus, MessageFilter, MessageStore, ReadResult
+
+__all__ = [
+    "AppendResult",
+    "Checkpoint",
+    "Clock",
+    "CommitLog",
+    "ConfigError",
+    "ConsumeQueue",
+    "CorruptionError",
+    "DiskFiles",
+    "FilterError",
+    "FilterEvaluationError",
+    "FilterSyntaxError",
+    "GetStatus",
+    "IndexFile",
+    "KeyIndex",
+    "ManualClock",
+    "MemoryFiles",
+    "Message",
+    "MessageFilter",
+    "MessageIllegalError",
+    "MessageStore",
+    "MissingExtraError",
+    "NotAStoreError",
+    "ReadOnlyError",
+    "ReadResult",
+    "RmqError",
+    "StoreClosedError",
+    "StoreConfig",
+    "StoreError",
+    "StoreIOError",
+    "StoreLockedError",
+    "StoredMessage",
+    "SystemClock",
+    "split_batch",
+]

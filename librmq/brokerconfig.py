@@ -1,0 +1,222 @@
+"""The broker's own tables (topics, groups, progress, filters), as the files in a ``config`` folder hold them.
+
+::
+
+    topics.json              topicConfigTable        topic -> queues and permission          dataVersion
+    subscriptionGroup.json   subscriptionGroupTable  group -> how it may consume             dataVersion
+    consumerOffset.json      offsetTable             topic@group -> queue id -> queue offset
+    delayOffset.json         offsetTable             delay level -> queue offset in its queue
+    consumerFilter.json      filterDataByTopic       topic -> group -> filter
+    *.json.bak               what the file held before it was last written
+
+Mirrors ``ConfigManager`` and its heirs ``TopicConfigManager``, ``SubscriptionGroupManager``,
+``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. What a file holds beyond
+that is kept as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Self
+
+from librmq import brokerjson
+from librmq.errors import CorruptionError, MalformedError
+from librmq.files import DiskFiles, Files
+
+__all__ = ["BrokerConfig"]
+
+Rows = dict[Any, Any]
+
+_VERSION: Final = "dataVersion"
+_BACKUP: Final = ".bak"
+
+
+class BrokerConfig:
+    """The tables, read when they are opened and written by `persist`. Not thread-safe."""
+
+    def __init__(self, folder: str, files: Files) -> None:
+        self._folder = folder
+        self._files = files
+        self._topics = self._table("topics.json", "topicConfigTable", _check_objects, versioned=True)
+        self._groups = self._table("subscriptionGroup.json", "subscriptionGroupTable", _check_objects, versioned=True)
+        self._offsets = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
+        self._delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
+        self._filters = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
+
+    @classmethod
+    def open(cls, folder: str, *, files: Files | None = None) -> Self:
+        """Read the tables in ``folder``, which need not exist. Changes nothing.
+
+        `CorruptionError` if neither a file nor its backup can be read.
+        """
+        return cls(folder, files or DiskFiles())
+
+    def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> _Table:
+        return _Table(os.path.join(self._folder, file), name, check, versioned, self._files)
+
+    def persist(self, now_ms: int) -> None:
+        """Write what has changed since it was read or written; durable when it returns.
+
+        ``now_ms`` becomes the time of the data versions of what has changed.
+        """
+        self._files.make_folder(self._folder)
+        for table in (self._topics, self._groups, self._offsets, self._delays, self._filters):
+            table.persist(now_ms)
+
+    def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
+        """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
+        self._topics.set(
+            topic,
+            {
+                "order": False,
+                "perm": permission,
+                "readQueueNums": read_queues,
+                "topicFilterType": "SINGLE_TAG",
+                "topicName": topic,
+                "topicSysFlag": 0,
+                "writeQueueNums": write_queues,
+            },
+        )
+
+    def set_group(self, group: str, *, retry_max_times: int) -> None:
+        """Make or change a consumer group."""
+        self._groups.set(
+            group,
+            {
+                "brokerId": 0,
+                "consumeBroadcastEnable": True,
+                "consumeEnable": True,
+                "consumeFromMinEnable": True,
+                "groupName": group,
+                "notifyConsumerIdsChangedEnable": True,
+                "retryMaxTimes": retry_max_times,
+                "retryQueueNums": 1,
+                "whichBrokerWhenConsumeSlowly": 1,
+            },
+        )
+
+    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
+        """How far a group has come in a queue: the queue offset of its next message, None if never stored."""
+        found: int | None = self._offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
+        return found
+
+    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        """Note how far a group has come."""
+        name = f"{topic}@{group}"
+        self._offsets.set(name, {**self._offsets.rows.get(name, {}), queue_id: queue_offset})
+
+    def delay_offset(self, level: int) -> int:
+        """How far the delivery of a delay level has come in its queue."""
+        found: int = self._delays.rows.get(level, 0)
+        return found
+
+    def set_delay_offset(self, level: int, queue_offset: int) -> None:
+        """Note how far the delivery of a delay level has come."""
+        self._delays.set(level, queue_offset)
+
+    @property
+    def filters(self) -> Mapping[str, Any]:
+        """What consumer groups have registered, by topic, as `librmq.filter.Registrations` reads it."""
+        return self._filters.rows
+
+    def set_filters(self, filters: Mapping[str, Any]) -> None:
+        """Take these filters in place of all."""
+        self._filters.rows.clear()
+        self._filters.rows.update(filters)
+
+
+class _Table:
+    """One file: an object with the table as one of its values."""
+
+    def __init__(self, path: str, name: str, check: Callable[[Rows], Rows], versioned: bool, files: Files) -> None:
+        self._path = path
+        self._name = name
+        self._check = check
+        self._files = files
+        self._changes = 0
+        self._versioned = versioned
+        self._stored: bytes | None = None  # what the file holds, None where that can't be read
+        self._document = self._load()
+        self.rows: Rows = self._document[name]
+
+    def set(self, key: str | int, row: object) -> None:
+        self.rows[key] = row
+        self._changes += 1
+
+    def persist(self, now_ms: int) -> None:
+        if self._versioned and self._changes:
+            version = self._document[_VERSION]
+            version["counter"] += self._changes
+            version["timestamp"] = now_ms
+        self._changes = 0
+        data = brokerjson.dumps(self._document).encode()
+        if data == self._stored:
+            return
+        if self._stored is not None:
+            self._files.write(self._path + _BACKUP, self._stored)
+        self._files.write(self._path, data)
+        self._stored = data
+
+    def _load(self) -> dict[str, Any]:
+        """The file's document, else its backup's, else an empty one."""
+        damage: CorruptionError | None = None
+        for path in (self._path, self._path + _BACKUP):
+            if not self._files.size(path):
+                continue
+            try:
+                data = self._files.read(path)
+                document = self._complete(brokerjson.loads(data))
+            except MalformedError as error:
+                damage = damage or CorruptionError(path, 0, "config", str(error))
+                continue
+            if path == self._path:
+                self._stored = data
+            return document
+        if damage is not None:
+            raise damage
+        return self._complete({})
+
+    def _complete(self, document: object) -> dict[str, Any]:
+        """``document`` with all that is read of it; `MalformedError` for values of a wrong kind."""
+        found = _object(document, "the file")
+        complete: dict[str, Any] = {}
+        if self._versioned:
+            version = _object(found.get(_VERSION), _VERSION)
+            for field in ("counter", "timestamp"):
+                if type(version.setdefault(field, 0)) is not int:
+                    raise MalformedError(f"{_VERSION}: expected a number as {field}")
+            complete[_VERSION] = version
+        complete[self._name] = self._check(_object(found.get(self._name), self._name))
+        return {**found, **complete} if found else complete
+
+
+def _object(value: object, what: str) -> dict[Any, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MalformedError(f"{what}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _check_objects(rows: Rows) -> Rows:
+    for key, row in rows.items():
+        if not isinstance(key, str) or not isinstance(row, dict):
+            raise MalformedError(f"expected names with objects, found {key!r:.80}: {row!r:.80}")
+    return rows
+
+
+def _check_offsets(rows: Rows) -> Rows:
+    """Whole numbers by whole numbers; the keys may be written as text."""
+    checked = {}
+    for key, row in rows.items():
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+        number = int(key) if is_text else key
+        if type(number) is not int or type(row) is not int:
+            raise MalformedError(f"expected numbers with offsets, found {key!r:.80}: {row!r:.80}")
+        checked[number] = row
+    return checked
+
+
+def _check_offsets_by_text(rows: Rows) -> Rows:
+    return {name: _check_offsets(_object(row, str(name)[:80])) for name, row in rows.items()}

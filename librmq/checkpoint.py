@@ -1,0 +1,112 @@
+"""The checkpoint, which says up to when the files of a store are on the device, and the abort marker.
+
+::
+
+    checkpoint   physic 8 | logics 8 | index 8 | zeros (5.x: two more fields)        4096 bytes, big-endian
+                 store times in milliseconds of the last record of which the log, the consume queues and
+                 the key index were flushed
+    abort        no bytes; stands while a store is open for writing, and after a crash
+
+Mirrors 4.9.4's ``StoreCheckpoint`` and the ``abort`` file of ``DefaultMessageStore``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Final, Self
+
+from librmq.errors import CorruptionError, ReadOnlyError
+from librmq.files import File, Files
+
+__all__ = ["CHECKPOINT_SIZE", "Checkpoint", "clear_abort", "has_abort", "set_abort"]
+
+CHECKPOINT_SIZE: Final = 4096
+_TIMES: Final = struct.Struct(">qqq")
+# Records of one moment are flushed in no particular order: recovery looks this much further back.
+_MARGIN_MS: Final = 3000
+
+
+class Checkpoint:
+    """Three store times, in memory until `flush`. One thread may set and flush them; any may read them."""
+
+    def __init__(self, path: str, files: Files, file: File | None, *, writable: bool) -> None:
+        self.path = path
+        self._files = files
+        self._file = file
+        self._writable = writable
+        times = _TIMES.unpack_from(file.buffer) if file is not None else (0, 0, 0)
+        self.physic_timestamp_ms: int = times[0]
+        """Store time of the last record that the log has on the device."""
+        self.logics_timestamp_ms: int = times[1]
+        """Store time of the last record whose queue entry is on the device."""
+        self.index_timestamp_ms: int = times[2]
+        """Store time of the last record in an index file that was full and flushed."""
+
+    @classmethod
+    def open(cls, path: str, *, files: Files, writable: bool = False) -> Self:
+        """Read the checkpoint at ``path``; where there is none, the times are 0; `flush` makes it.
+
+        `CorruptionError` for a file of another length, or with a time before 1970.
+        """
+        size = files.size(path)
+        if size is None:
+            return cls(path, files, None, writable=writable)
+        if size != CHECKPOINT_SIZE:
+            what = f"expected {CHECKPOINT_SIZE} bytes, found {size}"
+            raise CorruptionError(path, min(size, CHECKPOINT_SIZE), "size", what)
+        checkpoint = cls(path, files, files.open(path, writable=writable), writable=writable)
+        for place, time_ms in enumerate(
+            (checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms)
+        ):
+            if time_ms < 0:
+                raise CorruptionError(path, 8 * place, "header", f"expected a time, found {time_ms} ms")
+        return checkpoint
+
+    @property
+    def min_timestamp_ms(self) -> int:
+        """Log and queues are whole for records stored up to here."""
+        return max(0, min(self.physic_timestamp_ms, self.logics_timestamp_ms) - _MARGIN_MS)
+
+    @property
+    def min_index_timestamp_ms(self) -> int:
+        """Log, queues and index are whole for records stored up to here."""
+        return min(self.min_timestamp_ms, self.index_timestamp_ms)
+
+    def flush(self) -> None:
+        """Write the times and return when they have reached the device."""
+        if not self._writable:
+            raise ReadOnlyError(f"{self.path} is open for reading only")
+        if self._file is None:
+            self._file = self._files.create(self.path, CHECKPOINT_SIZE)
+            self._files.flush_folder(os.path.dirname(self.path))
+        self._files.reserve(self._file, 0, CHECKPOINT_SIZE)
+        self._file.buffer[: _TIMES.size] = _TIMES.pack(
+            self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
+        )
+        self._files.flush(self._file)
+
+    def close(self) -> None:
+        """Let go of the file; nothing can be written any more."""
+        self._file = None
+        self._writable = False
+
+
+def _abort_path(root: str) -> str:
+    return os.path.join(root, "abort")
+
+
+def set_abort(files: Files, root: str) -> None:
+    """Mark the store in folder ``root`` as open; returns when the marker has reached the device."""
+    files.write(_abort_path(root), b"")
+
+
+def clear_abort(files: Files, root: str) -> None:
+    """Mark the store as closed; call it last of all."""
+    files.delete(_abort_path(root))
+    files.flush_folder(root)
+
+
+def has_abort(files: Files, root: str) -> bool:
+    """Whether the store is open, or was not closed."""
+    return files.size(_abort_path(root)) is not None

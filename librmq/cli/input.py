@@ -1,0 +1,127 @@
+"""What commands are given: rows on standard input, settings in a file, times as people write them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any, Final
+
+from librmq.clock import Clock
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError, InputError
+from librmq.files import Files
+from librmq.layout import check_config, infer_config
+
+__all__ = ["field", "parse_time", "read_rows", "settle_config", "standard_input"]
+
+_LONGEST_LINE: Final = 64 << 20
+_LARGEST: Final = (1 << 63) - 1
+_AGO: Final = re.compile(r"-(\d{1,12})(ms|s|m|h|d)")
+_UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def parse_time(text: str, clock: Clock) -> int:
+    """Milliseconds since 1970, from a number of them, ISO 8601 (local where it names no zone), or ``-2h``."""
+    if text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _LARGEST:
+        return int(text)
+    ago = _AGO.fullmatch(text)
+    if ago is not None:
+        return max(0, clock.now_ms() - int(ago[1]) * _UNIT_MS[ago[2]])
+    try:
+        return max(0, round(datetime.fromisoformat(text).timestamp() * 1000))
+    except (ValueError, OverflowError, OSError):
+        raise InputError(
+            f"not a time: {text!r}; expected milliseconds since 1970, ISO 8601 such as 2024-05-01T08:00:00Z, "
+            "or how long ago such as -2h"
+        ) from None
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object; `InputError` for anything else."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise InputError("not JSON: nested too deep") from None
+    except UnicodeDecodeError:
+        raise InputError("not JSON: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise InputError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError("expected a JSON object")
+    return value
+
+
+def standard_input() -> Iterator[bytes]:
+    """The lines of standard input, none where it is closed; one that is far too long comes in parts."""
+    if sys.stdin is None:
+        return iter(())
+    stream = sys.stdin.buffer
+    return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of lines with their numbers, empty lines left out; `InputError` names the line."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if len(line) > _LONGEST_LINE:
+            raise InputError(f"line {number}: longer than {_LONGEST_LINE} bytes")
+        try:
+            yield number, parse_object(line)
+        except InputError as error:
+            raise InputError(f"line {number}: {error}") from None
+
+
+_MISSING: Final = object()
+
+
+def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING) -> Any:
+    """A field of a question; numbers fit 8 bytes. `InputError` if it is missing or something else."""
+    value = row.get(name, default)
+    if value is _MISSING:
+        raise InputError(f"{name} is missing")
+    if value is default:
+        return value
+    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+        raise InputError(f"{name}: expected {_KINDS[kind]}, found {json.dumps(value)[:80]}")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{name}: half of a surrogate pair is no text") from None
+    if isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
+        raise InputError(f"{name}: the number does not fit 8 bytes")
+    return value
+
+
+_KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true or false"}
+
+
+def settle_config(store: str, files: Files, config_file: str | None) -> StoreConfig:
+    """The settings for a store: what its files tell, then the JSON in ``config_file``, then 4.9's defaults.
+
+    `InputError` where the file and the store's files disagree, or for what is no setting.
+    """
+    config = infer_config(store, files)
+    if config_file is None:
+        return config
+    try:
+        with open(config_file, "rb") as file:
+            text = file.read(1 << 20)
+    except OSError as error:
+        raise InputError(f"{config_file}: {error.strerror}") from None
+    try:
+        config = StoreConfig.from_row(parse_object(text), config)
+        check_config(store, config, files)
+    except (InputError, ConfigError) as error:
+        raise InputError(f"{config_file}: {error}") from None
+    return config

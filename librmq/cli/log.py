@@ -1,0 +1,129 @@
+"""``dump``: the log, record by record."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from librmq import codec
+from librmq.cli.input import settle_config
+from librmq.cli.main import DAMAGED
+from librmq.cli.output import Output, complain
+from librmq.cli.rows import blank_row, message_row
+from librmq.commitlog import CommitLog, LogItem
+from librmq.errors import CorruptionError, RecordError
+from librmq.files import DiskFiles
+from librmq.layout import COMMITLOG, check_kind
+from librmq.levels import DelayLevels
+from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.message import StoredMessage
+
+__all__ = ["dump"]
+
+_MAGICS: Final = [struct.pack(">I", magic) for magic in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)]
+_ZEROS: Final = bytes(1 << 20)
+
+
+def dump(arguments: argparse.Namespace, output: Output) -> int:
+    """Print every record; a damaged log up to its first bad one, with ``--all`` what is behind it too."""
+    files = DiskFiles()
+    check_kind(arguments.store, files, log_only=True)
+    config = settle_config(arguments.store, files, arguments.config)
+    folder = os.path.join(arguments.store, COMMITLOG)
+    sequence = MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(32), writable=False)
+    levels = DelayLevels.parse(config.message_delay_level)
+    damages: list[CorruptionError] = []
+    items = _all_items(sequence, damages.append) if arguments.all else _items(sequence)
+    for item in items:
+        if item.raw is None:
+            output.row(blank_row(item.physical_offset, item.size))
+            continue
+        message = StoredMessage(item.raw)
+        output.row(message_row(message, levels, item.physical_offset))
+        if arguments.all and not message.crc_ok:
+            path = sequence.path(item.physical_offset - item.physical_offset % sequence.file_size)
+            damages.append(CorruptionError(path, item.physical_offset, "checksum", "the body's checksum is wrong"))
+    output.close()
+    for damage in damages:
+        complain(f"librmq dump: {damage}")
+    return DAMAGED if damages else 0
+
+
+def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
+    """Records and blanks up to the log's end; `CorruptionError` at the first that is neither."""
+    try:
+        yield from _whole_files(sequence, sequence.begin, check_body=True)
+    except CorruptionError as error:
+        if not _zero_from(sequence, error.offset):
+            raise
+
+
+def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], object]) -> Iterator[LogItem]:
+    """The same, but ``damaged`` is told of what is neither, and the walk goes on behind it."""
+    at = sequence.begin
+    while True:
+        try:
+            yield from _whole_files(sequence, at, check_body=False)
+        except CorruptionError as error:
+            if _zero_from(sequence, error.offset):
+                return
+            damaged(error)
+            following = _next_record(sequence, error.offset + 1)
+            if following is None:
+                return
+            at = following
+        else:
+            return
+
+
+def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[LogItem]:
+    """Records and blanks to the end of the last file, but for a blank there: the log's end is before it."""
+    log = CommitLog(sequence)
+    log.end = sequence.end
+    for item in log.scan(begin, check_body=check_body):
+        if item.raw is None and item.physical_offset + item.size == sequence.end:
+            return
+        yield item
+
+
+def _zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:
+    """Whether there is nothing but zeros from there to the end of the last file."""
+    at = physical_offset
+    while (file := sequence.file_at(at)) is not None:
+        start = at % file.size
+        block = file.buffer[start : start + len(_ZEROS)]
+        if block != _ZEROS[: len(block)]:
+            return False
+        at += len(block)
+    return True
+
+
+def _next_record(sequence: MappedFileQueue, begin: int) -> int | None:
+    """Where the first record begins at or behind ``begin`` that is sound and says that it stands there."""
+    at = begin
+    while (file := sequence.file_at(at)) is not None:
+        start = at - at % file.size
+        for place in _candidates(file.buffer, at - start):
+            try:
+                size = codec.check_record(file.buffer, place, file.size, check_body=False)
+            except RecordError:
+                continue
+            if StoredMessage(file.buffer[place : place + size]).physical_offset == start + place:
+                return start + place
+        at = start + file.size
+    return None
+
+
+def _candidates(buffer: codec.Raw, begin: int) -> Iterator[int]:
+    """The places from ``begin`` on that have a record's magic where it belongs, ascending."""
+    find: Callable[[bytes, int], int] = buffer.find  # type: ignore[union-attr]
+    places = {magic: find(magic, begin + codec.MAGIC_AT) for magic in _MAGICS}
+    while any(place >= 0 for place in places.values()):
+        magic, place = min(
+            ((magic, place) for magic, place in places.items() if place >= 0), key=lambda found: found[1]
+        )
+        yield place - codec.MAGIC_AT
+        places[magic] = find(magic, place + 1)

@@ -1,0 +1,187 @@
+"""The ``librmq`` command: reads the arguments, loads the module it needs, makes exit statuses of errors.
+
+Exit status 0: done; 1: the store is damaged; 2: bad usage or bad input; 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from librmq.cli.output import Output, complain, open_output
+
+__all__ = ["main"]
+
+DAMAGED: Final = 1
+BAD_INPUT: Final = 2
+INTERRUPTED: Final = 130
+
+_TIME_HELP: Final = (
+    "a time: milliseconds since 1970, or ISO 8601 (2024-05-01T08:00:00Z; local time unless it names a zone), "
+    "or how long ago (-90s, -30m, -2h, -7d)"
+)
+_AGO: Final = re.compile(r"-\d+(ms|s|m|h|d)")
+
+Handler = Callable[[argparse.Namespace, Output], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # closed by whoever started the program
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        try:
+            given = argparse.Namespace(format=None, config=None)
+            return _run(_parser().parse_args(_join_times(words), given))
+        finally:
+            sys.stdout.flush()
+    except SystemExit as left:  # by the argument parser
+        return left.code if isinstance(left.code, int) else BAD_INPUT
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read has seen enough
+        _drop_output()
+        return 0
+    except OSError as error:  # of standard input or output: those of the store have another type
+        _drop_output()
+        complain(f"librmq: {error}")
+        return BAD_INPUT
+
+
+def _drop_output() -> None:
+    """What is still buffered would be written, and fail again, when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    from librmq.errors import CorruptionError, RecordError, RmqError
+
+    try:
+        module, function = chosen.handler
+        handler: Handler = getattr(importlib.import_module(f"librmq.cli.{module}"), function)
+        output = open_output(chosen.format, sys.stdout)
+        try:
+            return handler(chosen, output)
+        finally:
+            output.close()
+    except (CorruptionError, RecordError) as error:
+        complain(f"librmq {chosen.command}: {error}")
+        return DAMAGED
+    except RmqError as error:
+        complain(f"librmq {chosen.command}: {error}")
+        return BAD_INPUT
+    except OSError:
+        raise
+    except Exception as error:
+        import traceback
+
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        complain(
+            f"librmq {chosen.command}: a mistake in librmq, please report it: "
+            f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
+        )
+        return BAD_INPUT
+
+
+def _join_times(words: list[str]) -> list[str]:
+    """``--begin -2h`` as ``--begin=-2h``, which the argument parser would take for an option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in ("--begin", "--end") and _AGO.fullmatch(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+# -------------------------------------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    everywhere = argparse.ArgumentParser(add_help=False)
+    everywhere.add_argument(
+        "--format",
+        choices=("table", "jsonl"),
+        default=argparse.SUPPRESS,
+        help="a table for people (the default on a terminal) or JSON lines (the default in a pipe)",
+    )
+    parser = argparse.ArgumentParser(
+        prog="librmq",
+        description="Looks into, checks, repairs and continues the store of a RocketMQ 4.9 broker.",
+        epilog="Exit status: 0 done, 1 the store is damaged, 2 bad usage or input, 130 interrupted.",
+        parents=[everywhere],
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(
+        name: str, module: str, help_: str, *, description: str | None = None, store: bool = True
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=help_, description=description or help_, parents=[everywhere], allow_abbrev=False
+        )
+        sub.set_defaults(handler=(module, "filter_" if name == "filter" else name.replace("-", "_")))
+        if store:
+            sub.add_argument("store", metavar="STORE", help="the folder of the store")
+            sub.add_argument(
+                "--config",
+                metavar="FILE",
+                default=argparse.SUPPRESS,
+                help="settings as JSON, for what can't be told from the store's files",
+            )
+        return sub
+
+    sub = command("dump", "log", "print every record of the log, in its order")
+    sub.add_argument("--all", action="store_true", help="go on behind damage where that is possible")
+
+    command("queues", "queues", "list the queues and their offsets")
+
+    sub = command("queue", "queues", "print the entries of a queue")
+    sub.add_argument("topic", metavar="TOPIC")
+    sub.add_argument("queue_id", metavar="ID", help="the queue's number")
+
+    sub = command("query", "query", "find messages by key or by id")
+    sub.add_argument("--topic", help="with --key: the topic to look in")
+    sub.add_argument("--key", help="a key or unique id of the messages")
+    sub.add_argument("--begin", metavar="TIME", help=f"stored from then on; {_TIME_HELP}")
+    sub.add_argument("--end", metavar="TIME", help="stored until then")
+    sub.add_argument("--max", metavar="N", default="64", help="at most so many messages (64)")
+    sub.add_argument("--id", help="instead: an offset id (32 or 56 hex digits) or a unique id")
+
+    command(
+        "ask",
+        "query",
+        "answer questions from standard input",
+        description="Answers questions, one JSON object a line: index_query, get_message, offset_by_time.",
+    )
+
+    command("verify", "care", "look for damage; changes nothing")
+    command("recover", "care", "bring the store to the state a broker would recover, and print what was cut")
+    command(
+        "load",
+        "care",
+        "apply operations from standard input",
+        description="Applies operations, one JSON object a line; prints a row once one is acknowledged.",
+    )
+    command("broker-conf", "care", "print the settings with which a real broker opens the store")
+
+    sub = command("filter", "filters", "evaluate filter expressions from standard input", store=False)
+    sub.add_argument("--dialect", choices=("4.9", "5.3"), default="4.9", help="whose grammar (4.9)")
+    sub.add_argument("--explain", action="store_true", help="say in words which term decides, and why")
+    command("bloom", "filters", "print the bit positions of strings from standard input", store=False)
+    return parser

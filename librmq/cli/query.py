@@ -1,0 +1,147 @@
+"""``query`` and ``ask``: messages found by key, id, queue offset and time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.cli.input import field, parse_time, read_rows, standard_input
+from librmq.cli.output import Output
+from librmq.cli.queues import open_store
+from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
+from librmq.clock import SystemClock
+from librmq.consumequeue import ExtUnit
+from librmq.errors import FilterSyntaxError, InputError
+from librmq.filter.tags import ALL_TAGS, TagFilter
+from librmq.message import StoredMessage
+from librmq.store import MessageStore
+
+__all__ = ["ask", "query"]
+
+_LARGEST: Final = (1 << 63) - 1
+_USUAL_MAX: Final = 64
+_HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
+_ID_LENGTHS: Final = (32, 56)
+
+
+def query(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the messages with a key, or with an id."""
+    by_key = arguments.topic is not None or arguments.key is not None
+    if by_key == (arguments.id is not None):
+        raise InputError("expected either --topic and --key, or --id")
+    clock = SystemClock()
+    if by_key:
+        if not arguments.topic or not arguments.key:
+            raise InputError("a search by key needs both --topic and --key")
+        begin = 0 if arguments.begin is None else parse_time(arguments.begin, clock)
+        end = _LARGEST if arguments.end is None else parse_time(arguments.end, clock)
+        most = _count(arguments.max)
+        with open_store(arguments) as store:
+            found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
+            _print(store, found, output)
+    else:
+        _check_id(arguments.id)
+        with open_store(arguments) as store:
+            _print(store, store.find_by_id(arguments.id), output)
+    return 0
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
+        return int(text)
+    raise InputError(f"--max: expected a whole number from 1 to 999999999, found {text!r}")
+
+
+def _check_id(text: str) -> None:
+    """Refuse what is neither an offset id nor can be a client's unique id."""
+    if not text or not text.isprintable() or " " in text:
+        raise InputError(f"malformed id: {text!r}")
+    if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:
+        raise InputError(f"malformed id: {len(text)} hex digits; an offset id has 32 or 56, a unique id 32")
+
+
+def _print(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:
+    for message in messages:
+        output.row(message_row(message, store.levels))
+
+
+# -------------------------------------------------------------------------------------------------- questions
+
+
+def ask(arguments: argparse.Namespace, output: Output) -> int:
+    """Answer questions from standard input, each as soon as it is read."""
+    with open_store(arguments, all_in_memory=True) as store:
+        for number, question in read_rows(standard_input()):
+            try:
+                kind = field(question, "type", str)
+                answer = _ANSWERS.get(kind)
+                if answer is None:
+                    raise InputError(f"type: expected one of {', '.join(_ANSWERS)}, found {kind!r}")
+                row = answer(store, question)
+            except InputError as error:
+                raise InputError(f"line {number}: {error}") from None
+            output.row(row)
+            output.flush()
+    return 0
+
+
+def _index_query(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
+    return index_query_row(
+        store,
+        field(question, "topic", str),
+        field(question, "key", str),
+        field(question, "max_num", int, _USUAL_MAX),
+        field(question, "begin", int, 0),
+        field(question, "end", int, _LARGEST),
+    )
+
+
+def _get_message(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
+    topic = field(question, "topic", str)
+    queue_id = field(question, "queue_id", int)
+    queue_offset = field(question, "offset", int)
+    most = field(question, "max_msg_nums", int, 32)
+    expression = field(question, "sub_expression", str, None)
+    result = store.read(topic, queue_id, queue_offset, most, _by_tags(expression))
+    return get_message_row(topic, queue_id, queue_offset, most, expression, result)
+
+
+def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
+    timestamps = field(question, "timestamps", list)
+    times = [field({"timestamps": time}, "timestamps", int) for time in timestamps]
+    return offset_by_time_row(store, field(question, "topic", str), field(question, "queue_id", int), times)
+
+
+class _TagsCodes:
+    """Matches by tags code alone, as a broker does; the texts are compared by the consumer."""
+
+    def __init__(self, expression: str) -> None:
+        try:
+            tags = TagFilter(expression)
+        except FilterSyntaxError as error:
+            raise InputError(f"sub_expression: {error}") from None
+        self._codes = np.array(sorted(tags.codes), np.int32)
+
+    def match_entries(
+        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
+    ) -> npt.NDArray[np.bool_]:
+        return np.isin(tags_codes.astype(np.int32), self._codes)
+
+    def match_message(self, message: StoredMessage) -> bool:
+        return True
+
+
+def _by_tags(expression: str | None) -> _TagsCodes | None:
+    """The filter of a subscription to tags such as ``a || b``; None for all."""
+    return None if expression in (None, "", ALL_TAGS) else _TagsCodes(expression)
+
+
+_ANSWERS: Final[dict[str, Callable[[MessageStore, dict[str, Any]], dict[str, Any]]]] = {
+    "index_query": _index_query,
+    "get_message": _get_message,
+    "offset_by_time": _offset_by_time,
+}

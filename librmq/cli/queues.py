@@ -1,0 +1,56 @@
+"""``queues`` and ``queue``: what consume queues hold."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from librmq.cli.input import settle_config
+from librmq.cli.output import Output
+from librmq.cli.rows import entry_rows, queue_row
+from librmq.errors import InputError
+from librmq.files import DiskFiles
+from librmq.layout import check_kind
+from librmq.store import MessageStore
+
+__all__ = ["open_store", "queue", "queues"]
+
+
+def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) -> MessageStore:
+    """The store that a command reads, without a lock and changing nothing.
+
+    With ``all_in_memory`` a read gives as many old messages as new ones, whatever memory the machine has.
+    """
+    files = DiskFiles()
+    check_kind(arguments.store, files)
+    config = settle_config(arguments.store, files, arguments.config)
+    if all_in_memory:
+        config = dataclasses.replace(
+            config,
+            max_transfer_count_on_disk=config.max_transfer_count_in_memory,
+            max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
+        )
+    return MessageStore.open(arguments.store, config, read_only=True, files=files)
+
+
+def queues(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a line for each queue."""
+    with open_store(arguments) as store:
+        for (topic, queue_id), queue_ in sorted(store.queues.items()):
+            output.row(queue_row(topic, queue_id, queue_))
+    return 0
+
+
+def queue(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the entries of a queue."""
+    text = arguments.queue_id
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise InputError(f"not a queue id: {text!r}; expected a whole number")
+    topic, queue_id = arguments.topic, int(text)
+    with open_store(arguments) as store:
+        found = store.queues.get((topic, queue_id))
+        if found is None:
+            raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}")
+        for row in entry_rows(topic, queue_id, found):
+            output.row(row)
+    return 0

@@ -1,0 +1,256 @@
+"""Rows: what commands print, with the names, values and order that other tools are built on."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from librmq import codec
+from librmq.cli.output import complain
+from librmq.consumequeueext import is_ext_address
+from librmq.dispatch import derived_tags_code
+from librmq.errors import BodyCompressionError, MissingExtraError
+from librmq.javahash import java_decode
+from librmq.levels import DelayLevels
+from librmq.message import StoredMessage
+
+if TYPE_CHECKING:  # `dump` needs none of them
+    from librmq.consumequeue import ConsumeQueue
+    from librmq.store import MessageStore, ReadResult
+    from librmq.verify import Damage, Verdict
+
+__all__ = [
+    "blank_row",
+    "cut_row",
+    "entry_rows",
+    "get_message_row",
+    "index_query_row",
+    "message_row",
+    "offset_by_time_row",
+    "queue_row",
+    "store_row",
+    "verify_row",
+]
+
+Row = dict[str, Any]
+
+
+def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: int | None = None) -> Row:
+    """A record of the log, from the place that it names unless ``physical_offset`` says where it was found.
+
+    ``levels`` tell when a delayed one is due.
+    """
+    properties, properties_raw = message.properties, message.properties_raw
+    tags_code = derived_tags_code(message, levels)
+    row: Row = {
+        "type": "message",
+        "phys": message.physical_offset if physical_offset is None else physical_offset,
+        "size": message.size,
+        "crc_ok": message.crc_ok,
+        "magic": f"{message.magic:08x}",
+        "body_crc": message.body_crc,
+        "topic": message.topic,
+        "queue_id": message.queue_id,
+        "flag": message.flag,
+        "queue_offset": message.queue_offset,
+        "commit_log_offset": message.physical_offset,
+        "sys_flag": message.sys_flag,
+        "born_timestamp": message.born_timestamp_ms,
+        "born_host": codec.format_host(message.born_host),
+        "store_timestamp": message.store_timestamp_ms,
+        "store_host": codec.format_host(message.store_host),
+        "reconsume_times": message.reconsume_times,
+        "prepared_transaction_offset": message.prepared_transaction_offset,
+        "msg_id": message.offset_id,
+        "body_b64": _base64(_body(message)),
+    }
+    if message.sys_flag & codec.COMPRESSED:
+        row["stored_body_b64"] = _base64(message.stored_body)
+    row |= {
+        "properties": dict(sorted(properties.items())),
+        "properties_raw": java_decode(properties_raw),
+        "dispatch_tags_code": tags_code,
+        "dispatch_tags_code_hex": _hex(tags_code),
+        "dispatch_keys": properties.get(codec.PROPERTY_KEYS) if properties_raw else "",
+        "dispatch_uniq_key": message.unique_key,
+        "raw_sha1": hashlib.sha1(message.raw, usedforsecurity=False).hexdigest(),
+    }
+    return row
+
+
+def _body(message: StoredMessage) -> bytes | None:
+    """The body as it was sent, None if it can't be had."""
+    try:
+        return message.body
+    except BodyCompressionError:
+        return None
+    except MissingExtraError as error:
+        _hint(str(error))
+        return None
+
+
+@cache
+def _hint(text: str) -> None:
+    """Say something once, however many messages it concerns."""
+    complain(f"hint: {text}")
+
+
+def _base64(data: bytes | None) -> str | None:
+    return base64.b64encode(data).decode("ascii") if data else None
+
+
+def _hex(tags_code: int) -> str:
+    return f"{tags_code & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def blank_row(physical_offset: int, size: int) -> Row:
+    """The blank at the end of a file of the log."""
+    return {"type": "blank", "phys": physical_offset, "size": size}
+
+
+# ---------------------------------------------------------------------------------------------------- queues
+
+
+def queue_row(topic: str, queue_id: int, queue: ConsumeQueue) -> Row:
+    """A queue and its offsets."""
+    return {
+        "topic": topic,
+        "queue_id": queue_id,
+        "min_offset": queue.min_offset,
+        "max_offset": queue.max_offset,
+        "max_physic_offset": queue.max_physic_offset,
+    }
+
+
+def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
+    """The entries of a queue, with their extension units; `CorruptionError` behind the last good one."""
+    for first, block in queue.blocks():
+        for queue_offset, (physical_offset, size, tags_code) in enumerate(block.tolist(), first):
+            row = {
+                "type": "cq",
+                "topic": topic,
+                "queue_id": queue_id,
+                "offset": queue_offset,
+                "phys": physical_offset,
+                "size": size,
+                "tags_code": tags_code,
+                "tags_code_hex": _hex(tags_code),
+            }
+            if queue.ext is not None and is_ext_address(tags_code):
+                unit = queue.ext.get(tags_code)
+                row["ext"] = {
+                    "size": unit.size,
+                    "tags_code": unit.tags_code,
+                    "msg_store_time": unit.store_timestamp_ms,
+                    "bitmap_hex": unit.bitmap.hex() if unit.bitmap else None,
+                }
+            yield row
+
+
+# --------------------------------------------------------------------------------------------------- answers
+
+
+def index_query_row(store: MessageStore, topic: str, key: str, most: int, begin_ms: int, end_ms: int) -> Row:
+    """What the index finds for a key, in its order, and which messages come of it."""
+    messages = store.find_by_key(topic, key, begin_ms, end_ms, most, exact=False)
+    return {
+        "type": "index_query",
+        "topic": topic,
+        "key": key,
+        "max_num": most,
+        "begin": begin_ms,
+        "end": end_ms,
+        "phys_offsets": store.index.query(topic, key, begin_ms, end_ms, most),
+        "index_last_update_timestamp": store.index.end_timestamp_ms,
+        "index_last_update_phyoffset": store.index.end_physical_offset,
+        "query_message_phys": [message.physical_offset for message in messages],
+    }
+
+
+def get_message_row(
+    topic: str, queue_id: int, queue_offset: int, most: int, expression: str | None, result: ReadResult
+) -> Row:
+    """What a read of a queue gives."""
+    return {
+        "type": "get_message",
+        "topic": topic,
+        "queue_id": queue_id,
+        "offset": queue_offset,
+        "max_msg_nums": most,
+        "sub_expression": expression,
+        "status": result.status.value,
+        "next_begin_offset": result.next_offset,
+        "min_offset": result.min_offset,
+        "max_offset": result.max_offset,
+        "buffer_total_size": result.total_size,
+        "queue_offsets": [message.queue_offset for message in result.messages],
+    }
+
+
+def offset_by_time_row(store: MessageStore, topic: str, queue_id: int, timestamps_ms: Sequence[int]) -> Row:
+    """The queue offsets that go with times, and the store time of the queue's oldest message, -1 for none."""
+    earliest = None
+    queue = store.queues.get((topic, queue_id))
+    entry = queue.entry(queue.min_offset) if queue is not None else None
+    if entry is not None:
+        earliest = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+    return {
+        "type": "offset_by_time",
+        "topic": topic,
+        "queue_id": queue_id,
+        "results": [[time_ms, store.queue_offset_at(topic, queue_id, time_ms)] for time_ms in timestamps_ms],
+        "earliest_message_time": -1 if earliest is None else earliest,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- whole stores
+
+
+def store_row(store: MessageStore, phase: str) -> Row:
+    """The offsets and times of a whole store."""
+    queues = sorted(store.queues.items())
+    return {
+        "type": "store",
+        "phase": phase,
+        "min_phy_offset": store.log.begin,
+        "max_phy_offset": store.log.end,
+        "flushed_where": store.log.end,
+        "checkpoint_physic_ts": store.checkpoint.physic_timestamp_ms,
+        "checkpoint_logics_ts": store.checkpoint.logics_timestamp_ms,
+        "checkpoint_index_ts": store.checkpoint.index_timestamp_ms,
+        "queues": [queue_row(topic, queue_id, queue) for (topic, queue_id), queue in queues],
+        "topic_queue_table": dict(
+            sorted((f"{topic}-{queue_id}", queue.max_offset) for (topic, queue_id), queue in queues)
+        ),
+    }
+
+
+def cut_row(store: str, cut: Damage) -> Row:
+    """What recovery took away or wrote anew."""
+    return {
+        "file": os.path.relpath(cut.file, store),
+        "offset": cut.offset,
+        "bytes": cut.bytes,
+        "why": cut.what,
+    }
+
+
+def verify_row(store: str, verdict: Verdict) -> Row:
+    """Whether a store is sound, and what is not."""
+    return {
+        "type": "verify",
+        "sound": verdict.sound,
+        "damage": [
+            {
+                "file": os.path.relpath(one.file, store),
+                "offset": one.offset,
+                "kind": one.kind,
+                "what": one.what,
+            }
+            for one in verdict.damage
+        ],
+    }

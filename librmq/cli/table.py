@@ -1,0 +1,141 @@
+"""Tables on a terminal. Needs rich, the extra ``cli``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Any, Final, TextIO
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from librmq.cli.output import printable
+
+__all__ = ["Table"]
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], object]]
+
+_ROWS: Final = 500
+_WIDTH_OF_FILES: Final = 10_000  # nothing is folded
+_LONGEST_CELL: Final = 200
+
+
+def _time(name: str) -> Callable[[Row], object]:
+    def show(row: Row) -> object:
+        time_ms = row.get(name)
+        if not isinstance(time_ms, int):
+            return time_ms
+        try:
+            return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(" ", "milliseconds").removesuffix("+00:00")
+        except (ValueError, OverflowError, OSError):
+            return time_ms
+
+    return show
+
+
+def _of(name: str) -> Callable[[Row], object]:
+    return lambda row: row.get(name)
+
+
+def _property(name: str) -> Callable[[Row], object]:
+    return lambda row: row.get("properties", {}).get(name)
+
+
+_QUEUE: Final[list[Column]] = [("topic", _of("topic")), ("queue", _of("queue_id"))]
+_COLUMNS: Final[dict[str, list[Column]]] = {
+    "message": [
+        ("physical offset", _of("phys")),
+        ("size", _of("size")),
+        *_QUEUE,
+        ("queue offset", _of("queue_offset")),
+        ("stored (UTC)", _time("store_timestamp")),
+        ("tags", _property("TAGS")),
+        ("keys", _property("KEYS")),
+        ("unique id", _property("UNIQ_KEY")),
+        ("checksum", lambda row: "right" if row.get("crc_ok") else "WRONG"),
+    ],
+    "blank": [("physical offset", _of("phys")), ("size", _of("size")), ("", lambda row: "end of file")],
+    "cq": [
+        ("queue offset", _of("offset")),
+        ("physical offset", _of("phys")),
+        ("size", _of("size")),
+        ("tags code", _of("tags_code_hex")),
+        ("extension", lambda row: row.get("ext", {}).get("bitmap_hex")),
+    ],
+    "queue": [
+        *_QUEUE,
+        ("min offset", _of("min_offset")),
+        ("max offset", _of("max_offset")),
+        ("log up to", _of("max_physic_offset")),
+    ],
+    "damage": [
+        ("file", _of("file")),
+        ("offset", _of("offset")),
+        ("kind", _of("kind")),
+        ("what", _of("what")),
+    ],
+    "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
+}
+# Rows that hold what people look for in a list: shown as a heading, then the list's rows.
+_LISTS: Final = {"verify": ("damage", "damage"), "store": ("queues", "queue")}
+
+
+class Table:
+    """Collects rows and draws them, some hundreds at a time; rows of another type begin another table."""
+
+    def __init__(self, stream: TextIO) -> None:
+        width = None if stream.isatty() else _WIDTH_OF_FILES
+        self._console = rich.console.Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+        self._kind = ""
+        self._rows: list[Row] = []
+
+    def row(self, row: Row) -> None:
+        kind = str(row.get("type") or ("queue" if "max_physic_offset" in row else "other"))
+        if kind in _LISTS:
+            self._take_list(kind, row)
+        else:
+            self._take(kind, row)
+
+    def _take_list(self, kind: str, row: Row) -> None:
+        name, kind_of_rows = _LISTS[kind]
+        rest = {key: value for key, value in row.items() if key not in (name, "cut", "topic_queue_table")}
+        self._take("rest", rest)
+        for one in row.get(name, ()):
+            self._take(kind_of_rows, one)
+        for one in row.get("cut", ()):
+            self._take("cut", one)
+
+    def _take(self, kind: str, row: Row) -> None:
+        if kind != self._kind or len(self._rows) >= _ROWS:
+            self.close()
+            self._kind = kind
+        self._rows.append(row)
+
+    def flush(self) -> None:
+        """A table is drawn when it is full."""
+
+    def close(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        columns = _COLUMNS.get(self._kind) or [(name, _of(name)) for name in dict.fromkeys(chain(*rows))]
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        values = [[show(row) for _, show in columns] for row in rows]
+        for place, (title, _) in enumerate(columns):
+            numbers = all(isinstance(line[place], int) for line in values)
+            table.add_column(title, justify="right" if numbers else "left", overflow="fold")
+        for line in values:
+            table.add_row(*(rich.text.Text(_cell(value)) for value in line))
+        self._console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return printable(text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…")

@@ -1,0 +1,70 @@
+"""Time as a value: the only module that reads the wall clock or sleeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+__all__ = ["Clock", "ManualClock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """What the rest of librmq knows of time."""
+
+    def now_ms(self) -> int:
+        """The time of day in milliseconds since 1970 (UTC)."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds since some moment, never going backwards."""
+        ...
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        """Wait until ``event`` is set or ``seconds`` have passed (None: never do); true if it is set."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock. Thread-safe."""
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        return event.wait(seconds)
+
+
+class ManualClock:
+    """A clock that stands still until it is moved, and never goes backwards.
+
+    Not thread-safe: whoever moves it decides when.
+    """
+
+    def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
+        self._now_ms = now_ms
+
+    def now_ms(self) -> int:
+        return self._now_ms
+
+    def monotonic(self) -> float:
+        return self._now_ms / 1000
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        """Time does not pass by itself: answers at once."""
+        return event.is_set()
+
+    def move_to(self, now_ms: int) -> None:
+        """Set the time; ``ValueError`` for a time before now."""
+        if now_ms < self._now_ms:
+            raise ValueError(f"time can't go backwards: it is {self._now_ms} ms, asked for {now_ms} ms")
+        self._now_ms = now_ms
+
+    def advance(
+        self, *, ms: int = 0, seconds: float = 0, minutes: float = 0, hours: float = 0, days: float = 0
+    ) -> None:
+        """Move the time forward."""
+        self.move_to(self._now_ms + ms + round(1000 * (seconds + 60 * (minutes + 60 * (hours + 24 * days)))))

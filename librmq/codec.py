@@ -1,0 +1,591 @@
+"""Bytes of a log record to values and back, and the small formats inside it. No I/O.
+
+A record, big-endian::
+
+     0  size                4    of the whole record
+     4  magic               4    da a3 20 a7, or da a3 20 ab (5.x: a topic length of two bytes)
+     8  body crc            4    crc32 & 7fffffff of the body as stored; nothing else has a checksum
+    12  queue id            4
+    16  flag                4    the user's
+    20  queue offset        8
+    28  physical offset     8    of this record's first byte
+    36  sys flag            4    bits, below
+    40  born timestamp      8    ms
+    48  born host        4 + 4   address, port; 16 + 4 with BORN_HOST_V6, then all that follows is 12 further
+    56  store timestamp     8    ms
+    64  store host       4 + 4   16 + 4 with STORE_HOST_V6
+    72  reconsume times     4
+    76  prepared offset     8    transaction: physical offset of the prepared message
+    84  body length         4
+    88  body
+        topic length        1    2 with the second magic
+        topic                    UTF-8
+        properties length   2
+        properties               name 01 value 02 name 01 value ...   UTF-8
+
+A blank, where the next record did not fit into a file::
+
+    remaining length 4 | cb d4 31 94 | (left as it is)
+
+A message inside a batch, as clients send it::
+
+    size 4 | 0 4 | 0 4 | flag 4 | body length 4 | body | properties length 2 | properties
+
+Mirrors ``MessageDecoder``, ``CommitLog.MessageExtEncoder``, ``CommitLog.checkMessageAndReturnSize``,
+``MessageSysFlag`` and ``MessageConst``. Everything here is a pure function of its arguments, and thread-safe.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import Final, NamedTuple
+
+from librmq.compression import COMPRESSED as COMPRESSED
+from librmq.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
+from librmq.compression import COMPRESSION_MASK as COMPRESSION_MASK
+from librmq.compression import COMPRESSION_ZLIB as COMPRESSION_ZLIB
+from librmq.compression import COMPRESSION_ZSTD as COMPRESSION_ZSTD
+from librmq.compression import compress_body as compress_body
+from librmq.compression import decompress_body as decompress_body
+from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
+from librmq.hosts import Host as Host
+from librmq.hosts import decode_host as decode_host
+from librmq.hosts import encode_host as encode_host
+from librmq.hosts import format_host as format_host
+from librmq.hosts import offset_message_id as offset_message_id
+from librmq.hosts import parse_host as parse_host
+from librmq.hosts import parse_offset_message_id as parse_offset_message_id
+from librmq.javahash import hash_map_order, java_decode, java_int, string_hash
+from librmq.levels import SCHEDULE_TOPIC
+
+Raw = bytes | bytearray | memoryview | mmap.mmap
+
+MESSAGE_MAGIC: Final = 0xDAA320A7
+MESSAGE_MAGIC_V2: Final = 0xDAA320AB
+BLANK_MAGIC: Final = 0xCBD43194
+BLANK_SIZE: Final = 8
+"""What a blank takes at least; so many bytes always stay free at the end of a file."""
+FIXED_SIZE: Final = 91
+"""A record without body, topic and properties, with IPv4 hosts."""
+HOST_V6_EXTRA: Final = 12
+MAX_TOPIC_SIZE: Final = 127
+MAX_TOPIC_SIZE_V2: Final = 32_767
+MAX_PROPERTIES_SIZE: Final = 32_767
+
+MAGIC_AT: Final = 4
+BODY_CRC_AT: Final = 8
+QUEUE_ID_AT: Final = 12
+FLAG_AT: Final = 16
+QUEUE_OFFSET_AT: Final = 20
+PHYSICAL_OFFSET_AT: Final = 28
+SYS_FLAG_AT: Final = 36
+BORN_TIMESTAMP_AT: Final = 40
+BORN_HOST_AT: Final = 48
+# With IPv4 hosts; 12 further for each IPv6 host before it.
+STORE_TIMESTAMP_AT: Final = 56
+STORE_HOST_AT: Final = 64
+RECONSUME_TIMES_AT: Final = 72
+PREPARED_OFFSET_AT: Final = 76
+BODY_LENGTH_AT: Final = 84
+BODY_AT: Final = 88
+
+HEADER_V4: Final = struct.Struct(">iIiiiqqiq8sq8siqi")
+"""Everything before the body, with IPv4 hosts; the fields in the order drawn above."""
+
+# Sys flag; its bits COMPRESSED (1) and COMPRESSION_MASK come from `librmq.compression`.
+MULTI_TAGS: Final = 2
+TRANSACTION_MASK: Final = 12
+TRANSACTION_PREPARED: Final = 4
+TRANSACTION_COMMIT: Final = 8
+TRANSACTION_ROLLBACK: Final = 12
+BORN_HOST_V6: Final = 16
+STORE_HOST_V6: Final = 32
+HOSTS_V6: Final = BORN_HOST_V6 | STORE_HOST_V6
+
+PROPERTY_KEYS: Final = "KEYS"
+PROPERTY_TAGS: Final = "TAGS"
+PROPERTY_WAIT: Final = "WAIT"
+PROPERTY_DELAY: Final = "DELAY"
+PROPERTY_RETRY_TOPIC: Final = "RETRY_TOPIC"
+PROPERTY_REAL_TOPIC: Final = "REAL_TOPIC"
+PROPERTY_REAL_QUEUE_ID: Final = "REAL_QID"
+PROPERTY_TRANSACTION_PREPARED: Final = "TRAN_MSG"
+PROPERTY_PRODUCER_GROUP: Final = "PGROUP"
+PROPERTY_MIN_OFFSET: Final = "MIN_OFFSET"
+PROPERTY_MAX_OFFSET: Final = "MAX_OFFSET"
+PROPERTY_BUYER_ID: Final = "BUYER_ID"
+PROPERTY_ORIGIN_MESSAGE_ID: Final = "ORIGIN_MESSAGE_ID"
+PROPERTY_TRANSFER_FLAG: Final = "TRANSFER_FLAG"
+PROPERTY_CORRECTION_FLAG: Final = "CORRECTION_FLAG"
+PROPERTY_MQ2_FLAG: Final = "MQ2_FLAG"
+PROPERTY_RECONSUME_TIME: Final = "RECONSUME_TIME"
+PROPERTY_MSG_REGION: Final = "MSG_REGION"
+PROPERTY_TRACE_SWITCH: Final = "TRACE_ON"
+PROPERTY_UNIQUE_KEY: Final = "UNIQ_KEY"
+PROPERTY_MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
+PROPERTY_CONSUME_START_TIME: Final = "CONSUME_START_TIME"
+PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET: Final = "TRAN_PREPARED_QUEUE_OFFSET"
+PROPERTY_TRANSACTION_CHECK_TIMES: Final = "TRANSACTION_CHECK_TIMES"
+PROPERTY_CHECK_IMMUNITY_TIME: Final = "CHECK_IMMUNITY_TIME_IN_SECONDS"
+PROPERTY_INSTANCE_ID: Final = "INSTANCE_ID"
+PROPERTY_CORRELATION_ID: Final = "CORRELATION_ID"
+PROPERTY_REPLY_TO_CLIENT: Final = "REPLY_TO_CLIENT"
+PROPERTY_TTL: Final = "TTL"
+PROPERTY_ARRIVE_TIME: Final = "ARRIVE_TIME"
+PROPERTY_PUSH_REPLY_TIME: Final = "PUSH_REPLY_TIME"
+PROPERTY_CLUSTER: Final = "CLUSTER"
+PROPERTY_MESSAGE_TYPE: Final = "MSG_TYPE"
+PROPERTY_INNER_MULTI_DISPATCH: Final = "INNER_MULTI_DISPATCH"
+PROPERTY_INNER_MULTI_QUEUE_OFFSET: Final = "INNER_MULTI_QUEUE_OFFSET"
+
+# fmt: off
+RESERVED_PROPERTIES: Final = frozenset((
+    "KEYS", "TAGS", "WAIT", "DELAY", "RETRY_TOPIC", "REAL_TOPIC", "REAL_QID", "TRAN_MSG", "PGROUP",
+    "MIN_OFFSET", "MAX_OFFSET", "BUYER_ID", "ORIGIN_MESSAGE_ID", "TRANSFER_FLAG", "CORRECTION_FLAG",
+    "MQ2_FLAG", "RECONSUME_TIME", "MSG_REGION", "TRACE_ON", "UNIQ_KEY", "MAX_RECONSUME_TIMES",
+    "CONSUME_START_TIME", "INSTANCE_ID", "CORRELATION_ID", "REPLY_TO_CLIENT", "TTL", "ARRIVE_TIME",
+    "PUSH_REPLY_TIME", "CLUSTER", "MSG_TYPE", "INNER_MULTI_QUEUE_OFFSET",
+))
+# fmt: on
+"""The names that a user's properties may not have."""
+
+_CHECK: Final = struct.Struct(">iIi24xi44xi")  # size, magic, body crc, sys flag, body length
+_unpack_check = _CHECK.unpack_from
+_INT: Final = struct.Struct(">i")
+_SHORT: Final = struct.Struct(">h")
+_LONG: Final = struct.Struct(">q")
+_BEFORE_HOSTS: Final = struct.Struct(">iIiiiqqiq")
+_AFTER_HOSTS: Final = struct.Struct(">iqi")  # reconsume times, prepared offset, body length
+_BATCH_HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
+BATCH_FIXED_SIZE: Final = _BATCH_HEADER.size + 2
+_BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
+_SCHEDULE_TOPIC_BYTES: Final = SCHEDULE_TOPIC.encode()
+_SCHEDULE_TOPIC_SIZE: Final = len(SCHEDULE_TOPIC)
+_DELAY_BYTES: Final = PROPERTY_DELAY.encode()
+
+
+# ------------------------------------------------------------------------------------------------- properties
+
+
+def encode_properties(properties: Mapping[str, str]) -> bytes:
+    """Properties as they are stored: in the order of a Java map that was filled in that of ``properties``.
+
+    `MessageIllegalError` for text that has no UTF-8 (half a surrogate pair). Names and values with the
+    separators 01 and 02 are not looked for here, nor is the length.
+    """
+    names = tuple(properties)
+    shape = _shapes.get(names) or _property_shape(names)
+    parts, pick = shape
+    parts = parts[:]
+    parts[1::2] = pick(properties)
+    try:
+        return "".join(parts).encode()
+    except UnicodeEncodeError as error:
+        raise MessageIllegalError(f"a property cannot be written as UTF-8: {error.reason}") from None
+
+
+_Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]]]
+# For one set of names in one order: what stands before each value, with room for the values between, and what takes
+# the values in the order in which they are stored. An application has few; one that makes up names begins anew.
+_shapes: dict[tuple[str, ...], _Shape] = {}
+_SHAPES_KEPT: Final = 1024
+
+
+def _property_shape(names: tuple[str, ...]) -> _Shape:
+    ordered = [names[at] for at in hash_map_order(names)]
+    parts = [""] * (2 * len(ordered))
+    parts[::2] = [
+        f"{separator}{name}\1" for separator, name in zip(["", *["\2"] * len(ordered)], ordered, strict=False)
+    ]
+    if len(ordered) > 1:
+        pick: Callable[[Mapping[str, str]], Iterable[str]] = itemgetter(*ordered)
+    else:  # an itemgetter of one name gives no tuple
+
+        def pick(properties: Mapping[str, str]) -> Iterable[str]:
+            return tuple(properties.values())
+
+    if len(_shapes) >= _SHAPES_KEPT:
+        _shapes.clear()
+    _shapes[names] = parts, pick
+    return parts, pick
+
+
+def decode_properties(raw: bytes | str) -> dict[str, str]:
+    """Stored properties as a dict, in stored order. Never raises.
+
+    Parts without 01 and those with an empty name or value are dropped; a value may contain 01; of properties
+    with the same name the last wins.
+    """
+    text = raw if isinstance(raw, str) else java_decode(raw)
+    properties = {}
+    for part in text.split("\2"):
+        name, _, value = part.partition("\1")
+        if name and value:
+            properties[name] = value
+    return properties
+
+
+def find_property(raw: bytes, name: bytes) -> bytes | None:
+    """The value that `decode_properties` finds for ``name``, as stored, without looking at the others."""
+    needle = _property_needle(name)
+    if not needle:
+        return None
+    at = raw.rfind(needle)
+    while at >= 0:
+        value_at = at + len(needle)
+        value_end = raw.find(b"\2", value_at)
+        if value := raw[value_at:] if value_end < 0 else raw[value_at:value_end]:
+            return value
+        at = raw.rfind(needle, 0, at)  # an empty one counts as absent: an earlier one may do
+    if raw.startswith(needle[1:]):
+        return raw[len(needle) - 1 :].split(b"\2", 1)[0] or None
+    return None
+
+
+def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | None]:
+    """What `find_property` finds for UNIQ_KEY, KEYS and TAGS, in one call: what every record is filed under."""
+    last, following = raw.rfind, raw.find
+    unique = keys = tags = b""
+    begin = last(b"\2UNIQ_KEY\1") + 10
+    if begin > 9:
+        upto = following(b"\2", begin)
+        unique = raw[begin:upto] if upto > 0 else raw[begin:]
+    begin = last(b"\2KEYS\1") + 6
+    if begin > 5:
+        upto = following(b"\2", begin)
+        keys = raw[begin:upto] if upto > 0 else raw[begin:]
+    begin = last(b"\2TAGS\1") + 6
+    if begin > 5:
+        upto = following(b"\2", begin)
+        tags = raw[begin:upto] if upto > 0 else raw[begin:]
+    # One that stands first, or is not there, or is there and empty, is looked for with care.
+    return (
+        unique or find_property(raw, b"UNIQ_KEY"),
+        keys or find_property(raw, b"KEYS"),
+        tags or find_property(raw, b"TAGS"),
+    )
+
+
+@lru_cache(maxsize=256)
+def _property_needle(name: bytes) -> bytes:
+    """What stands before the value of ``name``; empty for a name that cannot be."""
+    return b"" if not name or b"\1" in name or b"\2" in name else b"\2" + name + b"\1"
+
+
+def join_properties(own: bytes, batch: bytes) -> bytes:
+    """The stored properties of a message in a batch: its own, and behind them those of the batch."""
+    if own and batch and own[-1] != 2:
+        return own + b"\2" + batch
+    return own + batch
+
+
+@lru_cache(maxsize=256)
+def tags_code(tags: str | None) -> int:
+    """What a queue entry keeps of a message's tags (all of them as one text), 0 without any."""
+    return string_hash(tags) if tags else 0
+
+
+def split_keys(keys: str | None) -> list[str]:
+    """The keys of a message as the index takes them: between single spaces, empty ones left out."""
+    return [key for key in keys.split(" ") if key] if keys else []
+
+
+# ---------------------------------------------------------------------------------------------------- records
+
+
+def host_flags(born_host: Host, store_host: Host) -> int:
+    """The bits of the sys flag that say which hosts are IPv6."""
+    return (BORN_HOST_V6 if ":" in born_host[0] else 0) | (STORE_HOST_V6 if ":" in store_host[0] else 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """The values of one log record; ``body`` and ``properties_raw`` as they are stored."""
+
+    topic: str
+    queue_id: int = 0
+    flag: int = 0
+    queue_offset: int = 0
+    physical_offset: int = 0
+    sys_flag: int = 0
+    born_timestamp_ms: int = 0
+    born_host: Host = ("127.0.0.1", 0)
+    store_timestamp_ms: int = 0
+    store_host: Host = ("127.0.0.1", 0)
+    reconsume_times: int = 0
+    prepared_transaction_offset: int = 0
+    body: bytes = b""
+    body_crc: int = 0
+    properties_raw: bytes = b""
+    magic: int = MESSAGE_MAGIC
+
+    @property
+    def size(self) -> int:
+        """The length of the record in bytes."""
+        lengths = 4 if self.magic == MESSAGE_MAGIC_V2 else 3  # of topic and properties
+        fixed = host_ends(self.sys_flag)[1] + _AFTER_HOSTS.size + lengths
+        return fixed + len(self.body) + len(self.topic.encode("utf-8", "replace")) + len(self.properties_raw)
+
+
+def body_checksum(body: bytes | memoryview) -> int:
+    """What a record keeps of its body as stored."""
+    return zlib.crc32(body) & 0x7FFFFFFF
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of ``record``; its ``body_crc`` is written as it is.
+
+    `MessageIllegalError` for what does not fit its field, and for hosts of another kind than the sys flag's.
+    """
+    try:
+        topic = record.topic.encode()
+    except UnicodeEncodeError:
+        raise MessageIllegalError(f"topic {record.topic!r} cannot be written as UTF-8") from None
+    if record.magic not in (MESSAGE_MAGIC, MESSAGE_MAGIC_V2):
+        raise MessageIllegalError(f"unknown magic {record.magic:08x}")
+    most = MAX_TOPIC_SIZE if record.magic == MESSAGE_MAGIC else MAX_TOPIC_SIZE_V2
+    if len(topic) > most:
+        raise MessageIllegalError(f"topic {record.topic[:200]!r} has {len(topic)} bytes, {most} at most")
+    if len(record.properties_raw) > MAX_PROPERTIES_SIZE:
+        found = len(record.properties_raw)
+        raise MessageIllegalError(f"{found} bytes of properties, {MAX_PROPERTIES_SIZE} at most")
+    if (record.sys_flag ^ host_flags(record.born_host, record.store_host)) & HOSTS_V6:
+        raise MessageIllegalError(f"sys flag {record.sys_flag} is not that of these hosts")
+    try:
+        return b"".join(
+            (
+                _BEFORE_HOSTS.pack(
+                    record.size,
+                    record.magic,
+                    record.body_crc,
+                    record.queue_id,
+                    record.flag,
+                    record.queue_offset,
+                    record.physical_offset,
+                    record.sys_flag,
+                    record.born_timestamp_ms,
+                ),
+                encode_host(record.born_host),
+                _LONG.pack(record.store_timestamp_ms),
+                encode_host(record.store_host),
+                _AFTER_HOSTS.pack(record.reconsume_times, record.prepared_transaction_offset, len(record.body)),
+                record.body,
+                len(topic).to_bytes(1 if record.magic == MESSAGE_MAGIC else 2, "big"),
+                topic,
+                _SHORT.pack(len(record.properties_raw)),
+                record.properties_raw,
+            )
+        )
+    except struct.error as error:
+        raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+
+
+def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int, int]:
+    """Where the parts of the record at ``position`` of ``raw`` lie, which ends at or before ``limit``.
+
+    Begin and end of the body, begin and end of the topic, begin of the properties, end of the record. No
+    length is believed that does not agree with the others, and nothing lies outside of the record; what the
+    parts contain is not looked at. A negative length of body or properties counts as 0, as in the original.
+
+    Raises `RecordError`, which names the field.
+    """
+    if limit - position < FIXED_SIZE:
+        raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {limit - position} bytes")
+    size, magic, _, sys_flag, body_length = _CHECK.unpack_from(raw, position)
+    if magic != MESSAGE_MAGIC and magic != MESSAGE_MAGIC_V2:
+        raise RecordError(f"magic: expected {MESSAGE_MAGIC:08x}, found {magic:08x}", MAGIC_AT)
+    end = position + size
+    if size < FIXED_SIZE or end > limit:
+        raise RecordError(f"size: expected {FIXED_SIZE} to {limit - position}, found {size}")
+    lengths = 3 if magic == MESSAGE_MAGIC else 4  # of topic and properties
+    body_at = position + BODY_AT
+    if sys_flag & HOSTS_V6:
+        body_at += HOST_V6_EXTRA * (sys_flag & HOSTS_V6).bit_count()
+        if body_at + lengths > end:
+            raise RecordError(f"sys flag: IPv6 hosts do not fit into {size} bytes", SYS_FLAG_AT)
+        (body_length,) = _INT.unpack_from(raw, body_at - 4)
+    topic_at = body_end = body_at + body_length if body_length > 0 else body_at
+    if body_end + lengths > end:
+        most = end - body_at - lengths
+        at = body_at - 4 - position
+        raise RecordError(f"body length: expected {most} at most, found {body_length}", at)
+    topic_length, most = raw[body_end], MAX_TOPIC_SIZE
+    topic_at += 1
+    if magic == MESSAGE_MAGIC_V2:
+        topic_length, most = topic_length << 8 | raw[topic_at], MAX_TOPIC_SIZE_V2
+        topic_at += 1
+    topic_end = topic_at + topic_length
+    if topic_length > most or topic_end + 2 > end:
+        most = min(most, end - topic_at - 2)
+        raise RecordError(f"topic length: expected {most} at most, found {topic_length}", body_end - position)
+    properties_at = topic_end + 2
+    properties_length = raw[topic_end] << 8 | raw[topic_end + 1]
+    if properties_at + (properties_length if properties_length <= MAX_PROPERTIES_SIZE else 0) != end:
+        raise RecordError(
+            f"properties length: expected {end - properties_at}, found {properties_length}",
+            topic_end - position,
+        )
+    return body_at, body_end, topic_at, topic_end, properties_at, end
+
+
+def host_ends(sys_flag: int) -> tuple[int, int]:
+    """Where in a record born host and store host end, which depends on their kinds.
+
+    The store timestamp (8 bytes) lies between them, the reconsume times behind the second.
+    """
+    born_end = STORE_TIMESTAMP_AT + (HOST_V6_EXTRA if sys_flag & BORN_HOST_V6 else 0)
+    return born_end, born_end + 16 + (HOST_V6_EXTRA if sys_flag & STORE_HOST_V6 else 0)
+
+
+def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> int:
+    """The size of the sound record at ``position``, 0 for the blank that ends a file.
+
+    Sound is what the original's recovery goes on behind: a frame without contradictions, a body that matches
+    its checksum (if ``check_body``), and in the schedule topic a DELAY that is a number. The other fields,
+    topic and properties have no checksum. The file ends at ``limit``, which is at most ``len(raw)``.
+
+    Raises `RecordError`; `BodyChecksumError` if only the body is wrong.
+    """
+    if limit - position >= FIXED_SIZE:
+        # The usual record at once: IPv4 hosts, no length out of its bounds. Whatever else goes the careful way.
+        size, magic, expected, sys_flag, body_length = _unpack_check(raw, position)
+        topic_end = position + 89 + body_length
+        end = position + size
+        fits = 0 <= body_length <= size - FIXED_SIZE and end <= limit
+        if fits and magic == MESSAGE_MAGIC and not sys_flag & HOSTS_V6:
+            topic_length = raw[topic_end - 1]
+            topic_end += topic_length
+            if (
+                topic_length <= MAX_TOPIC_SIZE
+                and topic_end + 2 <= end
+                and raw[topic_end] << 8 | raw[topic_end + 1] == end - topic_end - 2 <= MAX_PROPERTIES_SIZE
+                and topic_length != _SCHEDULE_TOPIC_SIZE
+            ):
+                if check_body and body_length:
+                    found = zlib.crc32(raw[position + 88 : position + 88 + body_length]) & 0x7FFFFFFF
+                    if found != expected:
+                        raise _bad_checksum(expected, found)
+                return int(size)
+    try:
+        body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, limit)
+    except RecordError:
+        if limit - position >= BLANK_SIZE and raw[position + 4 : position + 8] == _BLANK_MAGIC_BYTES:
+            return 0
+        raise
+    if check_body and body_end > body_at:
+        (expected,) = _INT.unpack_from(raw, position + BODY_CRC_AT)
+        found = zlib.crc32(raw[body_at:body_end]) & 0x7FFFFFFF
+        if found != expected:
+            raise _bad_checksum(expected, found)
+    if topic_end - topic_at == _SCHEDULE_TOPIC_SIZE and raw[topic_at:topic_end] == _SCHEDULE_TOPIC_BYTES:
+        level = find_property(bytes(raw[properties_at:end]), _DELAY_BYTES)
+        if level is not None and java_int(java_decode(level)) is None:
+            at = properties_at - position
+            raise RecordError(f"DELAY of a delayed message: expected a number, found {level[:40]!r}", at)
+    return end - position
+
+
+def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Record:
+    """The values of the record at ``position`` of ``raw``.
+
+    Raises `RecordError`; with ``check_body`` `BodyChecksumError` if only the body is wrong.
+    """
+    body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, len(raw))
+    _, magic, body_crc, queue_id, flag, queue_offset, physical_offset, sys_flag, born_timestamp_ms = (
+        _BEFORE_HOSTS.unpack_from(raw, position)
+    )
+    born_end, store_end = host_ends(sys_flag)
+    reconsume_times, prepared_transaction_offset, _ = _AFTER_HOSTS.unpack_from(raw, position + store_end)
+    body = bytes(raw[body_at:body_end])
+    if check_body and body and body_checksum(body) != body_crc:
+        raise _bad_checksum(body_crc, body_checksum(body))
+    return Record(
+        topic=java_decode(bytes(raw[topic_at:topic_end])),
+        queue_id=queue_id,
+        flag=flag,
+        queue_offset=queue_offset,
+        physical_offset=physical_offset,
+        sys_flag=sys_flag,
+        born_timestamp_ms=born_timestamp_ms,
+        born_host=decode_host(bytes(raw[position + BORN_HOST_AT : position + born_end])),
+        store_timestamp_ms=_LONG.unpack_from(raw, position + born_end)[0],
+        store_host=decode_host(bytes(raw[position + born_end + 8 : position + store_end])),
+        reconsume_times=reconsume_times,
+        prepared_transaction_offset=prepared_transaction_offset,
+        body=body,
+        body_crc=body_crc,
+        properties_raw=bytes(raw[properties_at:end]),
+        magic=magic,
+    )
+
+
+def _bad_checksum(expected: int, found: int) -> BodyChecksumError:
+    wanted = f"{expected & 0xFFFFFFFF:08x}"
+    return BodyChecksumError(f"body checksum: expected {wanted}, found {found:08x}", BODY_CRC_AT)
+
+
+def store_timestamp_ms(raw: Raw, position: int = 0) -> int:
+    """The store time of the record at ``position``, of which at least ``FIXED_SIZE`` bytes must be there."""
+    at = position + host_ends(raw[position + SYS_FLAG_AT + 3])[0]
+    return int(_LONG.unpack_from(raw, at)[0])
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+class BatchItem(NamedTuple):
+    """One message of a batch, as clients send it."""
+
+    body: bytes
+    flag: int = 0
+    properties_raw: bytes = b""
+
+
+def encode_batch(items: Iterable[BatchItem]) -> bytes:
+    """Messages as one body. `MessageIllegalError` for properties that are too long, a flag over 32 bits."""
+    parts: list[bytes] = []
+    for body, flag, properties_raw in items:
+        size = BATCH_FIXED_SIZE + len(body) + len(properties_raw)
+        try:
+            parts += (
+                _BATCH_HEADER.pack(size, 0, 0, flag, len(body)),
+                body,
+                _SHORT.pack(len(properties_raw)),
+                properties_raw,
+            )
+        except struct.error as error:
+            raise MessageIllegalError(f"message {len(parts) // 4} of the batch is out of range: {error}") from None
+    return b"".join(parts)
+
+
+def decode_batch(raw: bytes) -> list[BatchItem]:
+    """The messages of a batch. `MessageIllegalError` says which one contradicts itself."""
+    items: list[BatchItem] = []
+    at = 0
+    while at < len(raw):
+        if at + BATCH_FIXED_SIZE > len(raw):
+            raise MessageIllegalError(f"batch: message {len(items)} is cut short at byte {len(raw)}")
+        size, _, _, flag, body_length = _BATCH_HEADER.unpack_from(raw, at)
+        end = at + size
+        body_at = at + _BATCH_HEADER.size
+        body_end = body_at + body_length
+        if body_length < 0 or not body_end + 2 <= end <= len(raw):
+            raise MessageIllegalError(
+                f"batch: message {len(items)} at byte {at} has {size} bytes with a body of {body_length}, "
+                f"{len(raw) - at} bytes are left"
+            )
+        (properties_length,) = _SHORT.unpack_from(raw, body_end)
+        if body_end + 2 + properties_length != end:
+            raise MessageIllegalError(
+                f"batch: message {len(items)} at byte {at} has {properties_length} bytes of properties, "
+                f"expected {end - body_end - 2}"
+            )
+        items.append(BatchItem(raw[body_at:body_end], flag, raw[body_end + 2 : end]))
+        at = end
+    return items

@@ -1,0 +1,431 @@
+"""The commit log: every record of every topic, one behind the other, in files of equal length.
+
+::
+
+    file   | record | record | ... | record | blank | (left as it is) |        one record never crosses files
+    blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, where the next did not fit
+
+A record goes to the next file when ``its size + 8`` is more than what remains of this one. The last file is zero
+behind the log's end. The record itself is drawn in `librmq.codec`. Mirrors 4.9.4's ``CommitLog``.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Final, NamedTuple, Self
+
+from librmq import codec
+from librmq.errors import BodyChecksumError, CorruptionError, MessageIllegalError, RecordError
+from librmq.files import Buffer, DiskFiles, Files
+from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.message import StoredMessage
+
+__all__ = ["CommitLog", "LogEnd", "LogItem"]
+
+_SIZE_AND_MAGIC: Final = struct.Struct(">II")
+# Size, magic, body checksum, sys flag and body length of a record with IPv4 hosts; negative lengths come out large.
+_unpack_frame = struct.Struct(">III24xI44xI").unpack_from
+_MAGIC: Final = codec.MESSAGE_MAGIC
+_V6: Final = codec.HOSTS_V6
+_BLANK_SIZE: Final = codec.BLANK_SIZE
+_BLANK_MAGIC: Final = codec.BLANK_MAGIC
+_MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
+_MAPPED_FILES: Final = 32
+_CHUNK: Final = 1 << 20
+_TOUCHED: Final = 128 << 10  # bytes at a time: the interpreter stands still meanwhile
+
+
+class LogItem(NamedTuple):
+    """What stands at a place of the log: a record, or (``raw`` None) the blank at the end of a file."""
+
+    physical_offset: int
+    size: int
+    raw: bytes | None
+
+
+class LogEnd(NamedTuple):
+    """Where a walk ended; ``damage`` says what is there instead of a record, None for zeros or the end of a file."""
+
+    physical_offset: int
+    damage: CorruptionError | None
+    last_record: int | None = None
+    """Where the last record starts that the walk passed."""
+
+
+class CommitLog:
+    """Append, read and scan.
+
+    One thread may append or truncate (`MessageStore` serialises its producers) while any number read: what lies below
+    ``end`` is complete. Reads never see a file vanish.
+    """
+
+    found_end: LogEnd
+    """Where the log was found to end when it was opened, and what stood there."""
+
+    def __init__(self, sequence: MappedFileQueue) -> None:
+        self._sequence = sequence
+        self._mapped = sequence.mapped
+        self.file_size = sequence.file_size
+        self.end = sequence.begin
+        """The physical offset behind the last record."""
+        self._file_start = -1
+        self._file_end = -1  # of the file that is written
+        self.fits = -1
+        """Up to here records go where `end` is; what reaches beyond needs a `claim`."""
+        self._reserved = -1
+        self._buffer: Buffer | None = None
+        self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
+        self._prepared = -1  # up to this physical offset pages are ready
+        self.found_end = LogEnd(self.end, None)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        file_size: int = 1 << 30,
+        *,
+        files: Files | None = None,
+        writable: bool = True,
+        scan_from: Callable[[CommitLog], int] | None = None,
+    ) -> Self:
+        """Open the log in ``folder``, which need not exist yet.
+
+        Its end is found by walking from the physical offset that ``scan_from`` names (the third last file, as after a
+        clean exit). Nothing is changed: whatever stands behind the end is the caller's to `truncate`.
+        `CorruptionError` for wrong names and lengths.
+        """
+        pool = MappingPool(_MAPPED_FILES)
+        sequence = MappedFileQueue(folder, file_size, files or DiskFiles(), pool, writable=writable, durable=writable)
+        log = cls(sequence)
+        if sequence.starts:
+            log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log))
+            log.end = log.found_end.physical_offset
+        log._resume()
+        return log
+
+    def third_last_file(self) -> int:
+        """Where the third last file starts, or the first of fewer: after a clean exit all before it is sound."""
+        starts = self._sequence.starts
+        return starts[max(0, len(starts) - 3)] if starts else self.begin
+
+    def _resume(self) -> None:
+        """Find the file that is written next."""
+        start = self._sequence.start_of(self.end)
+        self._buffer = None
+        if start is None:
+            self._file_start = self._file_end = self._reserved = -1
+        else:
+            self._file_start, self._file_end, self._reserved = start, start + self.file_size, -1
+            if self._sequence.writable:
+                self._buffer = self._sequence.file(start).buffer
+        self.fits = self._file_end - _BLANK_SIZE
+
+    @property
+    def begin(self) -> int:
+        """The physical offset of the oldest record that is still there."""
+        return self._sequence.begin
+
+    @property
+    def sequence(self) -> MappedFileQueue:
+        """The files."""
+        return self._sequence
+
+    # -------------------------------------------------------------------------------------------------------- append
+
+    def claim(self, size: int) -> int:
+        """The physical offset that ``size`` bytes will get: in the next file where they do not fit into this one.
+
+        Changes nothing. `MessageIllegalError` if they fit no file.
+        """
+        end = self.end
+        if end + size <= self.fits:
+            return end
+        if size + _BLANK_SIZE > self.file_size:
+            raise MessageIllegalError(
+                f"{size} bytes of record do not fit a log file of {self.file_size} bytes; "
+                f"at most {self.file_size - _BLANK_SIZE} do"
+            )
+        return self._next_file()
+
+    def append(self, data: bytes) -> None:
+        """Write one or more whole records at the place that `claim` named for their length.
+
+        `StoreIOError` for want of space, before a byte is written.
+        """
+        size = len(data)
+        if self.end + size + _BLANK_SIZE > self._file_end:
+            self._roll(size)
+        at = self.end - self._file_start
+        upto = at + size
+        if upto > self._reserved:
+            self._reserved = self._sequence.reserve(self._file_start, at, upto)
+        self._buffer[at:upto] = data  # type: ignore[index]
+        self.end += size
+
+    def _next_file(self) -> int:
+        """Where the file starts that is written when this one is full."""
+        sequence = self._sequence
+        if self._file_start >= 0:
+            return self._file_end
+        if sequence.starts and self.end not in (sequence.starts[-1], sequence.end):
+            raise CorruptionError(sequence.folder, self.end, "record", "the log's end lies in none of its files")
+        return self.end
+
+    def _roll(self, size: int) -> None:
+        """Go on to the next file, which is to take ``size`` bytes, behind a blank in this one."""
+        sequence, end, following = self._sequence, self.end, self._next_file()
+        # First what may fail, so that a full disk leaves the log as it was.
+        self._make(following)
+        sequence.reserve(following, 0, size)
+        if self._file_start >= 0 and end < self._file_end:
+            at, remaining = end - self._file_start, self._file_end - end
+            if at + _BLANK_SIZE > self._reserved:
+                self._reserved = sequence.reserve(self._file_start, at, at + _BLANK_SIZE)
+            assert self._buffer is not None
+            self._buffer[at : at + _BLANK_SIZE] = _SIZE_AND_MAGIC.pack(remaining, _BLANK_MAGIC)
+            sequence.mark_dirty(self._file_start)
+        self.end = following
+        self._resume()
+        sequence.mark_dirty(self._file_start)
+
+    def prepare(self, ahead: int) -> None:
+        """Make blocks and pages ready up to ``ahead`` bytes behind the end, the next file among them.
+
+        For a thread beside the producers', so that they do not wait for the device or for first touches.
+        """
+        sequence, end = self._sequence, self.end
+        start = sequence.start_of(end)
+        if start is None:
+            return
+        at, upto = max(end, self._prepared), min(end + ahead, self.end + 2 * self.file_size)
+        while at < upto:
+            start = at - at % self.file_size
+            if start not in sequence.starts and not self._make(start):
+                return
+            step = min(upto, at - at % _TOUCHED + _TOUCHED, start + self.file_size)
+            sequence.touch(start, at - start, step - start)
+            at = self._prepared = step
+
+    def _make(self, start: int) -> bool:
+        """Make the next file unless it is there; false if ``start`` is not the next."""
+        sequence = self._sequence
+        with self._making:
+            if start in sequence.starts:
+                return True
+            if sequence.starts and start != sequence.end:
+                return False
+            sequence.create(start)
+            return True
+
+    def flush(self) -> int:
+        """Return when everything appended before the call is on the device; the physical offset up to which it is."""
+        end = self.end
+        if self._file_start >= 0:
+            self._sequence.mark_dirty(self._file_start)
+        self._sequence.flush()
+        return end
+
+    def truncate(self, physical_offset: int) -> list[str]:
+        """Make ``physical_offset`` the end: zeros behind it, later files deleted (their paths are returned)."""
+        gone = self._sequence.delete_from(physical_offset + 1)
+        if physical_offset < self._sequence.end:
+            self._sequence.zero_from(physical_offset)
+        self._prepared = -1
+        self.end = physical_offset
+        self._resume()
+        return gone
+
+    def patch(self, physical_offset: int, data: bytes) -> None:
+        """Overwrite a field of a record in place; for recovery."""
+        start = physical_offset - physical_offset % self.file_size
+        at = physical_offset - start
+        self._sequence.file(start).buffer[at : at + len(data)] = data
+        self._sequence.mark_dirty(start)
+
+    def data_behind(self, physical_offset: int) -> int:
+        """How many bytes follow ``physical_offset`` up to the last that is not zero, in all files that exist."""
+        sequence = self._sequence
+        for start in reversed(sequence.starts):
+            buffer = sequence.file(start).buffer
+            high = self.file_size
+            low = max(physical_offset - start, 0)
+            while high > low:
+                at = max(low, high - _CHUNK)
+                data = buffer[at:high].rstrip(b"\0")
+                if data:
+                    return start + at + len(data) - physical_offset
+                high = at
+            if low:
+                break
+        return 0
+
+    def delete_before(self, physical_offset: int) -> list[str]:
+        """Delete the files that end at or before ``physical_offset``, never the last; returns their paths."""
+        last = self._sequence.starts[-1] if self._sequence.starts else 0
+        return self._sequence.delete_before(min(physical_offset, last))
+
+    def close(self) -> None:
+        """Let go of the files; whoever holds a part of one keeps it."""
+        self._buffer = None
+        self._file_start = self._file_end = -1
+        self._sequence.unmap_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------------------- read
+
+    def read(self, physical_offset: int, size: int | None = None) -> bytes | None:
+        """The raw record at ``physical_offset``, None where the log no longer (or not yet) has anything.
+
+        `CorruptionError` if what stands there is no record, or one of another ``size``.
+        """
+        start = physical_offset - physical_offset % self.file_size
+        at = physical_offset - start
+        if physical_offset < self.begin or physical_offset + _BLANK_SIZE > self.end:
+            return None
+        file = self._mapped.get(start) or self._sequence.file_at(start)
+        if file is None:
+            return None  # deleted meanwhile
+        if at + _BLANK_SIZE > self.file_size:
+            raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
+        found, magic = _SIZE_AND_MAGIC.unpack_from(file.buffer, at)
+        if (
+            magic not in _MAGICS
+            or (size is not None and found != size)
+            or not codec.FIXED_SIZE <= found <= self.file_size - at
+        ):
+            wanted = "a record" if size is None else f"a record of {size} bytes"
+            raise CorruptionError(
+                file.path, physical_offset, "record", f"expected {wanted}, found {found} bytes with magic {magic:08x}"
+            )
+        if physical_offset + found > self.end:
+            return None
+        return file.buffer[at : at + found]
+
+    def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:
+        """The message at ``physical_offset``, checked whole (but for its body unless ``check_body``).
+
+        None where the log has nothing. `CorruptionError` if no sound record stands there.
+        """
+        raw = self.read(physical_offset)
+        if raw is None:
+            return None
+        try:
+            codec.check_record(raw, 0, len(raw), check_body=check_body)
+        except RecordError as error:
+            raise self._damage(physical_offset, error) from error
+        return StoredMessage(raw)
+
+    def store_timestamp_ms(self, physical_offset: int, size: int | None = None) -> int | None:
+        """When the record at ``physical_offset`` was stored; None where the log has nothing or something else."""
+        try:
+            raw = self.read(physical_offset, size)
+        except CorruptionError:
+            return None
+        return None if raw is None or len(raw) < codec.FIXED_SIZE else codec.store_timestamp_ms(raw)
+
+    def scan(self, begin: int | None = None, end: int | None = None, *, check_body: bool = True) -> Iterator[LogItem]:
+        """Walk over records and blanks from ``begin`` (the oldest) up to ``end`` (the log's).
+
+        ``begin`` must be the start of a record. `CorruptionError` at the first that is none, or whose body does not
+        match its checksum; the walk can be taken up behind it by another call.
+        """
+        limit = self.end if end is None else min(end, self.end)
+        at = self.begin if begin is None else begin
+        file_size = self.file_size
+        while at < limit:
+            start = at - at % file_size
+            file = self._sequence.file_at(start)
+            if file is None:
+                if at >= self.begin:
+                    return
+                at = self.begin  # deleted meanwhile
+                continue
+            at = yield from self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
+
+    def _items(
+        self, buffer: Buffer, start: int, place: int, upto: int, check_body: bool
+    ) -> Generator[LogItem, None, int]:
+        """The records of one file from ``place`` up to ``upto``, and its blank; returns where the log goes on.
+
+        `CorruptionError` at what is neither.
+        """
+        # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. The usual record is
+        # checked here, as `codec.check_record` does it; whatever has anything particular goes there.
+        file_size, new, crc32, unpack = self.file_size, tuple.__new__, zlib.crc32, _unpack_frame
+        chunk, chunk_at, chunk_size = b"", place, 0
+        while place < upto:
+            inside = place - chunk_at
+            if inside + codec.FIXED_SIZE <= chunk_size:
+                size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
+                if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
+                    raw = chunk[inside : inside + size]
+                    body_end = 88 + body_size
+                    topic_end = body_end + 1 + raw[body_end]
+                    if (
+                        topic_end != body_end + 20  # as long as the schedule topic, of which more is checked
+                        and topic_end + 2 <= size
+                        and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
+                        and topic_end < body_end + 129
+                        and (not check_body or not body_size or crc32(raw[88:body_end]) & 0x7FFFFFFF == checksum)
+                    ):
+                        yield new(LogItem, (start + place, size, raw))
+                        place += size
+                        continue
+            if inside or not chunk:  # it may only reach beyond the chunk: look again with one that begins here
+                chunk, chunk_at = buffer[place : min(place + _CHUNK, file_size)], place
+                chunk_size = len(chunk)
+                continue
+            try:
+                size = codec.check_record(buffer, place, file_size, check_body=check_body)
+            except RecordError as error:
+                raise self._damage(start + place, error) from error
+            if not size:
+                yield LogItem(start + place, file_size - place, None)
+                return start + file_size
+            yield LogItem(start + place, size, buffer[place : place + size])
+            place += size
+            chunk = b""
+            chunk_size = 0
+        return start + place
+
+    def walk(self, begin: int) -> LogEnd:
+        """Where the records that begin at ``begin`` end, looking at all files that exist. Changes nothing."""
+        sequence = self._sequence
+        at, last = begin, None
+        while (start := sequence.start_of(at)) is not None:
+            buffer = sequence.file(start).buffer
+            try:
+                for place, size, raw in self._items(buffer, start, at - start, self.file_size, True):
+                    if raw is None:
+                        break
+                    last = place
+                    at = place + size
+            except CorruptionError as error:
+                place = error.offset - start
+                zeros = not any(buffer[place : place + _BLANK_SIZE])
+                return LogEnd(error.offset, None if zeros else error, last)
+            if start + self.file_size not in sequence.starts:
+                break  # the blank of the last file is written again
+            at = start + self.file_size
+        return LogEnd(at, None, last)
+
+    def first_store_timestamp_ms(self, start: int) -> int | None:
+        """When the first record of the file at ``start`` was stored; None if it begins with none."""
+        buffer = self._sequence.file(start).buffer
+        raw = buffer[: min(96, self.file_size)]
+        if len(raw) < codec.FIXED_SIZE or _SIZE_AND_MAGIC.unpack_from(raw)[1] not in _MAGICS:
+            return None
+        return codec.store_timestamp_ms(raw)
+
+    def _damage(self, physical_offset: int, error: RecordError) -> CorruptionError:
+        kind = "checksum" if isinstance(error, BodyChecksumError) else "record"
+        path = self._sequence.path(physical_offset - physical_offset % self.file_size)
+        return CorruptionError(path, physical_offset, kind, error.reason)

@@ -1,0 +1,102 @@
+"""Compressed bodies: zlib to write, zlib, lz4 and zstd to read, and never more comes out than is allowed.
+
+Mirrors ``CompressionType`` and the ``Compressor`` classes, which write a zlib stream, one LZ4 frame, or one
+Zstandard frame. Three bits of a record's sys flag say which; 0, from before there was a choice, is zlib.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Final
+
+from librmq.errors import BodyCompressionError, MissingExtraError
+
+COMPRESSED: Final = 1
+COMPRESSION_MASK: Final = 0x700
+COMPRESSION_LZ4: Final = 0x100
+COMPRESSION_ZSTD: Final = 0x200
+COMPRESSION_ZLIB: Final = 0x300
+
+_LZ4_STEP: Final = 1 << 20
+_ZSTD_PIECE: Final = 128
+
+
+def compress_body(body: bytes, level: int = 5) -> bytes:
+    """``body`` as clients of the original do; goes with sys flag ``COMPRESSED | COMPRESSION_ZLIB``."""
+    return zlib.compress(body, level)
+
+
+def compression_type(sys_flag: int) -> str:
+    """``zlib``, ``lz4`` or ``zstd``; `BodyCompressionError` for bits that name none of them."""
+    try:
+        return ("zlib", "lz4", "zstd", "zlib")[(sys_flag & COMPRESSION_MASK) >> 8]
+    except IndexError:
+        raise BodyCompressionError(f"body: compressed in an unknown way, sys flag {sys_flag:#x}") from None
+
+
+def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
+    """A stored body as it was sent: ``body`` itself if ``sys_flag`` does not say that it is compressed.
+
+    Raises `BodyCompressionError` if it is damaged, cut short, followed by something else, or would be of more
+    than ``limit`` bytes (it stops there); `MissingExtraError` for lz4 and zstd without the extra.
+    """
+    if not sys_flag & COMPRESSED or not body:
+        return body
+    kind = compression_type(sys_flag)
+    if kind == "lz4":
+        return _decompress_lz4(body, limit)
+    if kind == "zstd":
+        return _decompress_zstd(body, limit)
+    stream = zlib.decompressobj()
+    try:
+        result = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise BodyCompressionError(f"zlib body: {error}") from None
+    return _whole(kind, result, stream.eof, stream.unused_data, limit)
+
+
+def _decompress_lz4(body: bytes, limit: int) -> bytes:
+    try:
+        from lz4.frame import LZ4FrameDecompressor
+    except ImportError:
+        raise MissingExtraError("a body compressed with lz4", "compression") from None
+    stream = LZ4FrameDecompressor()
+    parts, size, rest = [], 0, body
+    try:
+        # What may come out is allocated ahead: ask for little at a time.
+        while size <= limit and not stream.eof and (rest or not stream.needs_input):
+            parts.append(stream.decompress(rest, max_length=_LZ4_STEP))
+            size += len(parts[-1])
+            rest = b""
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise BodyCompressionError(f"lz4 body: {error}") from None
+    return _whole("lz4", b"".join(parts), stream.eof, stream.unused_data or b"", limit)
+
+
+def _decompress_zstd(body: bytes, limit: int) -> bytes:
+    try:
+        from zstandard import ZstdDecompressor, ZstdError
+    except ImportError:
+        raise MissingExtraError("a body compressed with zstd", "compression") from None
+    stream = ZstdDecompressor().decompressobj()
+    parts, size, at = [], 0, 0
+    try:
+        # All that a piece holds comes out at once, 128 KiB from every 4 bytes: take small pieces.
+        while size <= limit and not stream.eof and at < len(body):
+            parts.append(stream.decompress(body[at : at + _ZSTD_PIECE]))
+            size += len(parts[-1])
+            at += _ZSTD_PIECE
+    except ZstdError as error:
+        raise BodyCompressionError(f"zstd body: {error}") from None
+    return _whole("zstd", b"".join(parts), stream.eof, stream.unused_data or body[at:], limit)
+
+
+def _whole(kind: str, result: bytes, eof: bool, rest: bytes, limit: int) -> bytes:
+    """``result``, if it is all there is."""
+    if len(result) > limit:
+        raise BodyCompressionError(f"{kind} body: more than the {limit:,} bytes that are allowed")
+    if not eof:
+        raise BodyCompressionError(f"{kind} body: cut short after {len(result):,} bytes")
+    if rest:
+        raise BodyCompressionError(f"{kind} body: {len(rest):,} bytes behind its end")
+    return result

@@ -1,0 +1,645 @@
+"""The queue of a topic: where in the log its messages are, an entry of 20 bytes each.
+
+::
+
+    entry  physicalOffset  8   where in the log the message starts
+           size            4   its length there
+           tagsCode        8   hash of its tags; or the address of an extension unit (`consumequeueext`);
+                               or, on the schedule topic, the time at which it is due
+
+Entry n of the queue stands at position 20 · n of its files. The first entry without a size is the queue's
+end. What precedes the first entry of a queue that starts above 0, back to the start of that file, is filled
+with (0, 0x7fffffff, 0).
+
+Mirrors 4.9.4's ``ConsumeQueue``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.consumequeueext import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address
+from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.files import Buffer, DiskFiles, Files
+from librmq.mappedfile import MappedFileQueue, MappingPool
+
+__all__ = [
+    "ENTRY",
+    "ENTRY_DTYPE",
+    "ENTRY_SIZE",
+    "FILE_SIZE",
+    "ConsumeQueue",
+    "Entries",
+    "ExtUnit",
+    "QueueEntry",
+]
+
+ENTRY: Final = struct.Struct(">qiq")
+ENTRY_SIZE: Final = 20
+ENTRY_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
+FILE_SIZE: Final = 300_000 * ENTRY_SIZE
+
+Entries = npt.NDArray[Any]
+"""An array of `ENTRY_DTYPE`."""
+
+_Mask = npt.NDArray[np.bool_]
+
+_PLACE: Final = struct.Struct(">qi")  # the first two fields of an entry
+_FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
+_FILLER_PLACE: Final = (0, 0x7FFFFFFF)
+_BLOCK: Final = 65536  # entries that are looked at together
+_RECOVERED_FILES: Final = 3
+_pack = ENTRY.pack
+
+
+class QueueEntry(NamedTuple):
+    """Where a message is in the log, and a code to filter it by."""
+
+    physical_offset: int
+    size: int
+    tags_code: int
+
+
+class ConsumeQueue:
+    """The entries of one queue. One thread may write while many read, without a lock.
+
+    Numbers are of entries unless they say otherwise; ``begin`` to ``end`` leaves ``end`` out.
+    """
+
+    __slots__ = (
+        "_closed",
+        "_files",
+        "_sure",
+        "_tail",
+        "ext",
+        "max_offset",
+        "max_physic_offset",
+        "min_offset",
+    )
+
+    min_offset: int
+    """The first queue offset that is served."""
+    max_offset: int
+    """The queue offset of the next entry."""
+    max_physic_offset: int
+    """Where in the log the last entry's message ends, -1 for none."""
+    ext: ConsumeQueueExt | None
+    """The extension units, if the queue was opened with them."""
+
+    def __init__(self, files: MappedFileQueue, ext: tuple[str, int, Files, MappingPool] | None) -> None:
+        self._files = files
+        self._closed = False
+        self._tail = 0  # where the file starts that is appended to
+        self._sure = 0  # up to this position there are blocks behind it; 0 until they were asked for
+        self.max_offset = self._find_end() // ENTRY_SIZE
+        self.min_offset = self._find_begin()
+        self.max_physic_offset = self._last_place()
+        self.ext = None
+        if ext is not None:
+            folder, file_size, disk, pool = ext
+            last = self._tags_code(self.max_offset - 1)
+            self.ext = ConsumeQueueExt.open(
+                folder, file_size, files=disk, pool=pool, writable=files.writable,
+                last_address=last if is_ext_address(last) else None,
+            )  # fmt: skip
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        file_size: int = FILE_SIZE,
+        *,
+        files: Files | None = None,
+        pool: MappingPool | None = None,
+        writable: bool = True,
+        ext_folder: str | None = None,
+        ext_file_size: int = EXT_FILE_SIZE,
+    ) -> Self:
+        """Open the queue in ``folder``, which is made by the first append if it does not exist.
+
+        Reads what finding begin and end needs: some entries of the first file and the last one that is in
+        use; the end is sought by halving, as entries follow each other without a gap (`recover` takes nothing
+        for granted). `CorruptionError` for what the folder must not hold, `ConfigError` for a size that is no
+        multiple of 20.
+        """
+        if file_size % ENTRY_SIZE or not ENTRY_SIZE <= file_size <= 1 << 31:
+            raise ConfigError(f"queue file size: expected a multiple of 20 up to 2 GiB, found {file_size}")
+        files = files or DiskFiles()
+        pool = pool or MappingPool(4)
+        queue = MappedFileQueue(folder, file_size, files, pool, writable=writable)
+        return cls(queue, None if ext_folder is None else (ext_folder, ext_file_size, files, pool))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ConsumeQueue {self.folder} {self.min_offset} to {self.max_offset}>"
+
+    @property
+    def folder(self) -> str:
+        return self._files.folder
+
+    @property
+    def file_size(self) -> int:
+        """The length of a file in bytes."""
+        return self._files.file_size
+
+    @property
+    def stored_begin(self) -> int:
+        """The first queue offset that the files hold; below `min_offset` messages are gone, or never were."""
+        return self._files.begin // ENTRY_SIZE
+
+    def place_of(self, queue_offset: int) -> tuple[str, int]:
+        """The file an entry is in, or would be, and where in it: the address of damage."""
+        at = queue_offset * ENTRY_SIZE % self._files.file_size
+        return self._files.path(queue_offset * ENTRY_SIZE - at), at
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def entry(self, queue_offset: int) -> QueueEntry | None:
+        """The entry at ``queue_offset``, None outside `min_offset` to `max_offset`.
+
+        `CorruptionError` for a bad one.
+        """
+        if not self.min_offset <= queue_offset < self.max_offset:
+            return None
+        raw = self.read(queue_offset, 1)
+        if not raw:
+            return None
+        entry = QueueEntry._make(ENTRY.unpack(raw))
+        if entry.size <= 0 or entry.physical_offset < 0:
+            if queue_offset >= self.max_offset:
+                return None  # cut off meanwhile
+            raise self._damaged(queue_offset, entry.physical_offset, entry.size)
+        return entry
+
+    def read(self, queue_offset: int, count: int) -> bytes:
+        """Up to ``count`` stored entries from ``queue_offset`` on, at most to the end of their file.
+
+        Empty outside `min_offset` to `max_offset`. Nothing is checked: ``np.frombuffer(raw, ENTRY_DTYPE)``
+        may show entries that are damaged.
+        """
+        if not self.min_offset <= queue_offset < self.max_offset or count <= 0:
+            return b""
+        return self._raw(queue_offset * ENTRY_SIZE, min(queue_offset + count, self.max_offset) * ENTRY_SIZE)
+
+    def blocks(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[int, Entries]]:
+        """The entries from ``begin`` to ``end`` as ``(queue offset of the first, array)``.
+
+        ``begin`` is `min_offset` unless given and may go down to `stored_begin`; ``end`` is `max_offset`
+        unless given and at most that. Arrays are copies, not writable. `CorruptionError` at the first bad
+        entry, after the good ones before it.
+        """
+        end = self.max_offset if end is None else min(end, self.max_offset)
+        for first, raw in self._chunks(self.min_offset if begin is None else begin, end):
+            block = np.frombuffer(raw, ENTRY_DTYPE)
+            bad = _ends(block)
+            if not bad.any():
+                yield first, block
+                continue
+            sound = int(bad.argmax())
+            if sound:
+                yield first, block[:sound]
+            if first + sound < self.max_offset:  # else it was cut off meanwhile
+                physical_offset, size, _ = block[sound].item()
+                raise self._damaged(first + sound, physical_offset, size)
+            return
+
+    def entries(self, begin: int | None = None, end: int | None = None) -> Entries:
+        """The entries of `blocks` in one array, a copy."""
+        found = [block for _, block in self.blocks(begin, end)]
+        return np.concatenate(found, dtype=ENTRY_DTYPE) if found else np.empty(0, ENTRY_DTYPE)
+
+    def next_file_offset(self, queue_offset: int) -> int:
+        """The queue offset of the first entry behind the file that ``queue_offset`` is in."""
+        per_file = self._files.file_size // ENTRY_SIZE
+        return queue_offset - queue_offset % per_file + per_file
+
+    def ext_unit(self, tags_code: int) -> ExtUnit | None:
+        """The unit that an entry's ``tags_code`` is the address of; None if it is a code proper.
+
+        None too where the unit can't be had: the queue was opened without extension (as when it is switched
+        off later), or its file is missing or damaged. Then the original takes the message as a candidate, for
+        which itself has to be looked at. `ConsumeQueueExt.get` says what is wrong.
+        """
+        if self.ext is None or not is_ext_address(tags_code):
+            return None
+        try:
+            return self.ext.get(tags_code)
+        except CorruptionError:
+            return None
+
+    def offset_at(self, timestamp_ms: int, store_timestamp_of: Callable[[int, int], int | None]) -> int:
+        """The queue offset of the entry stored at ``timestamp_ms``, or nearest to it (the earlier on a tie).
+
+        ``store_timestamp_of(physical_offset, size)`` gives the store time of a message in ms, None if it is
+        gone with the begin of the log. As the original's, this looks only into the first file whose last
+        entry was stored at ``timestamp_ms`` or later, else the last. `min_offset` for an empty queue, or if
+        all messages are gone. Asks for one time a file, and then some 18.
+        """
+
+        def stored(queue_offset: int) -> int | None:
+            entry = self.entry(queue_offset)
+            return None if entry is None else store_timestamp_of(entry.physical_offset, entry.size)
+
+        per_file = self._files.file_size // ENTRY_SIZE
+        low, end = self.min_offset, self.max_offset
+        while (following := low - low % per_file + per_file) < end:
+            last = stored(following - 1)
+            if last is not None and last >= timestamp_ms:
+                break
+            low = following
+        begin, high = low, min(following, end) - 1
+        earlier: tuple[int, int] | None = None
+        later: tuple[int, int] | None = None
+        while low <= high:
+            middle = (low + high) // 2
+            time = stored(middle)
+            if time == timestamp_ms:
+                return middle
+            if time is None:
+                low = middle + 1
+            elif time > timestamp_ms:
+                high, later = middle - 1, (middle, time)
+            else:
+                low, earlier = middle + 1, (middle, time)
+        if earlier is None:
+            return begin if later is None else later[0]
+        if later is None or timestamp_ms - earlier[1] <= later[1] - timestamp_ms:
+            return earlier[0]
+        return later[0]
+
+    def _raw(self, position: int, end: int) -> bytes:
+        """The bytes from ``position`` to ``end``, at most to the end of the file; empty if it was deleted."""
+        self._check_open()
+        file = self._files.file_at(position)
+        if file is None:
+            return b""
+        at = position % file.size
+        return file.buffer[at : min(file.size, at + end - position)]
+
+    def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """The stored bytes of entries ``begin`` to ``end``, unchecked, a block of one file at a time."""
+        begin = max(begin, self.stored_begin)
+        while begin < end:
+            raw = self._raw(begin * ENTRY_SIZE, min(end, begin + _BLOCK) * ENTRY_SIZE)
+            if raw:
+                yield begin, raw
+                begin += len(raw) // ENTRY_SIZE
+            elif begin < self.stored_begin:
+                begin = self.stored_begin  # deleted meanwhile
+            else:
+                return
+
+    def _damaged(self, queue_offset: int, physical_offset: int, size: int) -> CorruptionError:
+        path, at = self.place_of(queue_offset)
+        what = f"queue offset {queue_offset}: found physical offset {physical_offset} and size {size}"
+        return CorruptionError(path, at, "entry", what)
+
+    # ------------------------------------------------------------------------------------------ begin and end
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """Physical offset and size of the entry at ``position``; (0, 0) where there is no file."""
+        file = self._files.file_at(position)
+        if file is None:
+            return 0, 0
+        physical_offset, size = _PLACE.unpack_from(file.buffer, position % file.size)
+        return physical_offset, size
+
+    def _find_end(self) -> int:
+        """The position behind the last entry, by halving the last file that has a first one."""
+        files = self._files
+        for start in reversed(files.starts):
+            buffer = files.file(start).buffer
+            if _counts(buffer, 0):
+                # entry `low` counts, and entry `high` does not
+                low, high = 0, files.file_size // ENTRY_SIZE
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    if _counts(buffer, middle * ENTRY_SIZE):
+                        low = middle
+                    else:
+                        high = middle
+                return start + high * ENTRY_SIZE
+        return files.begin
+
+    def _find_begin(self) -> int:
+        """The first entry that is no filler."""
+        low = self.stored_begin
+        high = min(low + self._files.file_size // ENTRY_SIZE, self.max_offset)
+        if low == high or self._place(low * ENTRY_SIZE) != _FILLER_PLACE:
+            return low
+        while low < high:  # what is below `low` is filler, and `high` is none
+            middle = (low + high) // 2
+            if self._place(middle * ENTRY_SIZE) == _FILLER_PLACE:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _last_place(self) -> int:
+        """`max_physic_offset` by the last entry."""
+        if self.max_offset <= self.stored_begin:
+            return -1
+        physical_offset, size = self._place((self.max_offset - 1) * ENTRY_SIZE)
+        if physical_offset < 0 or size <= 0 or (physical_offset, size) == _FILLER_PLACE:
+            return -1
+        return physical_offset + size
+
+    def _tags_code(self, queue_offset: int) -> int:
+        raw = self._raw(queue_offset * ENTRY_SIZE, (queue_offset + 1) * ENTRY_SIZE)
+        return int.from_bytes(raw[12:], "big", signed=True)
+
+    # ------------------------------------------------------------------------------------------- the writer's
+
+    def append(self, queue_offset: int, physical_offset: int, size: int, tags_code: int) -> None:
+        """Add the entry of the message at ``physical_offset`` of the log.
+
+        ``queue_offset`` is `max_offset`; in a queue without files it may be any, and is where the queue
+        starts. `CorruptionError` names both numbers if they differ; ``ValueError`` for numbers that no entry
+        can hold. Nothing was written then.
+        """
+        if physical_offset < 0 or size <= 0:
+            raise ValueError(f"no entry can hold physical offset {physical_offset} and size {size}")
+        try:
+            raw = _pack(physical_offset, size, tags_code)
+        except struct.error as error:
+            raise ValueError(f"no entry can hold {physical_offset}, {size}, {tags_code}: {error}") from None
+        position = queue_offset * ENTRY_SIZE
+        if queue_offset != self.max_offset or position + ENTRY_SIZE > self._sure:
+            self._prepare(queue_offset, ENTRY_SIZE)
+        start, files = self._tail, self._files
+        at = position - start
+        files.file(start).buffer[at : at + ENTRY_SIZE] = raw
+        files.mark_dirty(start)
+        self.max_physic_offset = physical_offset + size
+        self.max_offset = queue_offset + 1
+
+    def append_many(self, queue_offset: int, entries: bytes) -> None:
+        """Add packed entries (`ENTRY`), the first at ``queue_offset``, on into further files as needed.
+
+        The entries themselves are the caller's word. Errors are those of `append`; when a new file can't be
+        had, what fits the file before it stays.
+        """
+        length = len(entries)
+        position = queue_offset * ENTRY_SIZE
+        if queue_offset == self.max_offset and position + length <= self._sure and not length % ENTRY_SIZE:
+            if length:
+                self._put(queue_offset, entries)
+            return
+        if length % ENTRY_SIZE:
+            raise ValueError(f"expected entries of {ENTRY_SIZE} bytes, found {length} bytes")
+        file_size = self._files.file_size
+        done = 0
+        while done < length:
+            upto = min(length, done + file_size - (position + done) % file_size)
+            first = queue_offset + done // ENTRY_SIZE
+            self._prepare(first, upto - done)
+            self._put(first, entries[done:upto])
+            done = upto
+
+    def _put(self, queue_offset: int, entries: bytes) -> None:
+        """Write entries that are known to fit, and let readers see them."""
+        start, files = self._tail, self._files
+        at = queue_offset * ENTRY_SIZE - start
+        files.file(start).buffer[at : at + len(entries)] = entries
+        files.mark_dirty(start)
+        physical_offset, size = _PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
+        self.max_physic_offset = physical_offset + size
+        self.max_offset = queue_offset + len(entries) // ENTRY_SIZE
+
+    def _prepare(self, queue_offset: int, length: int) -> None:
+        """Make sure of the file and the blocks for ``length`` bytes at ``queue_offset``, all of one file."""
+        self._check_writable()
+        files = self._files
+        position = queue_offset * ENTRY_SIZE
+        if not 0 <= position < (1 << 63) - files.file_size:
+            raise ValueError(f"no queue offset can be {queue_offset}")
+        start = position - position % files.file_size
+        if not files.starts:
+            files.create(start)
+            files.reserve(start, 0, position - start + length)
+            self._fill(start, position)
+            self.min_offset = self.max_offset = queue_offset
+        elif queue_offset != self.max_offset:
+            path, at = self.place_of(self.max_offset)
+            what = f"expected queue offset {self.max_offset}, found {queue_offset}"
+            raise CorruptionError(path, at, "order", what)
+        elif start == files.end:
+            files.create(start)
+        self._tail = start
+        self._sure = start + files.reserve(start, position - start, position - start + length)
+
+    def _fill(self, start: int, end: int) -> None:
+        """Fill a queue that does not start with its file, up to its first entry."""
+        buffer = self._files.file(start).buffer
+        for at in range(0, end - start, _BLOCK * ENTRY_SIZE):
+            upto = min(end - start, at + _BLOCK * ENTRY_SIZE)
+            buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
+        if end > start:
+            self._files.mark_dirty(start)
+
+    def recover(self) -> int:
+        """Look at every entry of the last three files, and cut the queue at the first bad one.
+
+        What lies behind the end is cleared, of the extension too. Returns how many entries the queue lost.
+        Opening takes it for granted that entries have no gap; this reads the files, and so takes longer.
+        """
+        self._check_writable()
+        before = self.max_offset
+        per_file = self._files.file_size // ENTRY_SIZE
+        begin = before - 1 - (before - 1) % per_file - (_RECOVERED_FILES - 1) * per_file
+        end = max(before, self.stored_begin)
+        for first, raw in self._chunks(begin, before):
+            bad = _ends(np.frombuffer(raw, ENTRY_DTYPE))
+            if bad.any():
+                end = first + int(bad.argmax())
+                break
+        self._cut(end)
+        return before - end
+
+    def truncate_after(self, physical_end: int) -> int:
+        """Drop the entries from the last file's first on that reaches beyond ``physical_end`` of the log.
+
+        If that is the file's first, the file goes and the one before it is looked at. Bad entries count as
+        beyond, filler does not. Returns how many entries were dropped.
+        """
+        self._check_writable()
+        before = end = self.max_offset
+        per_file = self._files.file_size // ENTRY_SIZE
+        while end > self.stored_begin:
+            begin = end - 1 - (end - 1) % per_file
+            beyond = self._first_beyond(begin, end, physical_end)
+            if beyond is not None:
+                end = beyond
+            if beyond != begin:
+                break
+        if end < before:
+            self._cut(end)
+        return before - end
+
+    def _first_beyond(self, begin: int, end: int, physical_end: int) -> int | None:
+        limit = max(min(physical_end, (1 << 63) - 1), -1)
+        for first, raw in self._chunks(begin, end):
+            block = np.frombuffer(raw, ENTRY_DTYPE)
+            beyond = _ends(block) | (block["physical_offset"] > limit - block["size"].astype(np.int64))
+            beyond &= ~((block["physical_offset"] == 0) & (block["size"] == _FILLER_PLACE[1]))
+            if beyond.any():
+                return first + int(beyond.argmax())
+        return None
+
+    def truncate_to(self, queue_offset: int) -> None:
+        """Keep the entries below ``queue_offset``; what is dropped is cleared, and files without an entry go.
+
+        A queue whose first file starts above 0 keeps that file and with it its offsets; other queues start
+        anew.
+        """
+        self._check_writable()
+        if queue_offset < self.max_offset:
+            self._cut(max(queue_offset, self.stored_begin))
+
+    def clear(self) -> None:
+        """Drop all entries, files and offsets: the queue starts anew wherever its next append says."""
+        self._check_writable()
+        self._sure = self.max_offset = self.min_offset = 0
+        self.max_physic_offset = -1
+        self._files.delete_from(0)
+        if self.ext is not None:
+            self.ext.clear()
+
+    def data_behind_end(self) -> int:
+        """How many bytes there are from the end to the last one that is not zero, over all files."""
+        files = self._files
+        end = self.max_offset * ENTRY_SIZE
+        for start in reversed(files.starts):
+            data = files.file(start).buffer[max(end - start, 0) :].rstrip(b"\0")
+            if data:
+                return max(start, end) + len(data) - end
+            if start <= end:
+                break
+        return 0
+
+    def _cut(self, queue_offset: int) -> None:
+        """End the queue at ``queue_offset``: clear what lies behind, of the extension too."""
+        files = self._files
+        position = queue_offset * ENTRY_SIZE
+        self._sure = 0
+        self.max_offset = queue_offset
+        self.min_offset = min(self.min_offset, queue_offset)
+        self.max_physic_offset = self._last_place()
+        if position == files.begin > 0:
+            files.delete_from(position + 1)
+        else:
+            files.delete_from(position)
+        files.zero_from(position)
+        if self.ext is not None:
+            self._cut_ext(self.ext)
+
+    def _cut_ext(self, ext: ConsumeQueueExt) -> None:
+        """Drop the units behind that of the last entry which has one."""
+        if ext.is_empty:
+            return
+        last = self._last_ext_address()
+        if last is None:
+            ext.clear()
+            return
+        try:
+            ext.truncate_after(last)
+        except CorruptionError:  # the last address points nowhere
+            ext.recover()
+
+    def _last_ext_address(self) -> int | None:
+        """The address in the last entry that has one; nearly always the last of all."""
+        end = self.max_offset
+        while end > self.stored_begin:
+            begin = max(end - _BLOCK, self.stored_begin)
+            for _, raw in reversed(list(self._chunks(begin, end))):
+                codes = np.frombuffer(raw, ENTRY_DTYPE)["tags_code"]
+                addresses = codes[codes <= LAST_EXT_ADDRESS]
+                if addresses.size:
+                    return int(addresses[-1])
+            end = begin
+        return None
+
+    def serve_from(self, min_physical_offset: int) -> None:
+        """Move `min_offset` to the first message at or behind ``min_physical_offset``, where the log begins.
+
+        As the original, this looks at one file, that of `min_offset`: where all of its messages are gone it
+        changes nothing, until `trim` deletes the file. A queue that is open for reading can do it too.
+        """
+        low = self.min_offset
+        limit = max(0, min(min_physical_offset, (1 << 63) - 1))
+        for first, raw in self._chunks(low, min(self.next_file_offset(low), self.max_offset)):
+            there = np.frombuffer(raw, ENTRY_DTYPE)["physical_offset"] >= limit
+            if there.any():
+                self.min_offset = first + int(there.argmax())
+                return
+
+    def trim(self, min_physical_offset: int) -> list[str]:
+        """Delete the files whose messages are all gone, units' too, but never the last; and `serve_from`.
+
+        A file's last entry tells. Returns the paths of what was deleted. A queue whose messages are all gone
+        keeps its offsets.
+        """
+        self._check_writable()
+        low = self.min_offset
+        while (following := self.next_file_offset(low)) < self.max_offset:
+            physical_offset, size = self._place((following - 1) * ENTRY_SIZE)
+            if size <= 0 or not 0 <= physical_offset < min_physical_offset:
+                break
+            low = following
+        self.min_offset = low
+        self.serve_from(min_physical_offset)
+        last = self._files.end - self._files.file_size
+        gone = self._files.delete_before(min(self.min_offset * ENTRY_SIZE, last))
+        if self.ext is not None and gone and is_ext_address(code := self._tags_code(self.min_offset)):
+            with suppress(CorruptionError):  # an address that points nowhere says nothing about the units
+                gone += self.ext.truncate_before(code)
+        return gone
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self.folder} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self._files.writable:
+            raise ReadOnlyError(f"{self.folder} is open for reading only")
+
+    def flush(self) -> None:
+        """Return when all entries, and all units of the extension, have reached the device."""
+        if self.ext is not None:
+            self.ext.flush()
+        self._files.flush()
+
+    def close(self) -> None:
+        """Flush, and refuse what is asked later; closing again is fine."""
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self._sure = 0
+            if self.ext is not None:
+                self.ext.close()
+
+
+def _counts(buffer: Buffer, at: int) -> bool:
+    physical_offset, size = _PLACE.unpack_from(buffer, at)
+    return bool(physical_offset >= 0 and size > 0)
+
+
+def _ends(block: Entries) -> _Mask:
+    """Which entries are none: where the original takes the queue to end."""
+    mask: _Mask = (block["size"] <= 0) | (block["physical_offset"] < 0)
+    return mask

@@ -1,0 +1,273 @@
+"""The extension of a consume queue: what a filter wants to know of a message before it is read from the log.
+
+::
+
+    unit  size            2   of the whole unit, 20 and more
+          tagsCode        8
+          storeTime       8   milliseconds
+          bitmapLength    2
+          bitmap          bitmapLength (14 by default; none where the topic had no filters)
+
+Units follow each other from the start of a file. One that would leave fewer than 4 bytes goes to the next
+file, and the short -1 marks the end of this one. An entry of the queue has, in place of its tags code, the
+address of its unit: its position minus 2^63. Tags codes proper have 32 bits, so that the two can be told
+apart.
+
+Mirrors 4.9.4's ``ConsumeQueueExt``.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.files import DiskFiles, Files
+from librmq.mappedfile import MappedFileQueue, MappingPool
+
+__all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address", "pack_unit"]
+
+EXT_FILE_SIZE: Final = 48 << 20
+
+LAST_EXT_ADDRESS: Final = -(1 << 31) - 1  # anything up to here is an address, anything above a tags code
+
+_UNIT: Final = struct.Struct(">hqqh")
+_SIZE: Final = struct.Struct(">h")
+_LARGEST_UNIT: Final = (1 << 15) - 1
+_END_MARK: Final = b"\xff\xff"
+_END_ROOM: Final = 4  # bytes at the end of a file that no unit reaches into
+_BASE: Final = -(1 << 63)
+
+
+class ExtUnit(NamedTuple):
+    """What a unit says; ``size`` is its length in bytes."""
+
+    tags_code: int
+    store_timestamp_ms: int
+    bitmap: bytes | None
+    size: int
+
+
+def is_ext_address(tags_code: int) -> bool:
+    """Whether the ``tags_code`` of an entry is the address of a unit."""
+    return tags_code <= LAST_EXT_ADDRESS
+
+
+def pack_unit(tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> bytes:
+    """The bytes of a unit. ``ValueError`` for numbers beyond 64 bits, a bitmap of more than 32,747 bytes."""
+    bitmap = bitmap or b""
+    try:
+        return _UNIT.pack(_UNIT.size + len(bitmap), tags_code, store_timestamp_ms, len(bitmap)) + bitmap
+    except struct.error as error:
+        what = f"{tags_code}, {store_timestamp_ms} and a bitmap of {len(bitmap)} bytes"
+        raise ValueError(f"no unit can hold {what}: {error}") from None
+
+
+class ConsumeQueueExt:
+    """The units of one queue. One thread may write while many read."""
+
+    __slots__ = ("_closed", "_end", "_files", "_hint", "_sure")
+
+    def __init__(self, files: MappedFileQueue, last_address: int | None) -> None:
+        if not _UNIT.size + _END_ROOM <= files.file_size <= 1 << 31:
+            raise ConfigError(f"extension file size: expected 24 bytes to 2 GiB, found {files.file_size}")
+        self._files = files
+        self._hint = last_address
+        self._end = -1  # not looked for yet
+        self._sure = 0  # up to this position there are blocks behind the file that is written
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        file_size: int = EXT_FILE_SIZE,
+        *,
+        files: Files | None = None,
+        pool: MappingPool | None = None,
+        writable: bool = True,
+        last_address: int | None = None,
+    ) -> Self:
+        """Open the units in ``folder``, which need not exist yet; reads the folder's listing only.
+
+        ``last_address`` is the newest address in use, where it is known: the end is looked for from there,
+        not from the start of the last file, and if all files are gone, new ones begin behind it, so that old
+        addresses do not come to mean new units. `CorruptionError` for what the folder must not hold.
+        """
+        files = files or DiskFiles()
+        pool = pool or MappingPool(4)
+        return cls(MappedFileQueue(folder, file_size, files, pool, writable=writable), last_address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ConsumeQueueExt {self._files.folder}>"
+
+    def get(self, address: int) -> ExtUnit:
+        """The unit at ``address``.
+
+        `CorruptionError` if there is none or it is damaged, ``ValueError`` for what is no address.
+        """
+        if self._closed:
+            raise StoreClosedError(f"{self._files.folder} is closed")
+        if not _BASE <= address <= LAST_EXT_ADDRESS:
+            raise ValueError(f"{address} is no address of an extension unit")
+        position = address - _BASE
+        at = position % self._files.file_size
+        file = self._files.file_at(position)
+        if file is None:
+            path = self._files.path(position - at)
+            raise CorruptionError(path, at, "unit", "an entry points here, but there is no such file")
+        room = file.size - at
+        if room < _UNIT.size:
+            raise CorruptionError(file.path, at, "unit", f"no unit fits in the last {room} bytes of a file")
+        size, tags_code, store_timestamp_ms, length = _UNIT.unpack_from(file.buffer, at)
+        if size != _UNIT.size + length or length < 0 or size > room:
+            what = f"expected a unit of 20 to {room} bytes, found size {size} with a bitmap of {length}"
+            raise CorruptionError(file.path, at, "unit", what)
+        bitmap = file.buffer[at + _UNIT.size : at + size] if length else None
+        return ExtUnit(tags_code, store_timestamp_ms, bitmap, size)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no file."""
+        return not self._files.starts
+
+    @property
+    def begin(self) -> int:
+        """The position of the first file's first byte."""
+        return self._files.begin
+
+    @property
+    def end(self) -> int:
+        """The position behind the last unit: where the next one goes if it fits. Looked for once."""
+        if self._end < 0:
+            self._end = self._find_end()
+        return self._end
+
+    def _find_end(self) -> int:
+        starts = self._files.starts
+        if self._hint is not None:
+            position = self._hint - _BASE
+            if not starts:
+                return position - position % self._files.file_size + self._files.file_size
+            if self._files.start_of(position) == starts[-1]:
+                try:
+                    return self._walk(position + self.get(self._hint).size)
+                except CorruptionError:
+                    pass
+        return self._walk_back()
+
+    def _walk_back(self) -> int:
+        """The end, found by walking through the last file that holds a unit."""
+        for start in reversed(self._files.starts):
+            if (end := self._walk(start)) > start:
+                return end
+        return self._files.begin
+
+    def _walk(self, position: int) -> int:
+        """Skip from unit to unit within a file; returns where they end, be it at the mark of a full one."""
+        start = position - position % self._files.file_size
+        file = self._files.file(start)
+        buffer, read, at, last = file.buffer, _SIZE.unpack_from, position - start, file.size - _END_ROOM
+        while at <= last:
+            (size,) = read(buffer, at)
+            if size < _UNIT.size or at + size > last:
+                break
+            at += size
+        return start + at
+
+    # ------------------------------------------------------------------------------------------- the writer's
+
+    def put(self, tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> int:
+        """Append a unit; returns its address, the tags code for its entry.
+
+        ``ValueError`` for a unit that fits in no file, or when no address is left; nothing was written then.
+        """
+        unit = pack_unit(tags_code, store_timestamp_ms, bitmap)
+        file_size = self._files.file_size
+        if len(unit) > file_size - _END_ROOM:
+            raise ValueError(f"a unit of {len(unit)} bytes does not fit in a file of {file_size}")
+        position = self.end
+        room = file_size - position % file_size - _END_ROOM
+        target = position if len(unit) <= room else position + room + _END_ROOM
+        address = target + _BASE
+        if not is_ext_address(address + len(unit)):
+            raise ValueError(f"{self._files.folder}: no address is left at {target}")
+        if target != position:
+            self._write(position, _END_MARK)
+        self._write(target, unit)
+        self._end = target + len(unit)
+        return address
+
+    def _write(self, position: int, data: bytes) -> None:
+        files = self._files
+        start = position - position % files.file_size
+        at, end = position - start, position - start + len(data)
+        if position + len(data) > self._sure:
+            self._check_writable()
+            if not files.starts or start == files.end:
+                files.create(start)
+            self._sure = start + files.reserve(start, at, end)
+        files.file(start).buffer[at:end] = data
+        files.mark_dirty(start)
+
+    def recover(self) -> int:
+        """Look for the end from the last file's start on and clear what lies behind it; returns the end."""
+        if self._files.starts:
+            self._cut(self._walk_back())
+        return self.end
+
+    def truncate_after(self, max_address: int) -> None:
+        """Drop the units behind the one at ``max_address``; `CorruptionError` if there is none."""
+        self._cut(max_address - _BASE + self.get(max_address).size)
+
+    def truncate_before(self, min_address: int) -> list[str]:
+        """Delete the files that end before the unit at ``min_address``; returns their paths.
+
+        `CorruptionError` if there is no unit.
+        """
+        self._check_writable()
+        self.get(min_address)
+        return self._files.delete_before(min_address - _BASE)
+
+    def clear(self) -> None:
+        """Drop all units."""
+        self._check_writable()
+        self._files.delete_from(0)
+        self._hint = None
+        self._end = self._sure = 0
+
+    def _cut(self, position: int) -> None:
+        self._check_writable()
+        self._sure = 0
+        self._end = position
+        if position % self._files.file_size or position == self._files.begin:
+            self._files.delete_from(position + 1)
+            self._files.zero_from(position)
+        else:
+            self._files.delete_from(position)
+
+    def _check_writable(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self._files.folder} is closed")
+        if not self._files.writable:
+            raise ReadOnlyError(f"{self._files.folder} is open for reading only")
+
+    def flush(self) -> None:
+        """Return when all units have reached the device."""
+        self._files.flush()
+
+    def close(self) -> None:
+        """Flush, and refuse what is asked later; closing again is fine."""
+        if not self._closed:
+            self._files.flush()
+            self._closed = True
+            self._sure = 0

@@ -1,0 +1,194 @@
+"""Every error that librmq raises on purpose.
+
+::
+
+    RmqError
+    ├── ConfigError                 a setting is out of range, or disagrees with the files      (ValueError)
+    ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
+    ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
+    ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
+    ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
+    ├── FilterError
+    │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
+    │   └── FilterEvaluationError   an expression compiled, but a term of it raised
+    └── StoreError
+        ├── RecordError             bytes that should be a log record are not one               (ValueError)
+        │   ├── BodyChecksumError   its frame is sound, its body is not
+        │   └── BodyCompressionError  its compressed body cannot be restored within its bound
+        ├── CorruptionError         a file of a store is damaged; says which, where, what
+        ├── NotAStoreError          the path holds no store, or one of a kind that is not read
+        ├── StoreLockedError        somebody else writes to the store
+        ├── DiskFullError           the disk is too full for more messages; nothing was written
+        ├── StoreClosedError        a handle was used after it was closed, or after a fork
+        ├── ReadOnlyError           a write was asked of a handle that only reads
+        ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is opened anew
+        └── StoreIOError            the operating system refused a call; names call and file    (OSError)
+"""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+
+__all__ = [
+    "BodyChecksumError",
+    "BodyCompressionError",
+    "ConfigError",
+    "CorruptionError",
+    "DiskFullError",
+    "FilterError",
+    "FilterEvaluationError",
+    "FilterSyntaxError",
+    "FlushFailedError",
+    "InputError",
+    "MalformedError",
+    "MessageIllegalError",
+    "MissingExtraError",
+    "NotAStoreError",
+    "ReadOnlyError",
+    "RecordError",
+    "RmqError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreIOError",
+    "StoreLockedError",
+]
+
+
+class RmqError(Exception):
+    """The root: whatever librmq raises on purpose is one of these."""
+
+
+class ConfigError(RmqError, ValueError):
+    """A setting is out of range, or disagrees with the files it is meant for."""
+
+
+class MessageIllegalError(RmqError, ValueError):
+    """A message is refused; nothing was written."""
+
+
+class MalformedError(RmqError, ValueError):
+    """A text (an id, an address, a JSON file) is not in the form that it should have; says where."""
+
+
+class InputError(RmqError, ValueError):
+    """A line of input is no valid row or operation; names the line. What came before it stays."""
+
+
+class MissingExtraError(RmqError, ImportError):
+    """Something needs an optional dependency that is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
+        self.extra = extra
+
+
+class FilterError(RmqError):
+    """The root of what filters raise."""
+
+
+class FilterSyntaxError(FilterError, ValueError):
+    """A filter expression does not compile.
+
+    ``position`` counts characters of ``expression`` from 0; ``reason`` says what was found and what was expected.
+    """
+
+    def __init__(self, expression: str, position: int, reason: str) -> None:
+        self.expression = expression
+        self.position = position
+        self.reason = reason
+        begin = expression.rfind("\n", 0, position) + 1
+        end = expression.find("\n", position)
+        line = expression[begin : end if end >= 0 else len(expression)]
+        column = position - begin
+        cut = max(0, column - 60)  # a very long line is shown around the place
+        shown = line[cut : cut + 100]
+        super().__init__(f"{reason}\n  {shown}\n  {' ' * (column - cut)}^")
+
+
+class FilterEvaluationError(FilterError):
+    """An expression compiled, but evaluating ``term`` raised; ``java_name`` is what the broker's log would call it."""
+
+    def __init__(self, term: str, java_name: str, reason: str) -> None:
+        super().__init__(f"{term}: {reason} ({java_name})")
+        self.term = term
+        self.java_name = java_name
+        self.reason = reason
+
+
+class StoreError(RmqError):
+    """The root of what stores and their parts raise."""
+
+
+class RecordError(StoreError, ValueError):
+    """Bytes that should be a log record are not one: ``reason`` at byte ``position`` of the record."""
+
+    def __init__(self, reason: str, position: int = 0) -> None:
+        super().__init__(f"{reason} (at byte {position} of the record)")
+        self.reason = reason
+        self.position = position
+
+
+class BodyChecksumError(RecordError):
+    """The frame of a record is sound, but its body does not match its checksum."""
+
+
+class BodyCompressionError(RecordError):
+    """A compressed body cannot be restored: damaged, cut short, of an unknown kind, or too large."""
+
+
+class CorruptionError(StoreError):
+    """A file of a store is damaged.
+
+    ``file`` is its path; ``offset`` is physical for the log, within the file elsewhere; ``kind`` is one word for
+    programs (``size``, ``record``, ``checksum``, ``header``, ``entry``, ``name``, …); ``what`` is for people.
+    """
+
+    def __init__(self, file: str | PathLike[str], offset: int, kind: str, what: str) -> None:
+        self.file = fspath(file)
+        self.offset = offset
+        self.kind = kind
+        self.what = what
+        super().__init__(f"{self.file}: at {offset}: {what}")
+
+
+class NotAStoreError(StoreError):
+    """The path holds no store, or a store of a kind that librmq does not read."""
+
+
+class StoreLockedError(StoreError):
+    """Somebody else has the store open for writing; the message names the holder where it can be known."""
+
+
+class DiskFullError(StoreError):
+    """The disk is fuller than the store may make it: a message is refused, nothing was written; reading goes on."""
+
+
+class StoreClosedError(StoreError):
+    """A handle was used after it was closed, or in a child process after a fork."""
+
+
+class ReadOnlyError(StoreError):
+    """A write was asked of a handle that only reads."""
+
+
+class FlushFailedError(StoreError):
+    """A flush of the log has failed: what was not flushed before it is not known to survive the machine.
+
+    The kernel may have dropped what it could not write and call the next flush good, so nothing is acknowledged, and
+    nothing more is taken, until the store is opened anew. ``cause`` is what the operating system said.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"a flush has failed ({cause}); open the store anew")
+        self.cause = cause
+
+
+class StoreIOError(StoreError, OSError):
+    """The operating system refused a call on a file of the store; ``errno`` and ``filename`` are set."""
+
+    def __init__(self, call: str, file: str | PathLike[str], cause: OSError) -> None:
+        OSError.__init__(self, cause.errno, cause.strerror or str(cause), fspath(file))
+        self.call = call
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.call}: {self.strerror}"

@@ -1,0 +1,28 @@
+"""Filters: tags, SQL92 expressions, bloom bitmaps, a user's own predicates. No store, no broker."""
+
+from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
+from librmq.filter.explain import Explanation
+from librmq.filter.lint import Lint
+from librmq.filter.predicate import Policy, PredicateCounts, WatchedPredicate
+from librmq.filter.registrations import SQL92, TAG, Registration, Registrations
+from librmq.filter.sqlfilter import FilterWarning, SqlFilter
+from librmq.filter.tags import TagFilter, tags_code
+
+__all__ = [
+    "BROKER_BLOOM",
+    "SQL92",
+    "TAG",
+    "BloomFilter",
+    "BloomPositions",
+    "Explanation",
+    "FilterWarning",
+    "Lint",
+    "Policy",
+    "PredicateCounts",
+    "Registration",
+    "Registrations",
+    "SqlFilter",
+    "TagFilter",
+    "WatchedPredicate",
+    "tags_code",
+]

@@ -1,0 +1,425 @@
+"""Filters over Arrow columns, with ``pyarrow.compute`` alone: no Python object for any value.
+
+Numbers are read as Java reads them. Plain digits, the usual case, are cast; a column that holds anything else
+has just those rows read again by slower kernels, exactly, hexadecimal doubles included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Final
+
+import numpy as np
+
+from librmq.errors import MissingExtraError
+
+try:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+except ImportError as error:
+    raise MissingExtraError("filtering Arrow columns", "arrow") from error
+
+from librmq.filter.arrow_texts import Places, Texts
+from librmq.filter.columns import ColumnBackend, Condition
+from librmq.filter.javanumbers import DIGIT_ZEROS, INT_MAX, INT_MIN
+from librmq.filter.logic import (
+    Missing,
+    NumberIs,
+    OrderOf,
+    Question,
+    SameText,
+    Search,
+    TextIn,
+    TextTrue,
+)
+from librmq.filter.syntax import JavaLong
+
+__all__ = ["match_arrow"]
+
+ROWS_AT_A_TIME: Final = 65_536
+"""What is worked out on the way then stays in the processor's cache."""
+
+FEW: Final = 4
+"""Up to so many texts a column is compared with each, not with all at once."""
+
+
+def match_arrow(question: Question, properties: Any) -> Any:
+    """Where ``question`` is TRUE, a boolean array without nulls; ``TypeError`` for columns not of texts."""
+    rows = properties.num_rows if isinstance(properties, pa.RecordBatch) else len(properties)
+    if rows > ROWS_AT_A_TIME:
+        parts = [properties.slice(begin, ROWS_AT_A_TIME) for begin in range(0, rows, ROWS_AT_A_TIME)]
+        return pa.concat_arrays([match_arrow(question, part) for part in parts])
+    backend = _Arrow(_columns(properties))
+    return backend.array(backend.condition(question, "is_true"))
+
+
+class _MapColumns:
+    """The properties of a map array."""
+
+    def __init__(self, properties: Any) -> None:
+        self.rows = len(properties)
+        offsets = properties.offsets.to_numpy(zero_copy_only=True) if self.rows else np.zeros(1, np.int32)
+        first, last = int(offsets[0]), int(offsets[-1])
+        self._values = _texts(properties.items.slice(first, last - first), "the values of the map")
+        self._value_texts = Texts(self._values)
+        self._names = Texts(_texts(properties.keys.slice(first, last - first), "the names of the map"))
+        self._row_of_entry = np.repeat(np.arange(self.rows, dtype=np.int32), np.diff(offsets))
+        self._null_rows = None
+        if properties.null_count:
+            self._null_rows = properties.is_null().to_numpy(zero_copy_only=False)
+        self._found: dict[str, tuple[Places, Any]] = {}
+
+    def _places(self, name: str) -> tuple[Places, Any]:
+        """Where in the values each row's property lies (anywhere where it has none), and which rows have it."""
+        if name not in self._found:
+            entries = np.flatnonzero(self._names.equal(name))
+            rows = self._row_of_entry[entries]
+            places = np.zeros(self.rows, np.int64)
+            places[rows] = entries  # a name twice in a row: the later value counts
+            present = np.zeros(self.rows, np.bool_)
+            present[rows] = True
+            if self._null_rows is not None:  # what lies under a null of the map is nobody's
+                present &= ~self._null_rows
+            if self._values.null_count:
+                present[present] = self._values.is_valid().to_numpy(zero_copy_only=False)[places[present]]
+            self._found[name] = (places, present)
+        return self._found[name]
+
+    def text(self, name: str) -> Any:
+        places, present = self._places(name)
+        return self._values.take(pa.array(places, mask=~present))
+
+    def present(self, name: str) -> Any:
+        return pa.array(self._places(name)[1])
+
+    def short(self, name: str) -> Texts:
+        return self._value_texts.at(self._places(name)[0]) if len(self._values) else Texts(self.text(name))
+
+
+class _BatchColumns:
+    """The columns of a record batch, one a property."""
+
+    def __init__(self, batch: Any) -> None:
+        self.rows = batch.num_rows
+        self._batch = batch
+        self._texts: dict[str, Any] = {}
+
+    def text(self, name: str) -> Any:
+        if name not in self._texts:
+            self._texts[name] = self._column(name)
+        return self._texts[name]
+
+    def _column(self, name: str) -> Any:
+        if self._batch.schema.get_field_index(name) < 0:
+            if len(self._batch.schema.get_all_field_indices(name)) > 1:
+                raise TypeError(f"the record batch has more than one column {name!r}")
+            return pa.nulls(self.rows, pa.string())
+        return _texts(self._batch.column(name), f"column {name!r}")
+
+    def present(self, name: str) -> Any:
+        return self.text(name).is_valid()
+
+    def short(self, name: str) -> Texts:
+        return Texts(self.text(name))
+
+
+def _columns(properties: Any) -> _MapColumns | _BatchColumns:
+    if isinstance(properties, pa.MapArray):
+        return _MapColumns(properties)
+    if isinstance(properties, pa.RecordBatch):
+        return _BatchColumns(properties)
+    raise TypeError(f"expected a map array or a record batch, got {type(properties).__name__}")
+
+
+def _texts(column: Any, what: str) -> Any:
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        if pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type):
+            return column.dictionary_decode()
+    elif pa.types.is_null(kind) or pa.types.is_string_view(kind):
+        return column.cast(pa.string())
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return column
+    raise TypeError(f"{what}: expected texts, got {kind}")
+
+
+_FUNCTIONS: Final = {
+    "=": pc.equal,
+    "<>": pc.not_equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+}
+_NEGATED: Final = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+
+
+class _Arrow(ColumnBackend[Any]):
+    """Conditions are boolean arrays, or True or False for all rows."""
+
+    def __init__(self, columns: _MapColumns | _BatchColumns) -> None:
+        super().__init__()
+        self._columns = columns
+        self._texts: dict[str, Any] = {}
+        self._present: dict[str, Any] = {}
+        self._short: dict[str, Texts] = {}
+        self._numbers: dict[tuple[str, type], tuple[Any, Any]] = {}
+
+    def array(self, condition: Any) -> Any:
+        """A condition as an array without nulls."""
+        if isinstance(condition, bool):
+            return pa.repeat(pa.scalar(condition), self._columns.rows)
+        return condition.fill_null(False) if condition.null_count else condition
+
+    def literal(self, value: bool) -> bool:
+        return value
+
+    def every(self, conditions: Sequence[Any]) -> Any:
+        result: Any = True
+        for condition in conditions:
+            if condition is False or result is False:
+                return False
+            if condition is not True:
+                result = condition if result is True else pc.and_kleene(result, condition)
+        return result
+
+    def some(self, conditions: Sequence[Any]) -> Any:
+        result: Any = False
+        for condition in conditions:
+            if condition is True or result is True:
+                return True
+            if condition is not False:
+                result = condition if result is False else pc.or_kleene(result, condition)
+        return result
+
+    def none(self, conditions: Sequence[Any]) -> Any:
+        condition = self.some(conditions)
+        return not condition if isinstance(condition, bool) else pc.invert(self.array(condition))
+
+    def first(self, branches: Sequence[tuple[Any, bool]]) -> Any:
+        result: Any = False
+        still_open: Any = True
+        for condition, value in branches:
+            if value:
+                result = self.some([result, self.every([still_open, condition])])
+            else:
+                still_open = self.every([still_open, self.none([condition])])
+        return result
+
+    # A branch that is true needs not close what follows: the result is true there already.
+
+    def ask(self, question: Question, condition: Condition) -> Any:
+        match question:
+            case Missing():
+                present = self.present(question.name)
+                return pc.invert(present) if condition == "is_true" else present
+            case TextIn():
+                return self._text_in(question, condition)
+            case TextTrue():
+                compare = pc.equal if condition == "is_true" else pc.not_equal
+                return compare(pc.ascii_lower(self.text(question.name)), "true")
+            case NumberIs():
+                return self._number_is(question, condition)
+            case SameText():
+                return self._same_text(question, condition)
+            case OrderOf():
+                return self._order_of(question, condition)
+            case Search():
+                return self._search(question, condition)
+        raise AssertionError(question)
+
+    def text(self, name: str) -> Any:
+        if name not in self._texts:
+            self._texts[name] = self._columns.text(name)
+        return self._texts[name]
+
+    def present(self, name: str) -> Any:
+        if name not in self._present:
+            self._present[name] = self._columns.present(name)
+        return self._present[name]
+
+    def _text_in(self, question: TextIn, condition: Condition) -> Any:
+        name, texts = question.name, question.texts
+        if len(texts) > FEW:
+            text = self.text(name)
+            found = pc.is_in(text, pa.array(texts, text.type))
+        else:
+            if name not in self._short:
+                self._short[name] = self._columns.short(name)
+            found = pa.array(reduce(np.logical_or, map(self._short[name].equal, texts)))
+        return pc.and_(self.present(name), found if condition == "is_true" else pc.invert(found))
+
+    def _number_is(self, question: NumberIs, condition: Condition) -> Any:
+        kind = type(question.number)
+        numbers, failed = self._number(question.name, kind)
+        if condition == "is_error":
+            return failed
+        operator = question.operator if condition == "is_true" else _NEGATED[question.operator]
+        if kind is float and operator in (">", ">=", "<>") and not isinstance(failed, bool):
+            # NaN, which only a column with more than plain digits can hold, is above every number.
+            return pc.or_kleene(pc.is_nan(numbers), _FUNCTIONS[operator](numbers, question.number))
+        return _FUNCTIONS[operator](numbers, pa.scalar(question.number, numbers.type))
+
+    def _number(self, name: str, kind: type) -> tuple[Any, Any]:
+        """A property as numbers, null where missing or none; and where it is none, False for nowhere."""
+        if (name, kind) not in self._numbers:
+            self._numbers[name, kind] = _doubles(self.text(name)) if kind is float else _integers(self.text(name), kind)
+        return self._numbers[name, kind]
+
+    def _same_text(self, question: SameText, condition: Condition) -> Any:
+        left, right = self.text(question.left), self.text(question.right)
+        if left.type != right.type:
+            left, right = left.cast(pa.large_string()), right.cast(pa.large_string())
+        if condition == "is_true":
+            return pc.or_kleene(pc.equal(left, right), pc.and_(left.is_null(), right.is_null()))
+        return pc.or_kleene(pc.not_equal(left, right), pc.and_(left.is_valid(), right.is_null()))
+
+    def _order_of(self, question: OrderOf, condition: Condition) -> Any:
+        left, left_failed = self._number(question.left, float)
+        right, right_failed = self._number(question.right, float)
+        if condition == "is_error":
+            both = [self.present(question.left), self.present(question.right)]
+            return self.every([*both, self.some([left_failed, right_failed])])
+        operator = question.operator if condition == "is_true" else _NEGATED[question.operator]
+        return _FUNCTIONS[operator](_sort_key(left), _sort_key(right))
+
+    def _search(self, question: Search, condition: Condition) -> Any:
+        search = {
+            "CONTAINS": pc.match_substring,
+            "STARTSWITH": pc.starts_with,
+            "ENDSWITH": pc.ends_with,
+        }[question.kind]
+        found = search(self.text(question.name), question.text)
+        true = pc.invert(found) if question.negated else found
+        return true if condition == "is_true" else self.none([true])
+
+
+# --- texts read as numbers, the way Java reads them
+
+_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
+_INTEGER: Final = rf"\A[+-]?[{_DIGITS}]+\z"
+_DECIMAL: Final = r"\A[+-]?(?:NaN|Infinity|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[fFdD]?)\z"
+_HEXADECIMAL: Final = (
+    r"\A(?P<sign>[+-]?)0[xX](?:(?P<whole>[0-9a-fA-F]+)\.?|(?P<front>[0-9a-fA-F]*)\.(?P<back>[0-9a-fA-F]+))"
+    r"[pP](?P<exponent>[+-]?[0-9]+)[fFdD]?\z"
+)
+_TRIMMED: Final = "".join(map(chr, range(0x21)))
+
+
+def _where(mask: Any, column: Any) -> Any:
+    """A column with nulls where ``mask`` does not hold."""
+    return pc.if_else(mask, column, pa.scalar(None, column.type))
+
+
+def _patched(text: Any, plain: Any, numbers: Any, read: Any) -> tuple[Any, Any]:
+    """``numbers``, cast from the plain texts, with the other texts read by ``read``; and what failed."""
+    others = pc.invert(plain).fill_null(False)
+    numbers = pc.replace_with_mask(numbers, others, read(text.filter(others)))
+    return numbers, pc.and_(text.is_valid(), numbers.is_null())
+
+
+def _integers(text: Any, kind: type) -> tuple[Any, Any]:
+    digits = 18 if kind is JavaLong else 9
+    target = pa.int64() if kind is JavaLong else pa.int32()
+    plain = pc.and_(pc.ascii_is_decimal(text), pc.less_equal(pc.binary_length(text), digits))
+    if pc.all(plain, min_count=0).as_py():
+        return text.cast(target), False
+    return _patched(text, plain, _where(plain, text).cast(target), lambda rest: _other_integers(rest, kind))
+
+
+def _other_integers(text: Any, kind: type) -> Any:
+    """Texts that are not just a few digits, as integers; null where Java takes none for one."""
+    text = _where(pc.match_substring_regex(text, _INTEGER), text)
+    negative = pc.starts_with(text, "-")
+    digits = pc.utf8_ltrim(text, "+-")
+    for value in range(10):
+        others = "".join(chr(ord(zero) + value) for zero in DIGIT_ZEROS[1:])
+        digits = pc.replace_substring_regex(digits, f"[{others}]", str(value))
+    digits = pc.utf8_ltrim(digits, "0")
+    length = pc.binary_length(digits)
+    # 19 digits may be beyond 64 bits: texts of one length compare as the numbers do.
+    edge = pc.if_else(negative, "9223372036854775808", "9223372036854775807").cast(digits.type)
+    fits = pc.or_(pc.less(length, 19), pc.and_(pc.equal(length, 19), pc.less_equal(digits, edge)))
+    signed = pc.binary_join_element_wise(
+        pc.if_else(negative, "-0", "0").cast(digits.type), digits, pa.scalar("", digits.type)
+    )
+    numbers = _where(fits, signed).cast(pa.int64())
+    if kind is JavaLong:
+        return numbers
+    in_range = pc.and_(pc.greater_equal(numbers, INT_MIN), pc.less_equal(numbers, INT_MAX))
+    return _where(in_range, numbers).cast(pa.int32())
+
+
+def _doubles(text: Any) -> tuple[Any, Any]:
+    plain = pc.ascii_is_decimal(text)
+    if pc.all(plain, min_count=0).as_py():
+        return text.cast(pa.float64()), False
+    return _patched(text, plain, _where(plain, text).cast(pa.float64()), _other_doubles)
+
+
+def _other_doubles(text: Any) -> Any:
+    """Texts that are not just digits, as doubles; null where Java takes none for one."""
+    text = pc.utf8_trim(text, _TRIMMED)
+    decimal = pc.match_substring_regex(text, _DECIMAL)
+    # What follows the number falls away, and a plus sign, which not every version takes. "Infinity" and "NaN"
+    # end in other letters.
+    bare = pc.utf8_rtrim(pc.utf8_ltrim(_where(decimal, text), "+"), "fFdD")
+    numbers = bare.cast(pa.float64())
+    if not pc.any(pc.match_substring_regex(text, r"\A[+-]?0[xX]"), min_count=0).as_py():
+        return numbers
+    return pc.coalesce(numbers, _hexadecimal(text))
+
+
+def _hexadecimal(text: Any) -> Any:
+    """Hexadecimal doubles, rounded once, to the nearest, ties to even; null for what is none."""
+    parts = pc.extract_regex(text, _HEXADECIMAL)
+    sign, whole, front, back, exponent = (pc.struct_field(parts, i) for i in range(5))
+    blank = pa.scalar("", sign.type)
+    digits = pc.binary_join_element_wise(whole, front, back, blank)
+    digits = pc.ascii_lower(pc.utf8_ltrim(digits, "0"))
+    length = pc.binary_length(digits).cast(pa.int64())
+    # The first 15 digits hold 57 bits or more; one bit after them tells whether anything follows.
+    head = pc.utf8_slice_codeunits(digits, 0, 15)
+    rest = pc.match_substring_regex(pc.utf8_slice_codeunits(digits, 15), "[^0]")
+    mantissa = pc.binary_join_element_wise(pa.scalar("0x0", sign.type), head, blank).cast(pa.int64())
+    mantissa = pc.add(pc.multiply(mantissa, 2), rest.cast(pa.int64()))
+    # An exponent beyond nine digits is beyond everything that a text could balance.
+    negative = pc.starts_with(exponent, "-")
+    power = pc.utf8_ltrim(pc.utf8_ltrim(exponent, "+-"), "0")
+    power = pc.if_else(pc.greater(pc.binary_length(power), 9), pa.scalar("999999999", sign.type), power)
+    power = pc.binary_join_element_wise(pa.scalar("0", sign.type), power, blank).cast(pa.int64())
+    power = pc.if_else(negative, pc.negate(power), power)
+    beyond = pc.subtract(length, pc.min_element_wise(length, 15))
+    places = pc.binary_length(back).cast(pa.int64())
+    power = pc.subtract(pc.add(power, pc.multiply(pc.subtract(beyond, places), 4)), 1)
+    # Below the normal doubles there are fewer bits: drop them here, since rounding twice may differ.
+    drop = pc.min_element_wise(pc.max_element_wise(pc.subtract(-1074, power), 0), 62)
+    few = pc.less(pc.shift_right(mantissa, drop), 2**52)
+    rounded = pc.if_else(few, _halved(mantissa, drop), mantissa)
+    power = pc.if_else(few, pc.add(power, drop), power)
+    power = pc.max_element_wise(pc.min_element_wise(power, 2000), -2000)
+    half = pc.shift_right(power, 1)
+    number = rounded.cast(pa.float64(), safe=False)
+    for exponent_part in (half, pc.subtract(power, half)):
+        number = pc.multiply(number, pc.power(2.0, exponent_part.cast(pa.float64())))
+    number = pc.if_else(pc.equal(mantissa, 0), 0.0, number)
+    return pc.if_else(pc.equal(sign, "-"), pc.negate(number), number)
+
+
+def _halved(number: Any, times: Any) -> Any:
+    """A number without its last bits, rounded to the nearest, ties to even."""
+    kept = pc.shift_right(number, times)
+    lost = pc.subtract(number, pc.shift_left(kept, times))
+    half = pc.shift_right(pc.shift_left(pa.scalar(1, pa.int64()), times), 1)
+    odd = pc.equal(pc.bit_wise_and(kept, 1), 1)
+    up = pc.or_(pc.greater(lost, half), pc.and_(pc.equal(lost, half), odd))
+    up = pc.and_(up, pc.greater(times, 0))
+    return pc.add(kept, up.cast(pa.int64()))
+
+
+def _sort_key(numbers: Any) -> Any:
+    """Integers in Java's order of doubles: -0.0 below 0.0, all NaNs equal and above all."""
+    numbers = pc.if_else(pc.is_nan(numbers), float("nan"), numbers)
+    bits = numbers.view(pa.int64())
+    return pc.if_else(pc.less(bits, 0), pc.bit_wise_xor(bits, pa.scalar(2**63 - 1, pa.int64())), bits)

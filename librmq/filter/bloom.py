@@ -1,0 +1,107 @@
+"""Bloom filters with RocketMQ's own arithmetic: which bits of a message's bitmap stand for a group on a
+topic.
+
+It mirrors ``BloomFilter``, ``BitsArray`` and ``BloomFilterData`` of ``org.apache.rocketmq.filter.util`` of
+4.9.4.
+
+::
+
+    k = ceil(log0.5(f / 100))                   hash functions, for an error rate of f percent
+    m = ceil(n * log2(100 / f) * log2(e))       bits, for n texts, up to a multiple of 8
+    h = first 8 bytes, little-endian, of murmur3_128 (seed 0) of the text in UTF-8; h1 low, h2 high 32 bits
+    position i = 1..k:  h1 + i * h2 as int32, ~ if negative, mod m
+    bit p: byte p / 8, mask 1 << (p % 8)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import mmh3
+
+from librmq.errors import ConfigError
+
+__all__ = ["BROKER_BLOOM", "BloomFilter", "BloomPositions"]
+
+_INT_MAX: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BloomPositions:
+    """The bits of one text in bitmaps of ``bit_count`` bits."""
+
+    positions: tuple[int, ...]
+    bit_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class BloomFilter:
+    """The arithmetic for an error rate of ``error_percent`` (above 0, below 100) with ``expected`` texts (1
+    or more).
+
+    Bitmaps are plain ``bytearray`` and ``bytes`` of ``bit_count / 8`` bytes. ``ConfigError`` for settings out
+    of range. Immutable and thread-safe.
+    """
+
+    error_percent: float
+    expected: int
+    hash_count: int = field(init=False)
+    bit_count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.error_percent < 100:
+            raise ConfigError(f"a bloom filter's error rate is above 0 and below 100 percent, not {self.error_percent}")
+        if not 1 <= self.expected <= _INT_MAX:
+            raise ConfigError(f"a bloom filter expects 1 to {_INT_MAX} texts, not {self.expected}")
+        rate = self.error_percent / 100.0
+        hashes = math.ceil(math.log(rate) / math.log(0.5))
+        bits = math.ceil(self.expected * (math.log(1 / rate) / math.log(2)) * (math.log(math.e) / math.log(2)))
+        bits = min(bits, _INT_MAX)  # Java's conversion to int saturates, twice
+        object.__setattr__(self, "hash_count", hashes)
+        object.__setattr__(self, "bit_count", min(8 * math.ceil(bits / 8), _INT_MAX))
+
+    def positions(self, text: str) -> tuple[int, ...]:
+        """The bits that stand for ``text``, some of them possibly equal."""
+        data = text.encode("utf-8", "replace")
+        hash64 = mmh3.hash64(data, 0, True, signed=False)[0]
+        low, high = hash64 & 0xFFFFFFFF, hash64 >> 32
+        found = []
+        for i in range(1, self.hash_count + 1):
+            combined = (low + i * high) & 0xFFFFFFFF
+            if combined > _INT_MAX:  # negative as an int32: all its bits are flipped
+                combined ^= 0xFFFFFFFF
+            found.append(combined % self.bit_count)
+        return tuple(found)
+
+    def of(self, text: str) -> BloomPositions:
+        """The bits that stand for ``text``, with the length of the bitmaps that they belong to."""
+        return BloomPositions(self.positions(text), self.bit_count)
+
+    def fits(self, data: BloomPositions | None) -> bool:
+        """Whether positions were made with settings like these."""
+        return data is not None and data.bit_count == self.bit_count and len(data.positions) == self.hash_count
+
+    def bitmap(self, *texts: str) -> bytearray:
+        """A new bitmap with the bits of ``texts`` set."""
+        made = bytearray((self.bit_count + 7) // 8)
+        for text in texts:
+            self.add(made, self.positions(text))
+        return made
+
+    @staticmethod
+    def add(bitmap: bytearray, positions: Iterable[int]) -> None:
+        """Set bits."""
+        for position in positions:
+            bitmap[position >> 3] |= 1 << (position & 7)
+
+    @staticmethod
+    def hit(bitmap: bytes | bytearray | memoryview, positions: Iterable[int]) -> bool:
+        """Whether all of the bits are set: false means that the text was certainly not added."""
+        return all(bitmap[position >> 3] >> (position & 7) & 1 for position in positions)
+
+
+BROKER_BLOOM: Final = BloomFilter(20, 32)
+"""What a broker uses unless it is set up otherwise: 3 bits of 112."""

@@ -1,0 +1,191 @@
+"""How back-ends that know no exceptions, for columns of messages, get the broker's answers from two-valued
+conditions.
+
+For each question three conditions can be asked for: that the answer is TRUE, that it is FALSE, that it is an
+ERROR; the rest are UNKNOWN. Each is made of the conditions of the questions below, and only those that are
+needed are made: most filters need IS_TRUE alone, and an error on the right of a FALSE is never looked at, as
+the rules for order say.
+
+In a condition null counts as false.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+from librmq.filter.logic import (
+    All,
+    Always,
+    Answer,
+    AnyOf,
+    Mapped,
+    Negation,
+    Question,
+    SameAnswer,
+)
+
+__all__ = ["ColumnBackend", "Condition"]
+
+C = TypeVar("C")
+
+Condition: TypeAlias = Literal["is_true", "is_false", "is_error"]
+
+_Wanted: TypeAlias = tuple[Question, Condition]
+_Steps: TypeAlias = Generator[_Wanted, C, C]
+
+
+class ColumnBackend(ABC, Generic[C]):
+    """Conditions over columns, of type ``C``; one object for one evaluation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, Condition], C] = {}
+
+    # --- what a back-end provides
+
+    @abstractmethod
+    def literal(self, value: bool) -> C:
+        """The same for every row."""
+
+    @abstractmethod
+    def every(self, conditions: Sequence[C]) -> C:
+        """All hold."""
+
+    @abstractmethod
+    def some(self, conditions: Sequence[C]) -> C:
+        """At least one holds."""
+
+    @abstractmethod
+    def none(self, conditions: Sequence[C]) -> C:
+        """None holds; never null."""
+
+    @abstractmethod
+    def first(self, branches: Sequence[tuple[C, bool]]) -> C:
+        """The value beside the first condition that holds; false where none does."""
+
+    @abstractmethod
+    def ask(self, question: Question, condition: Condition) -> C:
+        """A question about properties."""
+
+    # --- the rules, written once
+
+    def condition(self, question: Question, condition: Condition) -> C:
+        """The condition of a whole question. Does not recurse: a tree may be deeper than Python's stack."""
+        waiting: list[tuple[tuple[int, Condition], _Steps[C]]] = []
+        wanted: _Wanted = (question, condition)
+        while True:
+            key = (id(wanted[0]), wanted[1])
+            if key in self._made:
+                answer = self._made[key]
+            else:
+                steps = self._steps(*wanted)
+                try:
+                    wanted = next(steps)
+                    waiting.append((key, steps))
+                    continue
+                except StopIteration as done:
+                    answer = self._made[key] = done.value
+            while waiting:
+                key, steps = waiting[-1]
+                try:
+                    wanted = steps.send(answer)
+                    break
+                except StopIteration as done:
+                    waiting.pop()
+                    answer = self._made[key] = done.value
+            else:
+                return answer
+
+    def _steps(self, question: Question, condition: Condition) -> _Steps[C]:
+        """Make one condition: yields the conditions that it is made of, is sent each, returns the whole."""
+        if condition == "is_error" and not question.may_fail:
+            return self.literal(False)
+        match question:
+            case Always():
+                return self.literal(question.answer is _ANSWERS[condition])
+            case Negation():
+                return (yield question.of, _OPPOSITE[condition])
+            case All():
+                return (yield from self._chain(question.of, condition, decisive="is_false"))
+            case AnyOf():
+                return (yield from self._chain(question.of, condition, decisive="is_true"))
+            case Mapped():
+                return (yield from self._mapped(question, condition))
+            case SameAnswer():
+                return (yield from self._same(question, condition))
+            case _:
+                return self.ask(question, condition)
+
+    def _chain(self, terms: tuple[Question, ...], condition: Condition, decisive: Condition) -> _Steps[C]:
+        if condition not in (decisive, "is_error"):
+            conditions = []
+            for term in terms:
+                conditions.append((yield term, condition))
+            return self.every(conditions)
+        branches: list[tuple[C, bool]] = []
+        last_that_may_fail = max((i for i, term in enumerate(terms) if term.may_fail), default=-1)
+        for i, term in enumerate(terms):
+            if condition == decisive:
+                branches.append(((yield term, decisive), True))
+                if term.may_fail and i < len(terms) - 1:
+                    branches.append(((yield term, "is_error"), False))
+            else:
+                if term.may_fail:
+                    branches.append(((yield term, "is_error"), True))
+                if i < last_that_may_fail:
+                    branches.append(((yield term, decisive), False))
+        if all(value for _, value in branches):
+            return self.some([test for test, _ in branches])
+        return self.first(branches)
+
+    def _mapped(self, question: Mapped, condition: Condition) -> _Steps[C]:
+        if condition == "is_error":
+            return (yield question.of, "is_error")
+        wanted = _ANSWERS[condition]
+        conditions = []
+        if question.when_true is wanted:
+            conditions.append((yield question.of, "is_true"))
+        if question.when_false is wanted:
+            conditions.append((yield question.of, "is_false"))
+        if question.when_unknown is wanted:
+            conditions.append((yield from self._unknown(question.of)))
+        return self.some(conditions)
+
+    def _same(self, question: SameAnswer, condition: Condition) -> _Steps[C]:
+        left, right = question.left, question.right
+        if condition == "is_error":
+            conditions = [(yield left, "is_error"), (yield right, "is_error")]
+            if question.clash:
+                conditions.append(self.every([(yield from self._known(left)), (yield from self._known(right))]))
+            return self.some(conditions)
+        right_unknown = yield from self._unknown(right)
+        if condition == "is_true":
+            pairs = [((yield from self._unknown(left)), right_unknown)]
+        else:
+            pairs = [((yield from self._known(left)), right_unknown)]
+        if not question.clash:
+            other: Condition = "is_true" if condition == "is_true" else "is_false"
+            pairs.append(((yield left, "is_true"), (yield right, other)))
+            pairs.append(((yield left, "is_false"), (yield right, _OPPOSITE[other])))
+        return self.some([self.every(pair) for pair in pairs])
+
+    def _known(self, question: Question) -> _Steps[C]:
+        return self.some([(yield question, "is_true"), (yield question, "is_false")])
+
+    def _unknown(self, question: Question) -> _Steps[C]:
+        if not question.may_be_unknown:
+            return self.literal(False)
+        return self.none([(yield question, "is_true"), (yield question, "is_false"), (yield question, "is_error")])
+
+
+_ANSWERS: dict[Condition, Answer] = {
+    "is_true": Answer.TRUE,
+    "is_false": Answer.FALSE,
+    "is_error": Answer.ERROR,
+}
+_OPPOSITE: dict[Condition, Condition] = {
+    "is_true": "is_false",
+    "is_false": "is_true",
+    "is_error": "is_error",
+}

@@ -1,0 +1,67 @@
+"""What the commands ``filter`` and ``bloom`` answer, one row at a time: plain values in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from librmq.errors import ConfigError, FilterError, FilterEvaluationError, FilterSyntaxError
+from librmq.filter.bloom import BloomFilter
+from librmq.filter.explain import explain
+from librmq.filter.lint import lint
+from librmq.filter.parser import Dialect, parse
+from librmq.filter.sqlfilter import compiled
+
+__all__ = ["answer_bloom", "answer_case", "explain_text"]
+
+
+def answer_case(row: Any, dialect: Dialect = "4.9") -> dict[str, Any]:
+    """A case ``{expr, props}`` with its ``result`` and ``match``, as in the rows of
+    ``golden/filter/cases.jsonl``.
+
+    ``FilterError`` for a row that is no case.
+    """
+    if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
+        raise FilterError("a case is an object with a text expr")
+    properties = row.get("props")
+    if properties is not None:
+        if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
+            raise FilterError("props are an object of texts, or null")
+        properties = {name: value for name, value in properties.items() if value is not None}
+    answer: dict[str, Any] = {name: row[name] for name in ("expr", "props") if name in row}
+    try:
+        sql = compiled(row["expr"], dialect)
+    except FilterSyntaxError:
+        return answer | {"result": "PARSE_ERROR", "match": None}
+    try:
+        result: bool | str | None = sql.evaluate(properties)
+    except FilterEvaluationError as error:
+        result = f"EVAL_ERROR:{error.java_name}"
+    return answer | {"result": result, "match": sql.matches(properties)}
+
+
+def answer_bloom(row: Any) -> dict[str, Any]:
+    """``{k, m, positions: [{str, bits}]}`` for ``{f, n, strings}``; ``ConfigError`` for bad input."""
+    if not isinstance(row, dict):
+        raise ConfigError("a case is an object with f, n and strings")
+    f, n = row.get("f"), row.get("n")
+    if isinstance(f, bool) or not isinstance(f, int | float) or type(n) is not int:
+        raise ConfigError("f is a number of percent, n an integer")
+    bloom = BloomFilter(f, n)
+    answer: dict[str, Any] = {"k": bloom.hash_count, "m": bloom.bit_count}
+    if "strings" in row:
+        strings = row["strings"]
+        if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+            raise ConfigError("strings is a list of texts")
+        answer["positions"] = [{"str": text, "bits": list(bloom.positions(text))} for text in strings]
+    return answer
+
+
+def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9") -> str:
+    """Why ``expr`` takes a message with ``props`` or not, and what in it surprises; ``FilterSyntaxError``."""
+    selector = parse(expr, dialect)
+    parts = [str(explain(selector, props))]
+    findings = lint(selector, dialect)
+    if findings:
+        parts.append("\n".join(("worth knowing:", *(f"  {finding}" for finding in findings))))
+    return "\n\n".join(parts)

@@ -1,0 +1,94 @@
+"""Texts read as numbers the way Java reads them (``Integer.valueOf``, ``Long.valueOf``, ``Double.valueOf``).
+
+An integer is an optional ASCII sign and decimal digits of the basic multilingual plane, in the range of its
+type. A double is what ``Double.valueOf`` takes: control characters and spaces around it fall away, then
+
+::
+
+    [sign] NaN | Infinity
+    [sign] digits [. digits] [e [sign] digits] [f|d]          ASCII digits, at least one before the exponent
+    [sign] 0x hex digits [. hex digits] p [sign] digits [f|d]
+
+Python's ``int`` and ``float`` take more (underscores, other spaces, ``inf``) and less (``5d``, hexadecimal).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = [
+    "DIGIT_ZEROS",
+    "INT_MAX",
+    "INT_MIN",
+    "LONG_MAX",
+    "LONG_MIN",
+    "digit_translation",
+    "parse_double",
+    "parse_int",
+    "parse_long",
+]
+
+INT_MIN: Final = -(2**31)
+INT_MAX: Final = 2**31 - 1
+LONG_MIN: Final = -(2**63)
+LONG_MAX: Final = 2**63 - 1
+
+# The zeros of all runs of ten decimal digits in the basic multilingual plane. A table, not unicodedata, so
+# that every version of Python, Arrow's regular expressions and Spark's agree on it. Java reads UTF-16 units,
+# so that digits beyond the plane are no digits there.
+DIGIT_ZEROS: Final = (
+    "\u0030\u0660\u06f0\u07c0\u0966\u09e6\u0a66\u0ae6\u0b66\u0be6\u0c66\u0ce6\u0d66\u0de6\u0e50\u0ed0\u0f20\u1040"
+    "\u1090\u17e0\u1810\u1946\u19d0\u1a80\u1a90\u1b50\u1bb0\u1c40\u1c50\ua620\ua8d0\ua900\ua9d0\ua9f0\uaa50\uabf0"
+    "\uff10"
+)
+_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
+_INTEGER: Final = re.compile(rf"([+-]?)([{_DIGITS}]+)")
+_TO_ASCII: Final = {ord(zero) + value: str(value) for zero in DIGIT_ZEROS for value in range(10)}
+
+_TRIMMED: Final = "".join(map(chr, range(0x21)))
+_DECIMAL: Final = re.compile(r"[+-]?(?:NaN|Infinity|((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fFdD]?)")
+_HEXADECIMAL: Final = re.compile(r"([+-]?0[xX](?:[0-9a-fA-F]+\.?|[0-9a-fA-F]*\.[0-9a-fA-F]+)[pP][+-]?[0-9]+)[fFdD]?")
+
+
+def digit_translation() -> tuple[str, str]:
+    """All decimal digits beyond ASCII, and the ASCII digit of each, in the same order."""
+    others = [(chr(code), digit) for code, digit in _TO_ASCII.items() if code > 0x7F]
+    return "".join(char for char, _ in others), "".join(digit for _, digit in others)
+
+
+def parse_int(text: str) -> int | None:
+    """``Integer.valueOf``; None where Java raises NumberFormatException."""
+    return _parse_integer(text, INT_MIN, INT_MAX)
+
+
+def parse_long(text: str) -> int | None:
+    """``Long.valueOf``; None where Java raises NumberFormatException."""
+    return _parse_integer(text, LONG_MIN, LONG_MAX)
+
+
+def _parse_integer(text: str, smallest: int, largest: int) -> int | None:
+    found = _INTEGER.fullmatch(text)
+    if found is None:
+        return None
+    sign, digits = found.groups()
+    significant = digits.translate(_TO_ASCII).lstrip("0")
+    if len(significant) > 19:  # beyond 64 bits, and int() refuses more than 4,300 digits
+        return None
+    value = int(sign + (significant or "0"))
+    return value if smallest <= value <= largest else None
+
+
+def parse_double(text: str) -> float | None:
+    """``Double.valueOf``; None where Java raises NumberFormatException."""
+    text = text.strip(_TRIMMED)
+    found = _DECIMAL.fullmatch(text)
+    if found is not None:
+        return float(text.rstrip("fFdD") if found.group(1) else text)
+    found = _HEXADECIMAL.fullmatch(text)
+    if found is None:
+        return None
+    try:
+        return float.fromhex(found.group(1))
+    except OverflowError:
+        return float("-inf") if text.startswith("-") else float("inf")

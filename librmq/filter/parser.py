@@ -1,0 +1,367 @@
+"""From the text of a SQL92 filter expression to its tree, exactly as RocketMQ's parser takes or refuses it.
+
+It mirrors ``SelectorParser`` of 4.9.4 (and 5.3's words CONTAINS, STARTSWITH, ENDSWITH). The original has no
+check for the end of input: it stops at the first token that does not continue a whole expression, and ignores
+the rest. Only that one token has been read by then, so rubbish after it does no harm. Its lexer takes the
+longest match at each place, whatever the grammar could use there, so lexer and grammar are kept apart here
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, Literal, TypeAlias
+
+from lark import Lark, Token, Transformer
+from lark.exceptions import UnexpectedCharacters, UnexpectedToken
+from lark.lexer import BasicLexer, Lexer
+
+from librmq.errors import FilterSyntaxError
+from librmq.filter.javanumbers import INT_MAX, LONG_MAX
+from librmq.filter.syntax import (
+    And,
+    Compare,
+    Constant,
+    In,
+    IsNull,
+    JavaLong,
+    Negate,
+    Node,
+    Not,
+    Or,
+    Property,
+    Search,
+    Truth,
+    Value,
+    is_boolean,
+    respan,
+)
+
+__all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse"]
+
+Dialect: TypeAlias = Literal["4.9", "5.3"]
+
+MAX_DEPTH: Final = 2000
+"""Parentheses in parentheses, operators on operators. The original's stack holds between 1,000 and 3,000."""
+
+_WORDS_OF_5: Final = ("CONTAINS", "STARTSWITH", "ENDSWITH")
+_READABLE: Final = {
+    "$END": "the end",
+    "BLOCK_COMMENT": "a comment",
+    "ID": "a property",
+    "STRING": "a text in single quotes",
+    "INTEGER": "a number",
+    "FLOAT": "a number",
+    "EQ": "=",
+    "NE": "<>",
+    "GE": ">=",
+    "LE": "<=",
+    "GT": ">",
+    "LT": "<",
+    "PLUS": "+",
+    "MINUS": "-",
+    "COMMA": ",",
+    "LPAR": "(",
+    "RPAR": ")",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A parsed expression; ``ignored_from`` is where the ignored rest begins, None where nothing follows."""
+
+    expression: str
+    root: Node
+    ignored_from: int | None
+
+    def text(self, node: Node) -> str:
+        """A node in the words of the expression; the halves of a BETWEEN as the comparisons they mean."""
+        if isinstance(node, Compare) and node.operator not in self.expression[node.left.end : node.right.start]:
+            return f"{self.text(node.left)} {node.operator} {self.text(node.right)}"
+        return self.expression[node.start : node.end]
+
+
+class _RefusedError(Exception):
+    """A part of an expression that the original refuses when it builds it."""
+
+    def __init__(self, position: int, reason: str) -> None:
+        super().__init__(reason)
+        self.position = position
+        self.reason = reason
+
+
+def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
+    """The tree of ``expression``; ``FilterSyntaxError`` where it does not compile.
+
+    Time and memory grow with the length of the expression, whatever it holds. Thread-safe.
+    """
+    if dialect not in ("4.9", "5.3"):
+        raise ValueError(f"dialect {dialect!r} is none of '4.9', '5.3'")
+    parser = _lark().parse_interactive(expression)
+    names = _WORDS_OF_5 if dialect == "4.9" else ()
+    feed = parser.feed_token
+    trailing: Token | None = None
+    nesting = 0
+    try:
+        for token in parser.lexer_thread.lex(parser.parser_state):  # type: ignore[no-untyped-call]
+            if token.type in names:
+                token.type = "ID"
+            elif token.type == "LPAR":
+                nesting += 1
+                if nesting > MAX_DEPTH:
+                    raise _RefusedError(token.start_pos, f"more than {MAX_DEPTH} parentheses in one another")
+            elif token.type == "RPAR":
+                nesting -= 1
+            try:
+                feed(token)
+            except UnexpectedToken:
+                trailing = token
+                break
+        end = Token("$END", "", len(expression)) if trailing is None else trailing.update(type="$END")
+        root = _boolean(feed(end))
+    except _RefusedError as refused:
+        raise FilterSyntaxError(expression, refused.position, refused.reason) from None
+    except UnexpectedCharacters as wrong:
+        position: int = wrong.pos_in_stream  # type: ignore[assignment]
+        reason = _unreadable(expression, position)
+        raise FilterSyntaxError(expression, position, reason) from None
+    except UnexpectedToken as wrong:
+        found = "the expression ends here" if trailing is None else f"unexpected {str(trailing)[:40]!r}"
+        position = len(expression) if trailing is None else trailing.start_pos or 0
+        reason = f"{found}; expected {_expected(wrong.expected, dialect)}"
+        raise FilterSyntaxError(expression, position, reason) from None
+    return Selector(expression, root, None if trailing is None else trailing.start_pos)
+
+
+def _unreadable(expression: str, position: int) -> str:
+    """What is wrong where no token can be read."""
+    if expression[position] == "'":
+        return "this text has no closing quote"
+    if expression.startswith("/*", position):
+        return "this comment has no end"
+    if expression[position] == '"':
+        return "unexpected '\"': texts stand in single quotes"
+    if expression.startswith(("!=", "=="), position):
+        return f"unexpected {expression[position : position + 2]!r}: use <> and ="
+    return f"unexpected {expression[position]!r}"
+
+
+def _expected(terminals: Any, dialect: Dialect) -> str:
+    names = {
+        _READABLE.get(name, name)
+        for name in (terminal.lstrip("_") for terminal in terminals)
+        if dialect == "5.3" or name not in _WORDS_OF_5
+    }
+    return " or ".join(sorted(names, key=lambda name: (not name[:2].islower(), name)))
+
+
+class _Sql92Lexer(Lexer):
+    """Lark's basic lexer, told where line comments are impossible.
+
+    Looking for the end of a line after each ``--`` takes quadratic time on a row of minus signs that no line
+    ends.
+    """
+
+    __future_interface__ = 2
+
+    def __init__(self, lexer_conf: Any) -> None:
+        self._whole = BasicLexer(lexer_conf)
+        self._last_line = BasicLexer(lexer_conf)
+        self._last_line.terminals = [term for term in self._whole.terminals if term.name != "LINE_COMMENT"]
+
+    def lex(self, lexer_state: Any, parser_state: Any) -> Iterator[Token]:
+        text = getattr(lexer_state.text, "text", lexer_state.text)
+        last_line_end = max(text.rfind("\n"), text.rfind("\r"))
+        place = lexer_state.line_ctr
+        with suppress(EOFError):
+            while True:
+                lexer = self._whole if place.char_pos < last_line_end else self._last_line
+                yield lexer.next_token(lexer_state, parser_state)
+
+
+@cache
+def _lark() -> Lark:
+    grammar = files(__package__).joinpath("sql92.lark").read_text("utf-8")
+    return Lark(grammar, parser="lalr", lexer=_Sql92Lexer, transformer=_Builder(), maybe_placeholders=False)
+
+
+def _boolean(node: Node) -> Node:
+    """A node where a boolean is wanted: a bare property counts as one, numbers and texts do not."""
+    if isinstance(node, Property):
+        return Truth(node, start=node.start, end=node.end)
+    if not is_boolean(node):
+        raise _RefusedError(node.start, "expected a condition, such as a = 1")
+    return node
+
+
+def _checked(node: Node) -> Node:
+    if node.depth > MAX_DEPTH:
+        raise _RefusedError(node.start, f"more than {MAX_DEPTH} operators on one another")
+    return node
+
+
+def _orderable(node: Node) -> None:
+    """What ``<`` and its like refuse."""
+    if isinstance(node, Constant):
+        if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+            raise _RefusedError(node.start, "expected a number or a property: only numbers have an order")
+    elif is_boolean(node):
+        raise _RefusedError(node.start, "expected a number or a property: a condition has no order")
+
+
+def _compare(operator: Any, left: Node, right: Node) -> Compare:
+    _orderable(left)
+    _orderable(right)
+    return Compare(operator, left, right, start=left.start, end=right.end)
+
+
+def _equal(left: Node, right: Node) -> Compare:
+    for side in (left, right):
+        if isinstance(side, Constant) and side.value is None:
+            raise _RefusedError(side.start, "expected a value: write IS NULL to ask for NULL")
+    match left, right:
+        case Constant(value=bool()), Constant(value=other) if not isinstance(other, bool):
+            raise _RefusedError(right.start, "expected TRUE or FALSE: the left side is a boolean")
+    return Compare("=", left, right, start=left.start, end=right.end)
+
+
+def _negated(node: Node) -> Not:
+    return Not(node, start=node.start, end=node.end)
+
+
+def _in(children: list[Any], negated: bool) -> In:
+    operand = children[0]
+    if not isinstance(operand, Property):
+        raise _RefusedError(operand.start, "expected a property on the left of IN")
+    values = tuple(_unquoted(child) for child in children[1:] if child.__class__ is Token and child.type == "STRING")
+    return In(operand, values, negated, start=operand.start, end=children[-1].end_pos)
+
+
+def _search(children: list[Any], negated: bool) -> Search:
+    word, text = children[-2:]
+    operand = children[0]
+    return Search(word.type, operand, _unquoted(text), negated, start=operand.start, end=text.end_pos)
+
+
+def _unquoted(token: Token) -> str:
+    return token[1:-1].replace("''", "'")
+
+
+def _integer(token: Token) -> Value:
+    digits = token.rstrip("lL")
+    value = int(digits) if len(digits) <= 19 else LONG_MAX + 1
+    if value > LONG_MAX:
+        raise _RefusedError(token.start_pos or 0, f"this integer is larger than {LONG_MAX}")
+    return value if value <= INT_MAX else JavaLong(value)
+
+
+def _float(token: Token) -> Value:
+    value = float(token)
+    if value == 0:
+        raise _RefusedError(token.start_pos or 0, "a zero with a decimal point is refused: write 0")
+    if value == float("inf"):
+        raise _RefusedError(token.start_pos or 0, "this number is too large")
+    return value
+
+
+def _literal(read: Callable[[Token], Value]) -> Any:
+    def build(self: Any, children: list[Token]) -> Constant:
+        (token,) = children
+        return Constant(read(token), start=token.start_pos or 0, end=token.end_pos or 0)
+
+    return build
+
+
+class _Builder(Transformer[Token, Node]):
+    """A method for each rule of the grammar; called while parsing, so that a deep tree is never walked."""
+
+    text = _literal(_unquoted)
+    integer = _literal(_integer)
+    float = _literal(_float)
+    true = _literal(lambda token: True)
+    false = _literal(lambda token: False)
+    null = _literal(lambda token: None)
+
+    def property(self, children: list[Token]) -> Node:
+        (token,) = children
+        return Property(str(token), start=token.start_pos or 0, end=token.end_pos or 0)
+
+    def group(self, children: list[Any]) -> Node:
+        left, node, right = children
+        return respan(node, left.start_pos, right.end_pos)
+
+    def plus(self, children: list[Any]) -> Node:
+        sign, node = children
+        return respan(node, sign.start_pos, node.end)
+
+    def minus(self, children: list[Any]) -> Node:
+        sign, node = children
+        return _checked(Negate(node, start=sign.start_pos, end=node.end))
+
+    def negation(self, children: list[Any]) -> Node:
+        word, node = children
+        return _checked(Not(_boolean(node), start=word.start_pos, end=node.end))
+
+    def conjunction(self, children: list[Node]) -> Node:
+        terms = [
+            part for term in map(_boolean, children) for part in (term.terms if isinstance(term, And) else (term,))
+        ]
+        return _checked(And(tuple(terms), start=children[0].start, end=children[-1].end))
+
+    def disjunction(self, children: list[Node]) -> Node:
+        terms = [part for term in map(_boolean, children) for part in (term.terms if isinstance(term, Or) else (term,))]
+        return _checked(Or(tuple(terms), start=children[0].start, end=children[-1].end))
+
+    def equal(self, children: list[Any]) -> Node:
+        return _checked(_equal(children[0], children[2]))
+
+    def not_equal(self, children: list[Any]) -> Node:
+        return _checked(_negated(_equal(children[0], children[2])))
+
+    def is_null(self, children: list[Any]) -> Node:
+        node, word = children
+        return _checked(IsNull(node, start=node.start, end=word.end_pos))
+
+    def is_not_null(self, children: list[Any]) -> Node:
+        node, _, word = children
+        return _checked(_negated(IsNull(node, start=node.start, end=word.end_pos)))
+
+    def order(self, children: list[Any]) -> Node:
+        left, operator, right = children
+        return _checked(_compare(str(operator), left, right))
+
+    def between(self, children: list[Any]) -> Node:
+        value, low, high = children
+        if isinstance(low, Constant) and isinstance(high, Constant):
+            # A wrong kind of bound is refused in any case; numbers of all kinds compare by value, large ones
+            # as doubles where one of them is a double.
+            _orderable(low)
+            _orderable(high)
+            bounds = (low.value, high.value)
+            if any(isinstance(bound, float) for bound in bounds):
+                bounds = (float(bounds[0]), float(bounds[1]))  # type: ignore[arg-type]
+            if bounds[1] < bounds[0]:  # type: ignore[operator]
+                raise _RefusedError(high.start, "the upper bound of BETWEEN is below the lower one")
+        terms = (_compare(">=", value, low), _compare("<=", value, high))
+        return _checked(And(terms, start=value.start, end=high.end))
+
+    def not_between(self, children: list[Any]) -> Node:
+        value, _, low, high = children
+        terms = (_compare("<", value, low), _compare(">", value, high))
+        return _checked(Or(terms, start=value.start, end=high.end))
+
+    def in_list(self, children: list[Any]) -> Node:
+        return _in(children, negated=False)
+
+    def not_in_list(self, children: list[Any]) -> Node:
+        return _in(children, negated=True)
+
+    def search(self, children: list[Any]) -> Node:
+        return _checked(_search(children, negated=False))
+
+    def not_search(self, children: list[Any]) -> Node:
+        return _checked(_search(children, negated=True))

@@ -1,0 +1,299 @@
+"""Which consumer groups filter which topics: what a broker remembers, and keeps in ``consumerFilter.json``.
+
+It mirrors ``ConsumerFilterManager`` and ``ConsumerFilterData`` of 4.9.4. At dispatch the expression of every
+group registered on the message's topic is evaluated, and the bits of those that match are set in the
+message's bitmap; at a pull a bitmap that lacks a group's bits saves the reading of the message. The file's
+content is
+
+::
+
+    {"filterDataByTopic": {topic: {"topic": topic, "groupFilterData": {group: {
+        "bloomFilterData": {"bitNum": 112, "bitPos": [22, 7, 106]},     bits of "group#topic"
+        "bornTime": ms, "clientVersion": version, "consumerGroup": group, "dead": bool, "deadTime": ms or 0,
+        "expression": "price > 5", "expressionType": "SQL92", "topic": topic}}}}}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from librmq.errors import ConfigError, FilterSyntaxError
+from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
+from librmq.filter.parser import Dialect
+from librmq.filter.sqlfilter import Compiled, compiled
+
+__all__ = ["SQL92", "TAG", "Registration", "Registrations", "is_tag_type"]
+
+SQL92: Final = "SQL92"
+TAG: Final = "TAG"
+DEAD_ON_LOAD_MS: Final = 30 * 1000
+"""A group that lived when the file was written is taken for dead since that long before it is read."""
+CLEANED_AFTER_MS: Final = 24 * 3600 * 1000
+
+_log = logging.getLogger("librmq.filter")
+
+
+def is_tag_type(expression_type: str | None) -> bool:
+    """Whether a subscription is by tags, and so needs no registration."""
+    return expression_type in (None, "", TAG)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A group's filter on a topic."""
+
+    topic: str
+    group: str
+    expression: str
+    expression_type: str
+    born_timestamp_ms: int
+    dead_timestamp_ms: int
+    """When its last client left; before ``born_timestamp_ms`` (as 0 is) while it lives."""
+    client_version: int
+    bloom: BloomPositions | None
+    filter: Compiled | None
+    """None where the expression, read from a file, does not compile."""
+
+    @property
+    def dead(self) -> bool:
+        return self.dead_timestamp_ms >= self.born_timestamp_ms
+
+    def matches(self, properties: Mapping[str, str] | None) -> bool:
+        """The exact check; without a filter that compiles, every message passes."""
+        return self.filter is None or self.filter.matches(properties)
+
+    def may_match(self, bitmap: bytes | None, store_timestamp_ms: int | None, bloom: BloomFilter) -> bool:
+        """The check before the message is read, by its bitmap and store time: false means certainly no match.
+
+        None stands for what is not known. A message stored before the registration was not evaluated for it.
+        """
+        if self.filter is None or self.bloom is None or not bloom.fits(self.bloom):
+            return True
+        if bitmap is None or store_timestamp_ms is None or store_timestamp_ms <= self.born_timestamp_ms:
+            return True
+        if len(bitmap) * 8 != self.bloom.bit_count:
+            return True
+        return bloom.hit(bitmap, self.bloom.positions)
+
+
+class Registrations:
+    """All groups' filters. Not thread-safe: whoever owns it takes turns.
+
+    Times are given, never read. ``bloom`` decides the bits; ``dialect`` what expressions may say.
+    """
+
+    def __init__(self, bloom: BloomFilter = BROKER_BLOOM, dialect: Dialect = "4.9") -> None:
+        self.bloom: Final = bloom
+        self.dialect: Final[Dialect] = dialect
+        self._by_topic: dict[str, dict[str, Registration]] = {}
+
+    def __iter__(self) -> Iterator[Registration]:
+        for groups in self._by_topic.values():
+            yield from groups.values()
+
+    def get(self, topic: str, group: str) -> Registration | None:
+        return self._by_topic.get(topic, {}).get(group)
+
+    def of_topic(self, topic: str) -> tuple[Registration, ...]:
+        return tuple(self._by_topic.get(topic, {}).values())
+
+    def of_group(self, group: str) -> tuple[Registration, ...]:
+        return tuple(registration for registration in self if registration.group == group)
+
+    def register(
+        self,
+        topic: str,
+        group: str,
+        expression: str | None,
+        expression_type: str | None,
+        client_version: int,
+        now_ms: int,
+    ) -> bool:
+        """Take a group's subscription; whether it is the one in force now.
+
+        A tag subscription needs none. An older version, or the same one of a group that lives, changes
+        nothing. An expression that does not compile is refused, and ends what the group had before.
+        """
+        if is_tag_type(expression_type) or not expression:
+            return False
+        assert expression_type is not None
+        groups = self._by_topic.setdefault(topic, {})
+        old = groups.get(group)
+        bloom = self.bloom.of(f"{group}#{topic}")
+        if old is not None and client_version <= old.client_version:
+            if client_version < old.client_version or not old.dead:
+                return False
+            groups[group] = replace(old, dead_timestamp_ms=0)
+            return True
+        if old is not None and (old.expression, old.expression_type, old.bloom) == (
+            expression,
+            expression_type,
+            bloom,
+        ):
+            dead_timestamp_ms = 0 if old.dead else old.dead_timestamp_ms
+            groups[group] = replace(old, client_version=client_version, dead_timestamp_ms=dead_timestamp_ms)
+            return True
+        try:
+            filter_ = self._compile(expression, expression_type)
+        except FilterSyntaxError as error:
+            _log.warning("filter of group %s on topic %s refused: %s", group, topic, error)
+            groups.pop(group, None)
+            return False
+        groups[group] = Registration(
+            topic=topic,
+            group=group,
+            expression=expression,
+            expression_type=expression_type,
+            born_timestamp_ms=now_ms,
+            dead_timestamp_ms=0,
+            client_version=client_version,
+            bloom=bloom,
+            filter=filter_,
+        )
+        return True
+
+    def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
+        """A group's clients named all their topics: its filters on others are dead from now on."""
+        for registration in self.of_group(group):
+            if registration.topic not in topics:
+                self._bury(registration, now_ms)
+
+    def unregister(self, group: str, now_ms: int) -> None:
+        """The last client of a group has left."""
+        for registration in self.of_group(group):
+            self._bury(registration, now_ms)
+
+    def _bury(self, registration: Registration, now_ms: int) -> None:
+        if not registration.dead:
+            buried = replace(registration, dead_timestamp_ms=now_ms)
+            self._by_topic[registration.topic][registration.group] = buried
+
+    def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
+        """Forget what has been dead for ``after_ms``."""
+        for topic, groups in list(self._by_topic.items()):
+            for group, registration in list(groups.items()):
+                if registration.dead and now_ms - registration.dead_timestamp_ms >= after_ms:
+                    del groups[group]
+            if not groups:
+                del self._by_topic[topic]
+
+    def bitmap(self, topic: str, properties: Mapping[str, str] | None) -> bytes | None:
+        """The bitmap of a new message: the bits of all groups that it matches; None: nobody filters."""
+        groups = self._by_topic.get(topic)
+        if not groups:
+            return None
+        made = bytearray((self.bloom.bit_count + 7) // 8)
+        for registration in groups.values():
+            if registration.filter is None or registration.bloom is None or not self.bloom.fits(registration.bloom):
+                continue
+            if registration.filter.matches(properties):
+                self.bloom.add(made, registration.bloom.positions)
+        return bytes(made)
+
+    def _compile(self, expression: str, expression_type: str) -> Compiled:
+        if expression_type != SQL92:
+            raise FilterSyntaxError(expression, 0, f"filters of type {expression_type!r} are not known")
+        return compiled(expression, self.dialect)
+
+    # --- consumerFilter.json
+
+    def to_document(self, now_ms: int) -> dict[str, Any]:
+        """The content of the file, after a ``clean``."""
+        self.clean(now_ms)
+        return {
+            "filterDataByTopic": {
+                topic: {
+                    "groupFilterData": {name: _to_json(one) for name, one in groups.items()},
+                    "topic": topic,
+                }
+                for topic, groups in self._by_topic.items()
+            }
+        }
+
+    def load(self, document: Any, now_ms: int) -> bool:
+        """Take the content of the file in place of everything; ``ConfigError`` where it is not such content.
+
+        False, and nothing taken, where its bits were made with other bloom settings: bitmaps would not fit.
+        Groups that lived are taken for dead, a little earlier than now: they will register again.
+        """
+        loaded: dict[str, dict[str, Registration]] = {}
+        for topic, entry in _object(
+            _object(document, "it").get("filterDataByTopic") or {}, "filterDataByTopic"
+        ).items():
+            if entry is None:
+                continue
+            groups = loaded.setdefault(topic, {})
+            for group, data in _object(_object(entry, topic).get("groupFilterData") or {}, topic).items():
+                if data is None:
+                    continue
+                registration = self._from_json(_object(data, f"{topic}/{group}"), topic, group)
+                if not self.bloom.fits(registration.bloom):
+                    _log.warning("consumerFilter.json was made with other bloom settings: ignored")
+                    return False
+                if registration.dead_timestamp_ms == 0:
+                    dead = max(now_ms - DEAD_ON_LOAD_MS, registration.born_timestamp_ms)
+                    registration = replace(registration, dead_timestamp_ms=dead)
+                groups[group] = registration
+        self._by_topic = loaded
+        return True
+
+    def _from_json(self, data: dict[str, Any], topic: str, group: str) -> Registration:
+        what = f"{topic}/{group}"
+        bloom = None
+        if data.get("bloomFilterData") is not None:
+            given = _object(data["bloomFilterData"], f"{what}: bloomFilterData")
+            positions = given.get("bitPos")
+            bit_count = _int(given, "bitNum", what)
+            if not isinstance(positions, list) or not all(type(p) is int and 0 <= p < bit_count for p in positions):
+                raise ConfigError(f"consumerFilter.json: {what}: bitPos is no list of bits below {bit_count}")
+            bloom = BloomPositions(tuple(positions), bit_count)
+        expression, expression_type = (data.get(name) for name in ("expression", "expressionType"))
+        if not isinstance(expression, str) or not isinstance(expression_type, str):
+            raise ConfigError(f"consumerFilter.json: {what}: expression or expressionType is no text")
+        try:
+            filter_ = self._compile(expression, expression_type)
+        except FilterSyntaxError as error:
+            _log.warning("filter of group %s on topic %s does not compile: %s", group, topic, error)
+            filter_ = None
+        return Registration(
+            topic=topic,
+            group=group,
+            expression=expression,
+            expression_type=expression_type,
+            born_timestamp_ms=_int(data, "bornTime", what),
+            dead_timestamp_ms=_int(data, "deadTime", what),
+            client_version=_int(data, "clientVersion", what),
+            bloom=bloom,
+            filter=filter_,
+        )
+
+
+def _to_json(registration: Registration) -> dict[str, Any]:
+    bloom = registration.bloom
+    return {
+        **({"bloomFilterData": {"bitNum": bloom.bit_count, "bitPos": list(bloom.positions)}} if bloom else {}),
+        "bornTime": registration.born_timestamp_ms,
+        "clientVersion": registration.client_version,
+        "consumerGroup": registration.group,
+        "dead": registration.dead,
+        "deadTime": registration.dead_timestamp_ms,
+        "expression": registration.expression,
+        "expressionType": registration.expression_type,
+        "topic": registration.topic,
+    }
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"consumerFilter.json: {what} is no object")
+    return value
+
+
+def _int(data: dict[str, Any], name: str, what: str) -> int:
+    value = data.get(name, 0)
+    if type(value) is not int:
+        raise ConfigError(f"consumerFilter.json: {what}: {name} is no integer")
+    return value

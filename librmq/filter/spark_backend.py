@@ -1,0 +1,258 @@
+"""Filters as Spark columns: native Catalyst expressions, deterministic, without Python at run time.
+
+Integers: a text that is what Spark writes for the number that it reads from it is that number; any other text
+is looked at with a regular expression, for Spark's cast also takes blanks around, and does not take other
+digits than ASCII. Doubles: Spark's cast is Java's, but also takes ``inf``, ``nan`` and the like in any case,
+so only infinities and NaN need a look at the text. Spark orders NaN as Java does, but takes -0.0 for equal to
+0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from librmq.errors import FilterError, MissingExtraError
+
+try:
+    from pyspark.sql import Column
+    from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+except ImportError as error:
+    raise MissingExtraError("a filter as a Spark column", "spark") from error
+
+from librmq.filter.columns import ColumnBackend, Condition
+from librmq.filter.javanumbers import DIGIT_ZEROS, digit_translation
+from librmq.filter.logic import (
+    Missing,
+    NumberIs,
+    OrderOf,
+    Question,
+    SameText,
+    Search,
+    TextIn,
+    TextTrue,
+    cheapest_first,
+)
+from librmq.filter.syntax import JavaLong, Order
+
+__all__ = ["LARGEST", "to_column"]
+
+LARGEST: Final = 50_000
+"""How many expressions a column may be made of; Spark copies what is mentioned twice."""
+
+DEEPEST: Final = 200
+
+
+def to_column(question: Question, properties: Any) -> Any:
+    """Where ``question`` is TRUE, as a column ``matches`` that is never null.
+
+    ``properties`` is a column of maps, or a mapping from names to columns of texts. ``FilterError`` for an
+    expression that grows too large: one with long chains of ORs in ANDs in ORs over terms that may fail.
+    """
+    condition = _Spark(properties).condition(cheapest_first(question), "is_true")
+    if condition.size > LARGEST or condition.depth > DEEPEST:
+        reason = f"{condition.size} expressions, {condition.depth} levels; at most {LARGEST} and {DEEPEST}"
+        raise FilterError(f"the filter is too large for a Spark column: {reason}")
+    # A name of its own: Spark's would be the whole expression.
+    return F.coalesce(condition.column(), F.lit(False)).alias("matches")
+
+
+@dataclass(frozen=True, slots=True)
+class _Expression:
+    """A Spark column to be made, and how large it will be."""
+
+    column: Callable[[], Column]
+    size: int
+    depth: int
+
+
+def _of(make: Callable[..., Column], *parts: _Expression) -> _Expression:
+    made: list[Column] = []
+
+    def column() -> Column:
+        if not made:
+            made.append(make(*(part.column() for part in parts)))
+        return made[0]
+
+    size = 1 + sum(part.size for part in parts)
+    return _Expression(column, size, 1 + max((part.depth for part in parts), default=0))
+
+
+def _balanced(join: Callable[[Column, Column], Column], parts: list[_Expression]) -> _Expression:
+    """A chain as a tree of little depth: plain ANDs and ORs may be grouped at will."""
+    while len(parts) > 1:
+        pairs = [_of(join, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[len(parts) & ~1 :]
+    return parts[0]
+
+
+_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
+_INTEGER: Final = rf"\A[+-]?[{_DIGITS}]+\z"
+_DOUBLE: Final = r"[0-9]|\A[\x00-\x20]*[+-]?(?:NaN|Infinity)[\x00-\x20]*\z"
+"""Of the texts that Spark casts to an infinity or to NaN, those that Java reads so too."""
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "=": lambda a, b: a == b,
+    "<>": lambda a, b: a != b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+_NEGATED: Final[dict[Order, str]] = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+
+
+class _Spark(ColumnBackend[_Expression]):
+    def __init__(self, properties: Any) -> None:
+        super().__init__()
+        self._properties = properties
+        self._texts: dict[str, _Expression] = {}
+
+    def literal(self, value: bool) -> _Expression:
+        return _of(lambda: F.lit(value))
+
+    def every(self, conditions: Sequence[_Expression]) -> _Expression:
+        return _balanced(lambda a, b: a & b, list(conditions))
+
+    def some(self, conditions: Sequence[_Expression]) -> _Expression:
+        return _balanced(lambda a, b: a | b, list(conditions)) if conditions else self.literal(False)
+
+    def none(self, conditions: Sequence[_Expression]) -> _Expression:
+        return _of(lambda some: ~F.coalesce(some, F.lit(False)), self.some(conditions))
+
+    def first(self, branches: Sequence[tuple[_Expression, bool]]) -> _Expression:
+        def make(*conditions: Column) -> Column:
+            case: Any = F
+            for condition, (_, value) in zip(conditions, branches, strict=True):
+                case = case.when(condition, F.lit(value))
+            return case.otherwise(F.lit(False))  # type: ignore[no-any-return]
+
+        return _of(make, *(condition for condition, _ in branches))
+
+    def ask(self, question: Question, condition: Condition) -> _Expression:
+        is_true = condition == "is_true"
+        match question:
+            case Missing():
+                return _of(lambda text: text.isNull() if is_true else text.isNotNull(), self.text(question.name))
+            case TextIn():
+                return self._text_in(question, is_true)
+            case TextTrue():
+                compare = _COMPARE["=" if is_true else "<>"]
+                return _of(lambda text: compare(F.lower(text), "true"), self.text(question.name))
+            case NumberIs():
+                return self._number_is(question, condition)
+            case SameText():
+                return self._same_text(question, is_true)
+            case OrderOf():
+                return self._order_of(question, condition)
+            case Search():
+                return self._search(question, is_true)
+        raise AssertionError(question)
+
+    def text(self, name: str) -> _Expression:
+        """A property, null where missing."""
+        if name not in self._texts:
+            if not isinstance(self._properties, Mapping):
+                self._texts[name] = _of(lambda: self._properties.getItem(name))
+            elif name in self._properties:
+                self._texts[name] = _of(lambda: self._properties[name])
+            else:
+                self._texts[name] = _of(lambda: F.lit(None).cast("string"))
+        return self._texts[name]
+
+    def _text_in(self, question: TextIn, is_true: bool) -> _Expression:
+        if len(question.texts) == 1:
+            compare = _COMPARE["=" if is_true else "<>"]
+            return _of(lambda text: compare(text, question.texts[0]), self.text(question.name))
+        found = _of(lambda text: text.isin(*question.texts), self.text(question.name))
+        return found if is_true else _of(lambda found: ~found, found)
+
+    def _same_text(self, question: SameText, is_true: bool) -> _Expression:
+        left, right = self.text(question.left), self.text(question.right)
+        if is_true:
+            return _of(lambda a, b: a.eqNullSafe(b), left, right)
+        return _of(lambda a, b: a.isNotNull() & ~a.eqNullSafe(b), left, right)
+
+    def _search(self, question: Search, is_true: bool) -> _Expression:
+        name = {"CONTAINS": "contains", "STARTSWITH": "startswith", "ENDSWITH": "endswith"}[question.kind]
+        true = _of(lambda text: getattr(text, name)(question.text), self.text(question.name))
+        if question.negated:
+            true = _of(lambda found: ~found, true)
+        return true if is_true else self.none([true])
+
+    def _number_is(self, question: NumberIs, condition: Condition) -> _Expression:
+        text, literal = self.text(question.name), question.number
+        number = _doubles(text) if isinstance(literal, float) else _integers(text, type(literal))
+        if condition == "is_error":
+            return _of(lambda text, number: text.isNotNull() & number.isNull(), text, number)
+        compare = _COMPARE[question.operator if condition == "is_true" else _NEGATED[question.operator]]
+        if isinstance(literal, float):
+            return _of(lambda number: compare(number, F.lit(literal)), number)
+        return _compared_integer(text, compare, literal)
+
+    def _order_of(self, question: OrderOf, condition: Condition) -> _Expression:
+        left, right = self.text(question.left), self.text(question.right)
+        a, b = _doubles(left), _doubles(right)
+        if condition == "is_error":
+            present = _of(lambda left, right: left.isNotNull() & right.isNotNull(), left, right)
+            return self.every([present, _of(lambda a, b: a.isNull() | b.isNull(), a, b)])
+        operator = question.operator if condition == "is_true" else _NEGATED[question.operator]
+        return _of(lambda a, b: _java_order(operator, a, b), a, b)
+
+
+def _integers(text: _Expression, kind: type) -> _Expression:
+    """A property as an integer, null where it is missing or none."""
+    target = _TYPES[kind]
+
+    def make(text: Column) -> Column:
+        number = text.try_cast(target)
+        return F.when(number.cast("string") == text, number).otherwise(_unusual(text, target))
+
+    return _sized(make, text, mentions=5, own=10)
+
+
+def _unusual(text: Column, target: str) -> Column:
+    """A text that is not what Spark writes for an integer, as an integer where Java takes it for one, else null."""
+    others, ascii_digits = digit_translation()
+    return F.when(text.rlike(_INTEGER), F.translate(text, others, ascii_digits).try_cast(target))
+
+
+def _compared_integer(text: _Expression, compare: Callable[[Any, Any], Any], literal: int) -> _Expression:
+    """An integer compared: what compares ill needs no second look, for Spark's cast is wrong only about what it is."""
+    target = _TYPES[type(literal)]
+
+    def make(text: Column) -> Column:
+        number = text.try_cast(target)
+        value = F.lit(int(literal)).cast(target)
+        is_integer = (number.cast("string") == text) | text.rlike(_INTEGER)
+        unusual = F.when(number.isNull(), compare(_unusual(text, target), value))
+        return F.when(compare(number, value), is_integer).otherwise(unusual)
+
+    return _sized(make, text, mentions=6, own=14)
+
+
+_TYPES: Final[dict[type, str]] = {int: "int", JavaLong: "bigint"}
+
+
+def _sized(make: Callable[[Column], Column], text: _Expression, mentions: int, own: int) -> _Expression:
+    """An expression that mentions ``text`` several times."""
+    return _Expression(_of(make, text).column, own + mentions * text.size, text.depth + 5)
+
+
+def _doubles(text: _Expression) -> _Expression:
+    """A property as a double, null where it is missing or none."""
+
+    def make(text: Column) -> Column:
+        number = text.try_cast("double")
+        return F.when(F.abs(number) < float("inf"), number).when(text.rlike(_DOUBLE), number)
+
+    return _sized(make, text, mentions=3, own=6)
+
+
+def _java_order(operator: str, a: Column, b: Column) -> Column:
+    """Java's order of doubles, in which -0.0 stands below 0.0."""
+    zeros = (a == 0.0) & (b == 0.0)
+    ranks = [F.when(number.cast("string") == "-0.0", 0).otherwise(1) for number in (a, b)]
+    compare = _COMPARE[operator]
+    return F.when(zeros, compare(*ranks)).otherwise(compare(a, b))

@@ -1,0 +1,185 @@
+"""The tree of a SQL92 filter expression: what the parser builds, and everything else reads.
+
+It mirrors ``org.apache.rocketmq.filter.expression`` of 4.9.4, which already reduces the language to few
+forms: ``a <> b`` is NOT (a = b), BETWEEN is ``>= AND <=``, NOT BETWEEN is ``< OR >``, IS NOT NULL is NOT (IS
+NULL), and unary plus vanishes. Chains of AND and OR are one node with many terms, which changes no answer.
+
+Every node knows the part of the expression it came from (``start`` inclusive, ``end`` exclusive, in
+characters, parentheses around it included) and how deep the tree below it is. Nodes are immutable and
+compared by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, TypeAlias
+
+__all__ = [
+    "And",
+    "Compare",
+    "Constant",
+    "In",
+    "IsNull",
+    "JavaLong",
+    "Negate",
+    "Node",
+    "Not",
+    "Or",
+    "Order",
+    "Property",
+    "Search",
+    "Truth",
+    "Value",
+    "children",
+    "is_boolean",
+    "postorder",
+    "respan",
+]
+
+Order: TypeAlias = Literal["=", "<", "<=", ">", ">="]
+SearchKind: TypeAlias = Literal["CONTAINS", "STARTSWITH", "ENDSWITH"]
+
+
+class JavaLong(int):
+    """An integer literal too large for Java's int: compared with a text, it reads that as a long."""
+
+
+Value: TypeAlias = bool | str | int | JavaLong | float | None
+"""What an expression can be: NULL or UNKNOWN, Boolean, String, Integer, Long, Double."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Node:
+    """What all nodes have."""
+
+    start: int
+    end: int
+    depth: int = field(init=False, default=1)
+
+    def __post_init__(self) -> None:
+        below = max((child.depth for child in children(self)), default=0)
+        object.__setattr__(self, "depth", below + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Property(Node):
+    """The text of a property, or null."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant(Node):
+    """A literal: NULL, TRUE, FALSE, a text, a number."""
+
+    value: Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Negate(Node):
+    """Unary minus: null for anything but a number."""
+
+    operand: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compare(Node):
+    """``=`` and the four orders; for BETWEEN two of them under an And."""
+
+    operator: Order
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IsNull(Node):
+    """Null or UNKNOWN: never UNKNOWN itself."""
+
+    operand: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class In(Node):
+    """[NOT] IN: ``operand`` is a property, as the original insists."""
+
+    operand: Property
+    values: tuple[str, ...]
+    negated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Search(Node):
+    """[NOT] CONTAINS, STARTSWITH, ENDSWITH of 5.x."""
+
+    kind: SearchKind
+    operand: Node
+    text: str
+    negated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Truth(Node):
+    """A bare property where a boolean is wanted: FALSE when present, UNKNOWN when missing."""
+
+    operand: Property
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Not(Node):
+    operand: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class And(Node):
+    """Two terms or more, judged from the left until one is FALSE."""
+
+    terms: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Or(Node):
+    """Two terms or more, judged from the left until one is TRUE."""
+
+    terms: tuple[Node, ...]
+
+
+_BOOLEAN: Final = (Compare, IsNull, In, Search, Truth, Not, And, Or)
+
+
+def is_boolean(node: Node) -> bool:
+    """Whether the original takes the node for a boolean expression (NULL counts as one)."""
+    return isinstance(node, _BOOLEAN) or (
+        isinstance(node, Constant) and (node.value is None or isinstance(node.value, bool))
+    )
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The nodes right below, in the order of their evaluation."""
+    match node:
+        case And() | Or():
+            return node.terms
+        case Compare():
+            return (node.left, node.right)
+        case Negate() | IsNull() | In() | Search() | Truth() | Not():
+            return (node.operand,)
+        case _:
+            return ()
+
+
+def postorder(root: Node) -> Iterator[Node]:
+    """All nodes, children before parents, without recursion: a tree may be deeper than Python's stack."""
+    pending = [(root, False)]
+    while pending:
+        node, seen = pending.pop()
+        below = children(node)
+        if seen or not below:
+            yield node
+        else:
+            pending.append((node, True))
+            pending.extend((child, False) for child in reversed(below))
+
+
+def respan(node: Node, start: int, end: int) -> Node:
+    """The same node as the meaning of a longer part of the expression."""
+    return replace(node, start=start, end=end)

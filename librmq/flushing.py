@@ -1,0 +1,96 @@
+"""When what was appended has reached the device: group commit, acknowledgements that follow, and a sticky failure.
+
+One flush serves everybody who waits: the first to wait flushes for all that was appended so far, the others wait for
+it, and one of those whom it came too early for flushes next. After a flush has failed the kernel may have dropped
+what it could not write and call the next flush good, so nothing is acknowledged any more until the store is opened
+anew. Mirrors 4.9.4's ``GroupCommitService`` and ``FlushRealTimeService``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from librmq.errors import FlushFailedError, StoreIOError
+
+__all__ = ["Acknowledgement", "GroupCommit"]
+
+_T = TypeVar("_T")
+
+
+class GroupCommit:
+    """Flushes the log on behalf of many. Thread-safe."""
+
+    def __init__(self, flush: Callable[[], int], flushed: int, on_failure: Callable[[], None]) -> None:
+        """``flush()`` returns up to which physical offset the log has reached the device; ``flushed`` is where it has.
+
+        ``on_failure()`` is called once, when a flush has failed.
+        """
+        self.flushed = flushed
+        """Below this physical offset everything has reached the device."""
+        self.failure: StoreIOError | None = None
+        """The first flush that failed; nothing unflushed is acknowledged after it."""
+        self._flush = flush
+        self._on_failure = on_failure
+        self._turn = threading.Condition()
+        self._flushing = False
+
+    def reach(self, physical_offset: int) -> None:
+        """Return when everything below ``physical_offset`` has reached the device, flushing if nobody else does.
+
+        `FlushFailedError` if that will never be known.
+        """
+        if self.flushed >= physical_offset:
+            return
+        with self._turn:
+            while self._flushing and self.flushed < physical_offset:
+                self._turn.wait()
+            if self.flushed >= physical_offset:
+                return
+            self.check()
+            self._flushing = True
+        flushed, failure = self.flushed, None
+        try:
+            flushed = self._flush()
+        except StoreIOError as error:
+            failure = error
+        finally:
+            with self._turn:
+                self._flushing = False
+                self.flushed = max(self.flushed, flushed)
+                if failure is not None:
+                    self.failure = failure
+                    self._on_failure()
+                self._turn.notify_all()
+        self.check()
+
+    def check(self) -> None:
+        """`FlushFailedError` if a flush has failed."""
+        if self.failure is not None:
+            raise FlushFailedError(self.failure) from self.failure
+
+
+class Acknowledgement(Generic[_T]):
+    """What a pipelined append returns at once: ``result`` is known, its durability follows.
+
+    Thread-safe. Acknowledgements come in the order of the appends, since one watermark decides them all.
+    """
+
+    __slots__ = ("_commit", "_end", "result")
+
+    def __init__(self, result: _T, commit: GroupCommit, end: int) -> None:
+        self.result = result
+        """Where the message went."""
+        self._commit = commit
+        self._end = end
+
+    @property
+    def done(self) -> bool:
+        """Whether the message has reached the device."""
+        return self._commit.flushed >= self._end
+
+    def wait(self) -> _T:
+        """Return ``result`` when the message has reached the device; `FlushFailedError` if that will never be known."""
+        self._commit.reach(self._end)
+        return self.result

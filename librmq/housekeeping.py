@@ -1,0 +1,145 @@
+"""What a store does by time: flush, write the checkpoint, delete what has expired, make pages ready ahead.
+
+`Housekeeping.run_due` is a pure step over the store's parts: it does what is due and says when to be called next. In an
+application a thread of the store calls it (`Background`); under a clock that a test moves, whoever moves the clock.
+Mirrors 4.9.4's ``FlushRealTimeService``, ``FlushConsumeQueueService``, ``CleanCommitLogService`` and
+``AllocateMappedFileService``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from librmq.clock import Clock
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.errors import FlushFailedError, StoreIOError
+from librmq.flushing import GroupCommit
+
+__all__ = ["Background", "Housekeeping"]
+
+_log = logging.getLogger("librmq.store")
+
+_AHEAD: Final = 4 << 20
+"""So many bytes behind the log's end are made ready."""
+_ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
+
+
+class Housekeeping:
+    """One store's work by time. Not thread-safe: one caller at a time.
+
+    ``alarm`` is the physical offset at or behind which an append must wake whoever calls `run_due`; appends compare
+    with it and nothing else, so that an idle store costs nothing and a busy one a comparison.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        log: CommitLog,
+        commit: GroupCommit,
+        flush_derived: Callable[[], None],
+        entries: Callable[[], int],
+        expire: Callable[[int], int | None],
+        now_ms: int,
+    ) -> None:
+        """``flush_derived()`` flushes queues, index and checkpoint; ``entries()`` counts entries that are not flushed;
+        ``expire(now_ms)`` is the step of retention.
+        """
+        self._config = config
+        self._log = log
+        self._commit = commit
+        self._flush_derived = flush_derived
+        self._entries = entries
+        self._expire = expire
+        self._flushed_at_ms = self._derived_at_ms = now_ms
+        self._expire_at_ms: int | None = now_ms
+        self.alarm = -1
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Do what is due; returns when to be called next (ms), None when only an append can bring something."""
+        self.alarm = sys.maxsize  # what comes meanwhile is seen below
+        log = self._log
+        try:
+            log.prepare(_AHEAD)
+        except StoreIOError as error:  # the append that needs the room will meet it
+            _log.warning("no room could be made ready ahead of the log: %s", error)
+        log_due, log_alarm = self._flush_log(now_ms)
+        due = [log_due, self._flush_queues(now_ms)]
+        if self._expire_at_ms is not None and now_ms >= self._expire_at_ms:
+            self._expire_at_ms = self._expire(now_ms)
+        due.append(self._expire_at_ms)
+        self.alarm = min(log_alarm, log.end + _AHEAD // 2)
+        return min((one for one in due if one is not None), default=None)
+
+    def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
+        """Flush the log if it is time; when next, and the place of the append that may bring it forward."""
+        config, commit = self._config, self._commit
+        waiting = self._log.end - commit.flushed
+        interval, thorough = round(1000 * config.flush_interval_s), round(1000 * config.flush_thorough_interval_s)
+        if waiting > 0:
+            enough = waiting >= config.flush_least_bytes
+            due = self._flushed_at_ms + (interval if enough else thorough)
+            if now_ms < due:
+                return due, sys.maxsize if enough else commit.flushed + config.flush_least_bytes
+            self._flushed_at_ms = now_ms
+            try:
+                commit.reach(self._log.end)
+            except FlushFailedError:
+                _log.error("a flush of the log failed; the store takes no messages until it is opened anew")
+                return None, sys.maxsize
+            if self._log.end > commit.flushed:
+                return now_ms + interval, sys.maxsize
+        return None, commit.flushed
+
+    def _flush_queues(self, now_ms: int) -> int | None:
+        config, entries = self._config, self._entries()
+        if not entries:
+            return None
+        seconds = (
+            config.flush_interval_consumequeue_s
+            if entries >= _ENTRIES_WORTH_A_FLUSH
+            else config.flush_thorough_interval_consumequeue_s
+        )
+        due = self._derived_at_ms + round(1000 * seconds)
+        if now_ms < due:
+            return due
+        self._derived_at_ms = now_ms
+        try:
+            self._flush_derived()
+        except StoreIOError as error:  # nothing is lost: they can be made again from the log
+            _log.error("queues and index could not be flushed: %s", error)
+        return None
+
+
+class Background:
+    """A thread that calls a step when it is due or woken. It ends with `stop` and does not keep a process alive."""
+
+    def __init__(self, step: Callable[[int], int | None], clock: Clock, name: str) -> None:
+        self._step = step
+        self._clock = clock
+        self._event = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the step run now."""
+        self._event.set()
+
+    def stop(self) -> None:
+        """Return when the step that runs has ended; no other follows."""
+        self._stopping = True
+        self._event.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._event.clear()
+            due = self._step(self._clock.now_ms())
+            seconds = None if due is None else max(0, due - self._clock.now_ms()) / 1000
+            self._clock.wait(self._event, seconds)

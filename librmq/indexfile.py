@@ -1,0 +1,603 @@
+"""The key index: hash tables from message keys to places in the log.
+
+::
+
+    file, 40 + 4 * slots + 20 * entries bytes, big-endian; named by its creation in UTC, yyyyMMddHHmmssSSS
+    +--------------------+ 0
+    | header             |   0  begin timestamp       8   store time (ms) of the first entry
+    |                    |   8  end timestamp         8   store time (ms) of the last
+    |                    |  16  begin physical offset 8   place in the log of the first entry
+    |                    |  24  end physical offset   8   place in the log of the last
+    |                    |  32  slot count            4   entries that found their slot empty
+    |                    |  36  index count           4   number of the next entry; 0 (fresh) is read as 1
+    +--------------------+ 40
+    | slots              |   4 each: number of the newest entry whose hash falls here, 0 for none
+    +--------------------+ 40 + 4 * slots
+    | entry 0 (unused)   |   0  hash                  4   |hashCode(topic#key)|, the slot is hash % slots
+    | entry 1            |   4  physical offset       8
+    | ...                |  12  time                  4   seconds since the begin timestamp, not below 0
+    | entry entries - 1  |  16  previous              4   number of the slot's next older entry, 0 for none
+    +--------------------+
+
+A file's begin and end start as the end of the file before it, until its first entry brings its own. Mirrors
+4.9.4's ``IndexFile``, ``IndexHeader`` and ``IndexService``.
+
+Entries are written before the slots that lead to them, the header last: a batch counts when its header is
+there. What one left that died before that is taken back when the file is next opened for writing.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.files import DiskFiles, File, Files
+
+__all__ = ["ENTRY_DTYPE", "SLOT_DTYPE", "IndexFile", "IndexHeader", "entry_seconds", "file_length", "geometry"]
+
+HEADER_SIZE: Final = 40
+SLOT_SIZE: Final = 4
+ENTRY_SIZE: Final = 20
+
+ENTRY_DTYPE: Final = np.dtype([("hash", "i4"), ("physical", "i8"), ("time_diff", "i4"), ("previous", "i4")])
+"""What `IndexFile.entries` gives."""
+SLOT_DTYPE: Final = np.dtype([("slot", "i4"), ("number", "i4")])
+"""What `IndexFile.slots` gives."""
+
+_STORED_ENTRY: Final = ENTRY_DTYPE.newbyteorder(">")
+_HEADER: Final = struct.Struct(">qqqqii")
+_pack_header = _HEADER.pack
+_pack_entry = struct.Struct(">iqi4s").pack
+_pack_entries = struct.Struct(">iqi4siqi4s").pack
+_unpack_entry = struct.Struct(">iqii").unpack_from
+_INT: Final = struct.Struct(">i")
+_pack_int = _INT.pack
+_NO_ENTRY: Final = bytes(SLOT_SIZE)
+_MAX_INT: Final = (1 << 31) - 1
+
+_FIRST_STEP: Final = 4096 // ENTRY_SIZE
+_LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
+
+
+def file_length(slots: int, entries: int) -> int:
+    """How long a file with this geometry is, in bytes."""
+    return HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * entries
+
+
+def geometry(length: int) -> tuple[int, int] | None:
+    """Slots and entries of a file of ``length`` bytes, as 1 to 4; None if those are no whole numbers."""
+    slots, rest = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
+    return (slots, 4 * slots) if slots > 0 and not rest else None
+
+
+def check_geometry(slots: int, entries: int) -> None:
+    if slots < 1 or entries < 2:
+        raise ConfigError(f"expected at least 1 slot and 2 entries, found {slots} and {entries}")
+
+
+class IndexHeader(NamedTuple):
+    """The header of an index file; times are milliseconds."""
+
+    begin_timestamp_ms: int
+    end_timestamp_ms: int
+    begin_physical_offset: int
+    end_physical_offset: int
+    slot_count: int
+    index_count: int
+    """The number of the next entry: one more than there are."""
+
+    def overlaps(self, begin_ms: int, end_ms: int) -> bool:
+        """Whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
+        first, last = self.begin_timestamp_ms, self.end_timestamp_ms
+        return (begin_ms < first and end_ms > last) or first <= begin_ms <= last or first <= end_ms <= last
+
+
+FRESH: Final = IndexHeader(0, 0, 0, 0, 0, 1)
+
+
+def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
+    """The time of an entry as it is stored, in Java's arithmetic of 64 bits."""
+    if begin_timestamp_ms <= 0:
+        return 0
+    difference = timestamp_ms - begin_timestamp_ms
+    if difference < -1 << 63:
+        difference += 1 << 64
+    return min(max(difference, 0) // 1000, _MAX_INT)
+
+
+class IndexFile:
+    """One index file. Works alone.
+
+    One thread may write while any number query. Writing wants records in log order; hashes are those of
+    `librmq.javahash.index_key_hash`.
+    """
+
+    __slots__ = (
+        "_announced",
+        "_begin_physical",
+        "_begin_timestamp",
+        "_closed",
+        "_dirty",
+        "_file",
+        "_files",
+        "_on_map",
+        "_reserved",
+        "_slot_count",
+        "count",
+        "end_physical",
+        "max_entries",
+        "max_slots",
+        "path",
+        "writable",
+    )
+    _begin_timestamp: int
+    _begin_physical: int
+    end_physical: int
+    _slot_count: int
+    count: int
+
+    def __init__(
+        self,
+        file: File,
+        slots: int | None,
+        entries: int | None,
+        files: Files,
+        on_map: Callable[[IndexFile], None] | None = None,
+    ) -> None:
+        """Take a mapped file; use `create` or `open`. ``on_map`` is told of every mapping."""
+        if slots is None or entries is None:
+            found = geometry(file.size)
+            if found is None:
+                raise CorruptionError(file.path, file.size, "size", f"no index file has {file.size} bytes")
+            slots, entries = found
+        check_geometry(slots, entries)
+        self.path = file.path
+        self.writable = file.writable
+        self.max_slots = slots
+        self.max_entries = entries
+        """A file holds one entry less: the first is not used."""
+        self._files = files
+        self._file: File | None = None
+        self._on_map = on_map
+        self._closed = False
+        self._dirty = False
+        self._reserved = 0  # there are blocks behind entries below this number; 0: nothing is known
+        self._announced = 0  # slots may lead to entries below this number though the header does not tell yet
+        self._take(file)
+        self._load()
+
+    @classmethod
+    def create(
+        cls,
+        path: str,
+        slots: int,
+        entries: int,
+        files: Files | None = None,
+        *,
+        after: IndexHeader | None = None,
+        on_map: Callable[[IndexFile], None] | None = None,
+    ) -> IndexFile:
+        """Make an empty file, open for writing; ``after`` is the header of the file before it."""
+        check_geometry(slots, entries)
+        files = files or DiskFiles()
+        file = files.create(path, file_length(slots, entries))
+        try:
+            files.reserve(file, 0, HEADER_SIZE + SLOT_SIZE * slots)
+            self = cls(file, slots, entries, files, on_map)
+            self._reserved = 1
+            self._dirty = True
+            if after is not None:
+                self.begin_after(after)
+        except BaseException:
+            files.delete(path)
+            raise
+        return self
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        files: Files | None = None,
+        *,
+        slots: int | None = None,
+        entries: int | None = None,
+        writable: bool = False,
+        on_map: Callable[[IndexFile], None] | None = None,
+    ) -> IndexFile:
+        """Open a file; unless given, slots to entries are taken as 1 to 4 of its length.
+
+        `CorruptionError` for a wrong length or a header that can't be.
+        """
+        files = files or DiskFiles()
+        return cls(files.open(path, writable=writable), slots, entries, files, on_map)
+
+    def __repr__(self) -> str:
+        return f"<IndexFile {self.path}>"
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def file(self) -> File:
+        """The file itself, mapped."""
+        return self._file or self._map()
+
+    def _map(self) -> File:
+        if self._closed:
+            raise StoreClosedError(f"{self.path} is closed")
+        file = self._files.open(self.path, writable=self.writable)
+        self._take(file)
+        return file
+
+    def _take(self, file: File) -> None:
+        length = file_length(self.max_slots, self.max_entries)
+        if file.size != length:
+            raise CorruptionError(
+                self.path, min(file.size, length), "size", f"expected {length} bytes, found {file.size}"
+            )
+        self._file = file
+        if self._on_map:
+            self._on_map(self)
+
+    def release(self) -> None:
+        """Let the mapping go; the next use maps the file again."""
+        self._file = None
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def header(self) -> IndexHeader:
+        """The header as it stands in the file; `CorruptionError` if it can't be."""
+        header = IndexHeader(*_HEADER.unpack(self.file.buffer[:HEADER_SIZE]))
+        _, _, begin_physical, end_physical, slot_count, count = header
+        if not 0 <= count <= self.max_entries:
+            raise CorruptionError(self.path, 36, "header", f"index count {count} of {self.max_entries}")
+        if not 0 <= slot_count <= max(count, 1):
+            raise CorruptionError(self.path, 32, "header", f"slot count {slot_count} of {count} entries")
+        if not 0 <= begin_physical <= end_physical:
+            raise CorruptionError(self.path, 16, "header", f"physical offsets from {begin_physical} to {end_physical}")
+        return header if count else header._replace(index_count=1)
+
+    @property
+    def full(self) -> bool:
+        return self.header.index_count >= self.max_entries
+
+    def entries(self, begin: int = 1, end: int | None = None) -> NDArray[np.void]:
+        """A copy of the entries numbered ``begin`` to below ``end`` (all of them), as `ENTRY_DTYPE`."""
+        count = self.header.index_count
+        end = count if end is None else min(end, count)
+        begin = min(max(begin, 0), count)
+        at = self.entry_position(begin)
+        stored = np.frombuffer(self.file.buffer, _STORED_ENTRY, max(end - begin, 0), at)
+        return stored.astype(ENTRY_DTYPE)
+
+    def slots(self) -> NDArray[np.void]:
+        """The slots that are not zero, ascending, as `SLOT_DTYPE`."""
+        table = np.frombuffer(self.file.buffer, ">i4", self.max_slots, HEADER_SIZE)
+        used = np.flatnonzero(table)
+        found = np.empty(len(used), SLOT_DTYPE)
+        found["slot"] = used
+        found["number"] = table[used]
+        return found
+
+    def entry_position(self, number: int) -> int:
+        return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number
+
+    def check(self) -> tuple[int, str] | None:
+        """Hold header, entries and slots against each other: where in the file the first flaw is, and what.
+
+        What the entries say of the log is not known here.
+        """
+        header, entries = self.header, self.entries()
+        count = len(entries)
+        numbers = np.arange(1, count + 1, dtype=np.int32)
+        if count:
+            ends = int(entries["physical"][0]), int(entries["physical"][-1])
+            if ends != (header.begin_physical_offset, header.end_physical_offset):
+                return 16, f"header: physical offsets {header[2:4]}, the entries have {ends}"
+        wrong = np.flatnonzero((entries["hash"] < 0) | (np.diff(entries["physical"], prepend=0) < 0))
+        if len(wrong):
+            number = int(wrong[0]) + 1
+            return self.entry_position(number), f"entry {number}: hash or physical offset out of order"
+        slots = entries["hash"] % self.max_slots
+        order = np.argsort(slots, kind="stable")
+        same = np.diff(slots[order], prepend=-1) == 0
+        previous = np.zeros(count, np.int32)
+        previous[order[same]] = numbers[order[np.flatnonzero(same) - 1]]
+        wrong = np.flatnonzero(previous != entries["previous"])
+        if len(wrong):
+            number = int(wrong[0]) + 1
+            found, expected = int(entries["previous"][number - 1]), int(previous[number - 1])
+            return self.entry_position(number) + 16, f"entry {number}: previous is {found}, expected {expected}"
+        last = np.flatnonzero(np.diff(slots[order], append=-1) != 0)
+        table = self.slots()
+        expected_slots = np.stack([slots[order[last]], numbers[order[last]]], axis=1)
+        found_slots = np.stack([table["slot"], table["number"]], axis=1)
+        if not np.array_equal(expected_slots, found_slots):
+            differing = {tuple(row) for row in expected_slots.tolist()} ^ {tuple(row) for row in found_slots.tolist()}
+            slot = min(differing)[0]
+            return HEADER_SIZE + SLOT_SIZE * slot, f"slot {slot} does not lead to the newest entry of its hash"
+        if header.slot_count != len(table):
+            return 32, f"header: {header.slot_count} slots are in use, found {len(table)}"
+        for begin, end in ((0, 1), (count + 1, self.max_entries)):
+            position = self._first_byte(self.entry_position(begin), self.entry_position(end))
+            if position is not None:
+                return position, "expected zeros where no entry is"
+        return None
+
+    def _first_byte(self, begin: int, end: int) -> int | None:
+        """Where the first byte is that is not zero."""
+        for at in range(begin, end, _LARGEST_STEP * ENTRY_SIZE):
+            block = self.file.buffer[at : min(end, at + _LARGEST_STEP * ENTRY_SIZE)]
+            rest = block.lstrip(b"\0")
+            if rest:
+                return at + len(block) - len(rest)
+        return None
+
+    def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, found: list[int]) -> None:
+        """Append to ``found`` the physical offsets of a hash, the newest first, until it has ``max_results``.
+
+        An entry's time is known to the second. A chain ends behind its first entry before ``begin_ms``, and
+        where 4.9's search ends in a damaged one; `CorruptionError` if it goes in a circle. Thread-safe.
+        """
+        buffer = self.file.buffer
+        slot = HEADER_SIZE + SLOT_SIZE * (key_hash % self.max_slots)
+        (number,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
+        header = self.header  # after the slot: the slot of a batch that ends in between is not ahead of it
+        count = max(header.index_count, self._announced)
+        if not 0 < number <= count or count <= 1:
+            return
+        first_timestamp, first_position = header.begin_timestamp_ms, self.entry_position(0)
+        forward: set[int] = set()
+        while len(found) < max_results and number < self.max_entries:
+            position = first_position + ENTRY_SIZE * number
+            entry_hash, physical, seconds, previous = _unpack_entry(buffer, position)
+            if seconds < 0:
+                return
+            timestamp = first_timestamp + 1000 * seconds
+            if entry_hash == key_hash and begin_ms <= timestamp <= end_ms:
+                found.append(physical)
+            if not 0 < previous <= count or previous == number or timestamp < begin_ms:
+                return
+            if previous > number:  # chains lead backwards; where one does not, it may be a circle
+                if number in forward:
+                    raise CorruptionError(self.path, position, "entry", "a chain of entries goes in a circle")
+                forward.add(number)
+            number = previous
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def begin_after(self, header: IndexHeader) -> None:
+        """Let an empty file begin where the one with this header ends."""
+        timestamp, physical = max(header.end_timestamp_ms, 0), max(header.end_physical_offset, 0)
+        self.file.buffer[:HEADER_SIZE] = _pack_header(timestamp, timestamp, physical, physical, 0, 0)
+        self._dirty = True
+        self._load()
+
+    def put(self, key_hash: int, physical_offset: int, store_timestamp_ms: int) -> bool:
+        """Add one entry; False if the file is full. ``ValueError`` for a place before the last entry's."""
+        if not self.writable:
+            raise ReadOnlyError(f"{self.path} is open for reading only")
+        if self.count >= self.max_entries:
+            return False
+        if physical_offset < self.end_physical:
+            raise ValueError(f"{self.path}: {physical_offset} is before the last, {self.end_physical}")
+        self.put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
+        return True
+
+    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
+        """Add all keys of records, which have room; a record before that of the last entry is passed over."""
+        # The path of every append: literal sizes and locals, and no call that can be saved.
+        number = start = self.count
+        if number + keys > self._reserved:
+            self._reserve(number + keys)
+        buffer = (self._file or self._map()).buffer
+        if number > 1:
+            self._announced = number + keys
+        begin_timestamp, begin_physical = self._begin_timestamp, self._begin_physical
+        end_physical = self.end_physical
+        slot_count, max_slots = self._slot_count, self.max_slots
+        position = 40 + 4 * max_slots + 20 * number
+        end_timestamp, seconds = None, 0
+        try:
+            for physical, timestamp, hashes in records:
+                if physical < end_physical or not hashes:
+                    continue
+                if timestamp != end_timestamp:
+                    end_timestamp = timestamp
+                    seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
+                    if not 0 <= seconds <= _MAX_INT:
+                        seconds = entry_seconds(timestamp, begin_timestamp)
+                if len(hashes) == 2 and number > 1:
+                    # The usual record, a unique id and a key: both entries in one write.
+                    first, second = hashes
+                    first_slot, second_slot = first % max_slots * 4 + 40, second % max_slots * 4 + 40
+                    first_number, second_number = _pack_int(number), _pack_int(number + 1)
+                    first_previous = buffer[first_slot : first_slot + 4]
+                    second_previous = buffer[second_slot : second_slot + 4]
+                    # Packed numbers compare as numbers do, the negative ones behind all others.
+                    if not _NO_ENTRY < first_previous <= first_number:
+                        first_previous = _NO_ENTRY
+                        slot_count += 1
+                    if first_slot == second_slot:
+                        second_previous = first_number
+                    elif not _NO_ENTRY < second_previous <= second_number:
+                        second_previous = _NO_ENTRY
+                        slot_count += 1
+                    buffer[position : position + 40] = _pack_entries(
+                        first, physical, seconds, first_previous, second, physical, seconds, second_previous
+                    )
+                    buffer[first_slot : first_slot + 4] = first_number
+                    buffer[second_slot : second_slot + 4] = second_number
+                    number += 2
+                    position += 40
+                else:
+                    for key_hash in hashes:
+                        slot = key_hash % max_slots * 4 + 40
+                        packed = _pack_int(number)
+                        previous = buffer[slot : slot + 4]
+                        if not _NO_ENTRY < previous <= packed:
+                            previous = _NO_ENTRY
+                            slot_count += 1
+                        buffer[position : position + 20] = _pack_entry(key_hash, physical, seconds, previous)
+                        buffer[slot : slot + 4] = packed
+                        if number <= 1:
+                            begin_timestamp, begin_physical, seconds = timestamp, physical, 0
+                        number += 1
+                        position += 20
+                end_physical = physical
+            if end_timestamp is not None:
+                buffer[0:40] = _pack_header(
+                    begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number
+                )
+                if start <= 1:
+                    self._begin_timestamp, self._begin_physical = begin_timestamp, begin_physical
+                self.end_physical = end_physical
+                self._slot_count, self.count = slot_count, number
+                self._dirty = True
+            self._announced = 0
+        except BaseException:
+            self._load()
+            raise
+
+    def put_block(self, physical: NDArray[np.int64], timestamps: NDArray[np.int64], hashes: NDArray[np.int64]) -> None:
+        """Add one entry for each place of the arrays, none before the last entry's; there is room for all."""
+        keys, number = len(hashes), self.count
+        if number + keys > self._reserved:
+            self._reserve(number + keys)
+        buffer = self.file.buffer
+        slots = hashes % self.max_slots
+        # Keys by slot, those of a slot in order: pairs sorted as single numbers are the quickest stable sort.
+        shift = keys.bit_length()
+        pairs = np.sort(slots << shift | np.arange(keys))
+        order, sorted_slots = pairs & (1 << shift) - 1, pairs >> shift
+        numbers = number + order
+        heads = np.flatnonzero(np.append(True, sorted_slots[1:] != sorted_slots[:-1]))
+        touched = sorted_slots[heads]
+        before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[touched]
+        before = np.where((before > 0) & (before <= numbers[heads]), before, 0)
+        previous = np.append(0, numbers[:-1])
+        previous[heads] = before
+        newest = numbers[np.append(heads[1:], keys) - 1]
+
+        begin_timestamp, begin_physical = self._begin_timestamp, self._begin_physical
+        first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
+        if number <= 1:
+            begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
+        entries = np.zeros(keys, _STORED_ENTRY)
+        entries["hash"] = hashes
+        entries["physical"] = physical
+        if begin_timestamp > 0:
+            entries["time_diff"] = np.clip((timestamps - begin_timestamp) // 1000, 0, _MAX_INT)
+        entries["time_diff"][0] = first_seconds
+        entries["previous"][order] = previous
+        header = _pack_header(
+            begin_timestamp,
+            int(timestamps[-1]),
+            begin_physical,
+            int(physical[-1]),
+            self._slot_count + int(np.count_nonzero(before == 0)),
+            number + keys,
+        )
+        if number > 1:
+            self._announced = number + keys
+        try:
+            position = self.entry_position(number)
+            buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
+            self._write_slots(touched, newest)
+            buffer[:HEADER_SIZE] = header
+        finally:
+            self._load()
+        self._dirty = True
+
+    def _write_slots(self, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Set ascending slots, in one piece where they lie close together."""
+        buffer = self.file.buffer
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first < 16 * len(slots):
+            begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
+            table = np.frombuffer(buffer[begin:end], ">i4").copy()
+            table[slots - first] = numbers
+            buffer[begin:end] = table.tobytes()
+            return
+        packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
+        for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
+            buffer[position : position + 4] = number
+
+    def _reserve(self, upto: int) -> None:
+        """Make sure of blocks behind the entries below number ``upto`` and a growing number of others."""
+        file = self.file
+        if not self._reserved:
+            self._files.reserve(file, 0, HEADER_SIZE + SLOT_SIZE * self.max_slots)
+            self._reserved = self.count
+        step = min(max(self.count, _FIRST_STEP), _LARGEST_STEP)
+        target = min(max(upto, self._reserved + step), self.max_entries)
+        self._files.reserve(file, self.entry_position(self._reserved), self.entry_position(target))
+        self._reserved = target
+
+    def _load(self) -> None:
+        """Take over what the header says, and take back what a write left that did not come to its header."""
+        header = self.header
+        self._begin_timestamp, self._begin_physical = header.begin_timestamp_ms, header.begin_physical_offset
+        self.end_physical = header.end_physical_offset
+        self._slot_count, self.count = header.slot_count, header.index_count
+        if self.writable:
+            self._take_back()
+        self._announced = 0
+
+    def _take_back(self) -> None:
+        """Undo what is not counted: a slot that leads there gets back what the entry says it held."""
+        buffer, start = self.file.buffer, self.count
+        position, restore = self.entry_position(start), []
+        for number in range(start, self.max_entries):
+            entry_hash, physical, seconds, previous = _unpack_entry(buffer, position)
+            if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
+                break  # nothing that a write leaves
+            slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)
+            if not (entry_hash or physical or seconds or previous):
+                # Nothing, or the entry of hash 0 at the start of the log, which its slot tells.
+                (newest,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
+                if newest < number:
+                    break
+            restore.append((number, slot, previous))
+            position += ENTRY_SIZE
+        for number, slot, previous in reversed(restore):
+            if buffer[slot : slot + SLOT_SIZE] == _pack_int(number):
+                buffer[slot : slot + SLOT_SIZE] = _pack_int(previous)
+        if restore:
+            begin = self.entry_position(start)
+            buffer[begin:position] = bytes(position - begin)
+            self._dirty = True
+
+    def flush(self) -> None:
+        """Return when whatever was written before the call has reached the device."""
+        if self._dirty:
+            self._dirty = False
+            try:
+                self._files.flush(self.file)
+            except BaseException:
+                self._dirty = True
+                raise
+
+    def close(self) -> None:
+        """Flush, and let the file go."""
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,368 @@
+"""The index files of a folder as one: which is written, which are asked. Mirrors 4.9.4's ``IndexService``."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import chain
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
+from librmq.files import DiskFiles, Files
+from librmq.indexfile import FRESH, IndexFile, check_geometry, file_length
+from librmq.javahash import index_key_hash
+
+__all__ = ["KeyIndex"]
+
+_BLOCK: Final = 240
+"""From how many keys on arrays are quicker than a loop."""
+_MAPPED: Final = 32
+"""How many files of a folder are kept mapped."""
+_MAX_TIMESTAMP: Final = (1 << 63) - 1
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST_MOMENT: Final = (datetime(9999, 12, 31, 23, 59, 59, 999000, UTC) - _EPOCH) // timedelta(milliseconds=1)
+
+
+def _name(timestamp_ms: int) -> str:
+    return f"{_EPOCH + timedelta(milliseconds=timestamp_ms):%Y%m%d%H%M%S}{timestamp_ms % 1000:03d}"
+
+
+def _moment(name: str) -> int | None:
+    """The time (ms) that a file is named by, None for what is no such name."""
+    if len(name) != 17 or not (name.isascii() and name.isdigit()):
+        return None
+    try:
+        moment = datetime.strptime(name[:14] + "+0000", "%Y%m%d%H%M%S%z")
+    except ValueError:
+        return None
+    return (moment - _EPOCH) // timedelta(milliseconds=1) + int(name[14:])
+
+
+class KeyIndex:
+    """The index files of a folder. Works alone.
+
+    One thread may append and delete while any number query; any may flush. Few files are mapped at a time.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        slots: int,
+        entries: int,
+        files: Files,
+        now_ms: Callable[[], int],
+        writable: bool,
+    ) -> None:
+        """Use `open`."""
+        self.folder = folder
+        self.max_slots = slots
+        self.max_entries = entries
+        self.writable = writable
+        self._files = files
+        self._now_ms = now_ms
+        self._closed = False
+        self._folder_dirty = False
+        self._guard = threading.Lock()
+        self._mapped: deque[IndexFile] = deque()
+        self._list = self._open_all()  # replaced, never changed: readers take no lock
+        self._tail: IndexFile | None = self._list[-1] if self._list and writable else None
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        *,
+        slots: int = 5_000_000,
+        entries: int = 20_000_000,
+        files: Files | None = None,
+        now_ms: Callable[[], int],
+        writable: bool = True,
+    ) -> KeyIndex:
+        """Open the files of a folder, which need not exist yet; ``now_ms`` names those to come.
+
+        Names that are no numbers are passed over, as 4.9 does. `CorruptionError` for a number that is no
+        time, a file of another length, a header that can't be.
+        """
+        check_geometry(slots, entries)
+        return cls(folder, slots, entries, files or DiskFiles(), now_ms, writable)
+
+    def _open_all(self) -> list[IndexFile]:
+        length, found = file_length(self.max_slots, self.max_entries), []
+        for entry in self._files.list(self.folder):
+            if not (entry.name.isascii() and entry.name.isdigit()):
+                continue
+            path = os.path.join(self.folder, entry.name)
+            if entry.is_folder or _moment(entry.name) is None:
+                raise CorruptionError(path, 0, "name", "expected a file named by its time in 17 digits")
+            if entry.size != length:
+                raise CorruptionError(
+                    path, min(entry.size, length), "size", f"expected {length} bytes, found {entry.size}"
+                )
+            found.append(
+                IndexFile.open(
+                    path,
+                    self._files,
+                    slots=self.max_slots,
+                    entries=self.max_entries,
+                    writable=self.writable,
+                    on_map=self._bound_mapped,
+                )
+            )
+        if self.writable and len(found) > 1 and found[-1].header == FRESH:
+            found[-1].begin_after(found[-2].header)  # whoever made it died before it could
+        return found
+
+    def _bound_mapped(self, file: IndexFile) -> None:
+        with self._guard:
+            self._mapped.append(file)
+            while len(self._mapped) > _MAPPED:
+                self._mapped.popleft().release()
+
+    @property
+    def files(self) -> list[IndexFile]:
+        """The files, the oldest first."""
+        return list(self._list)
+
+    @property
+    def end_physical_offset(self) -> int:
+        """The place of the last record that is indexed: the newest file's end, 0 where there is none."""
+        files = self._list
+        return files[-1].header.end_physical_offset if files else 0
+
+    @property
+    def end_timestamp_ms(self) -> int:
+        """The store time of the last record that is indexed: the newest file's end, 0 where there is none."""
+        files = self._list
+        return files[-1].header.end_timestamp_ms if files else 0
+
+    @property
+    def full_timestamp_ms(self) -> int:
+        """The end of the newest full file, 0 for none: after a flush, the checkpoint's time of the index."""
+        for file in reversed(self._list):
+            if file.full:
+                return file.header.end_timestamp_ms
+        return 0
+
+    def last_record(self) -> tuple[int, int]:
+        """The place of the last record that is indexed, and how many of the newest entries are its.
+
+        Appending goes on without indexing a key twice from that record on, with so many of its keys left out.
+        """
+        physical, keys = self.end_physical_offset, 0
+        for file in reversed(self._list):
+            number = file.header.index_count
+            while number > 1:
+                begin = max(1, number - 1024)
+                others = np.flatnonzero(file.entries(begin, number)["physical"] != physical)
+                if len(others):
+                    return physical, keys + number - begin - 1 - int(others[-1])
+                keys += number - begin
+                number = begin
+        return physical, keys
+
+    def query(
+        self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
+    ) -> list[int]:
+        """Physical offsets of a topic's records with a key, stored from ``begin_ms`` to ``end_ms``.
+
+        At most ``max_results``, the newest first, as 4.9 finds them: with records of other keys of the same
+        hash, and with one twice that was indexed twice. The search ends at the newest file that begins before
+        ``begin_ms``. Thread-safe.
+        """
+        self._check_open()
+        key_hash = index_key_hash(topic, key)
+        found: list[int] = []
+        for file in reversed(self._list):
+            try:
+                header = file.header
+                if header.overlaps(begin_ms, end_ms):
+                    file.query(key_hash, begin_ms, end_ms, max_results, found)
+            except StoreIOError:
+                if file in self._list:
+                    raise
+                continue  # deleted meanwhile
+            if header.begin_timestamp_ms < begin_ms or len(found) >= max_results:
+                break
+        return found
+
+    # ------------------------------------------------------------------------------------------- the writer's
+
+    def append(self, physical_offset: int, store_timestamp_ms: int, key_hashes: Sequence[int]) -> None:
+        """Add one record, all its keys in order; call it for those without keys too: it may add a file.
+
+        A record before the last one indexed is passed over.
+        """
+        tail, keys = self._tail, len(key_hashes)
+        if tail is not None and tail.count + keys < tail.max_entries and keys < _BLOCK:
+            if keys:
+                tail.put_many(((physical_offset, store_timestamp_ms, key_hashes),), keys)
+        else:
+            self._append_arrays(((physical_offset, store_timestamp_ms, key_hashes),))
+
+    def append_many(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """`append` for records in log order: tuples of physical offset, store time (ms) and key hashes."""
+        if not records:
+            return
+        tail, keys = self._tail, sum([len(record[2]) for record in records])
+        if tail is not None and tail.count + keys < tail.max_entries and keys < _BLOCK:
+            if keys:
+                tail.put_many(records, keys)
+        else:
+            self._append_arrays(records)
+
+    def _append_arrays(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        hashes = [record[2] for record in records]
+        self.append_block(
+            np.array([record[0] for record in records], np.int64),
+            np.array([record[1] for record in records], np.int64),
+            np.repeat(np.arange(len(records)), [len(keys) for keys in hashes]),
+            np.fromiter(chain.from_iterable(hashes), np.int64),
+        )
+
+    def append_block(
+        self,
+        physical_offsets: NDArray[np.int64],
+        timestamps: NDArray[np.int64],
+        record_of_key: NDArray[np.int64],
+        key_hashes: NDArray[np.int64],
+    ) -> None:
+        """`append` for many records at once, in log order.
+
+        ``physical_offsets`` and ``timestamps`` (ms) have a place for each record, with or without keys;
+        ``key_hashes`` and ``record_of_key`` (ascending places in the other two) one for each key.
+        """
+        records = len(physical_offsets)
+        if not records:
+            return
+        tail = self._room()
+        # 64 bits throughout: narrower arrays would overflow.
+        record_of_key = np.asarray(record_of_key, np.int64)
+        physical = np.asarray(physical_offsets, np.int64)[record_of_key]
+        times = np.asarray(timestamps, np.int64)[record_of_key]
+        hashes = np.asarray(key_hashes, np.int64)
+        keep = physical >= np.maximum(np.maximum.accumulate(physical), tail.end_physical)
+        if not keep.all():
+            record_of_key, physical = record_of_key[keep], physical[keep]
+            times, hashes = times[keep], hashes[keep]
+        begin, keys = 0, len(hashes)
+        while begin < keys:
+            tail = self._room()
+            end = min(keys, begin + tail.max_entries - tail.count)
+            tail.put_block(physical[begin:end], times[begin:end], hashes[begin:end])
+            begin = end
+        if keys and record_of_key[-1] < records - 1:
+            self._room()  # the record behind the last key finds a full file, if it is full now
+
+    def _room(self) -> IndexFile:
+        """The newest file, or a new one behind it if it is full."""
+        self._check_writable()
+        tail = self._tail
+        if tail is not None and tail.count < tail.max_entries:
+            return tail
+        moment = min(max(self._now_ms(), 0), _LAST_MOMENT)
+        if tail is not None:  # never before the others: by their names they are ordered
+            moment = max(moment, (_moment(tail.name) or 0) + 1)
+            if moment > _LAST_MOMENT:
+                raise CorruptionError(tail.path, 0, "name", "there is no name for a file behind it")
+        self._files.make_folder(self.folder)
+        tail = IndexFile.create(
+            os.path.join(self.folder, _name(moment)),
+            self.max_slots,
+            self.max_entries,
+            self._files,
+            after=tail.header if tail is not None else None,
+            on_map=self._bound_mapped,
+        )
+        with self._guard:
+            self._folder_dirty = True
+        self._list = [*self._list, tail]
+        self._tail = tail
+        return tail
+
+    def delete_before(self, physical_offset: int) -> list[str]:
+        """Delete files that end before ``physical_offset``, never the newest; returns their paths."""
+        self._check_writable()
+        gone = []
+        for file in self._list[:-1]:
+            if file.header.end_physical_offset >= physical_offset:
+                break
+            gone.append(self._delete(file))
+        return gone
+
+    def delete_newer_than(self, timestamp_ms: int) -> list[str]:
+        """Delete the files whose last record was stored after ``timestamp_ms``; returns their paths.
+
+        After an unclean exit, with the checkpoint's time of the index.
+        """
+        self._check_writable()
+        newer = [file for file in self._list if file.header.end_timestamp_ms > timestamp_ms]
+        return [self._delete(file) for file in reversed(newer)]
+
+    def drop(self, name: str) -> str:
+        """Delete the file of this name; returns its path. ``ValueError`` if there is none."""
+        self._check_writable()
+        for file in self._list:
+            if file.name == name:
+                return self._delete(file)
+        raise ValueError(f"{self.folder}: no index file {name!r}")
+
+    def _delete(self, file: IndexFile) -> str:
+        self._list = [other for other in self._list if other is not file]
+        self._tail = self._list[-1] if self._list else None
+        self._files.delete(file.path)
+        file.release()  # its blocks are free when the last reader is through
+        with self._guard:
+            self._folder_dirty = True
+        return file.path
+
+    def flush(self) -> None:
+        """Return when whatever was written before the call has reached the device."""
+        for file in self._list:
+            try:
+                file.flush()
+            except StoreIOError:
+                if file in self._list:
+                    raise
+        with self._guard:
+            folder_dirty, self._folder_dirty = self._folder_dirty, False
+        if folder_dirty:
+            try:
+                self._files.flush_folder(self.folder)
+            except BaseException:
+                with self._guard:
+                    self._folder_dirty = True
+                raise
+
+    def close(self) -> None:
+        """Flush, and let the files go."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        self._tail = None
+        for file in self._list:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self.folder} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self.writable:
+            raise ReadOnlyError(f"{self.folder} is open for reading only")

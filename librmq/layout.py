@@ -1,0 +1,370 @@
+"""What lies where in a store's folder, what kind of store it is, and which settings its files tell.
+
+::
+
+    commitlog/            20-digit names     the log
+    consumequeue/TOPIC/ID/                   entries of one queue
+    consumequeue_ext/TOPIC/ID/               extension units of one queue
+    index/                times of creation  key index
+    config/               *.json             topics, groups, offsets: the broker's
+    checkpoint abort lock
+    timerlog/ timerwheel compaction/ …       5.x
+    dledger-ID/data, dledger-ID/index        a log replicated by DLedger, instead of commitlog/
+    consumequeue/CURRENT, MANIFEST-*         5.x with its queues in RocksDB
+
+Mirrors 4.9.4's ``StorePathConfigHelper`` and the loading of ``DefaultMessageStore``; 5.3.3 for the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, Final
+
+from librmq.config import ENTRY_SIZE, StoreConfig
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
+from librmq.files import Entry, Files
+from librmq.indexfile import file_length, geometry
+from librmq.topics import validate_topic
+
+__all__ = [
+    "ABORT",
+    "CHECKPOINT",
+    "COMMITLOG",
+    "CONFIG",
+    "CONSUMEQUEUE",
+    "CONSUMEQUEUE_EXT",
+    "INDEX",
+    "LOCK",
+    "TIMERLOG",
+    "TIMERWHEEL",
+    "StoreKind",
+    "broker_conf",
+    "check_config",
+    "check_kind",
+    "infer_config",
+    "known_topics",
+    "list_queues",
+    "lock_path",
+    "queue_folder",
+    "recognise",
+]
+
+COMMITLOG: Final = "commitlog"
+CONSUMEQUEUE: Final = "consumequeue"
+CONSUMEQUEUE_EXT: Final = "consumequeue_ext"
+INDEX: Final = "index"
+CONFIG: Final = "config"
+CHECKPOINT: Final = "checkpoint"
+ABORT: Final = "abort"
+LOCK: Final = "lock"
+TIMERLOG: Final = "timerlog"
+TIMERWHEEL: Final = "timerwheel"
+
+# Folders and files that only 5.x makes.
+_MADE_BY_5: Final = (
+    TIMERLOG,
+    TIMERWHEEL,
+    "compaction",
+    "batchconsumequeue",
+    "brokerIdentity",
+    "epochFileCheckpoint",
+    os.path.join(CONFIG, "timercheck"),
+    os.path.join(CONSUMEQUEUE, "rmq_sys_wheel_timer"),
+)
+
+_QUEUE_IDS: Final = 1 << 31
+_LARGEST_FILE: Final = 1 << 31
+_MOST_SLOTS: Final = 1 << 29
+# As many queues tell the length of queue files as well as all of them would.
+_QUEUES_ASKED: Final = 64
+
+
+class StoreKind(Enum):
+    """What a folder holds; the value says it to people."""
+
+    NEW = "no store yet"
+    V4 = "a store of RocketMQ 4"
+    V5 = "a store of RocketMQ 5"
+    V5_ROCKSDB = "a store of RocketMQ 5 with its queues in RocksDB"
+
+    @property
+    def has_log(self) -> bool:
+        """Whether it has a log that can be read."""
+        return self is not StoreKind.NEW
+
+
+def recognise(path: str, files: Files) -> StoreKind:
+    """What kind of store is in folder ``path``; changes nothing.
+
+    `NotAStoreError`, which says so, for a path that is no folder, queues without a log, a log replicated by
+    DLedger, and one part of a log that is spread over several paths.
+    """
+    if not files.is_folder(path):
+        if files.size(path) is not None:
+            raise NotAStoreError(f"{path}: a file, not the folder of a store")
+        return StoreKind.NEW
+    names = {entry.name: entry for entry in files.list(path)}
+    for name, entry in names.items():
+        if name.startswith("dledger-") and entry.is_folder:
+            inside = {below.name for below in files.list(os.path.join(path, name)) if below.is_folder}
+            if inside & {"data", "index"}:
+                raise NotAStoreError(
+                    f"{path}: its log is replicated by DLedger ({name}); such a log is not read by librmq"
+                )
+    log = names.get(COMMITLOG)
+    if log is None:
+        for name in (CONSUMEQUEUE, INDEX):
+            if files.list(os.path.join(path, name)):
+                raise NotAStoreError(
+                    f"{path}: there is a folder {name} but no {COMMITLOG}; the broker may keep its log "
+                    "elsewhere, or on several paths (storePathCommitLog)"
+                )
+        return StoreKind.NEW
+    if not log.is_folder:
+        raise NotAStoreError(f"{path}: {COMMITLOG} is a file, not a folder")
+    _refuse_part_of_log(path, files)
+    queues = {entry.name for entry in files.list(os.path.join(path, CONSUMEQUEUE)) if not entry.is_folder}
+    if "CURRENT" in queues and any(name.startswith("MANIFEST-") for name in queues):
+        return StoreKind.V5_ROCKSDB
+    if any(files.is_folder(made) or files.size(made) is not None for made in _paths(path, _MADE_BY_5)):
+        return StoreKind.V5
+    return StoreKind.V4
+
+
+def check_kind(path: str, files: Files, *, writable: bool = False, log_only: bool = False) -> StoreKind:
+    """The kind of the store in folder ``path``, if it can be opened so; changes nothing.
+
+    `NotAStoreError`, besides what `recognise` raises it for: where there is no store and none is to be made
+    (``writable``), and for queues in RocksDB, unless ``log_only``.
+    """
+    kind = recognise(path, files)
+    if kind is StoreKind.NEW and not writable:
+        raise NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
+    if kind is StoreKind.V5_ROCKSDB and not log_only:
+        raise NotAStoreError(f"{path}: {kind.value}, which are not read; only the log of such a store is")
+    return kind
+
+
+def lock_path(path: str) -> str:
+    """The file by whose lock a writer owns the store."""
+    return os.path.join(path, LOCK)
+
+
+def _paths(path: str, names: tuple[str, ...]) -> Iterator[str]:
+    return (os.path.join(path, name) for name in names)
+
+
+def _refuse_part_of_log(path: str, files: Files) -> None:
+    """A log on several paths has every second (third, …) file on each; a gap or two are damage instead."""
+    folder = os.path.join(path, COMMITLOG)
+    found = _sequence(folder, files)
+    lengths = {size for _, size in found}
+    gaps = {after - before for (before, _), (after, _) in itertools.pairwise(found)}
+    if len(found) >= 3 and len(lengths) == 1 and len(gaps) == 1:
+        (length,), (gap,) = lengths, gaps
+        if length and gap > length and gap % length == 0:
+            raise NotAStoreError(
+                f"{folder}: only every {gap // length}th file of the log is here; "
+                "it is spread over several paths (storePathCommitLog), which librmq does not read"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- queues
+
+
+def queue_folder(path: str, topic: str, queue_id: int, *, ext: bool = False) -> str:
+    """Where the files of a queue lie (with ``ext``, its extension units)."""
+    return os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, topic, str(queue_id))
+
+
+def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str, int]]:
+    """Topic and id of every queue that has a folder (with ``ext``, one of extension units), sorted.
+
+    Plain files among the folders are passed over.
+
+    `CorruptionError` (kind ``name``) for a folder whose name is no topic or no queue id.
+    """
+    queues = []
+    for topic, folder in _topics(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, files):
+        for entry in files.list(folder):
+            if entry.is_folder:
+                queues.append((topic, _queue_id(folder, entry)))
+    queues.sort()
+    return queues
+
+
+def known_topics(path: str, files: Files) -> set[str]:
+    """The topics in the broker's ``topics.json``; none where that can't be read."""
+    config = os.path.join(path, CONFIG, "topics.json")
+    if files.size(config):
+        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, CorruptionError):
+            return set(json.loads(files.read(config)).get("topicConfigTable", {}))
+    return set()
+
+
+def _topics(path: str, name: str, files: Files) -> Iterator[tuple[str, str]]:
+    root = os.path.join(path, name)
+    for entry in files.list(root):
+        if entry.is_folder:
+            folder = os.path.join(root, entry.name)
+            try:
+                validate_topic(entry.name)
+            except MessageIllegalError as error:
+                raise CorruptionError(folder, 0, "name", str(error)) from None
+            yield entry.name, folder
+
+
+def _queue_id(folder: str, entry: Entry) -> int:
+    name = entry.name
+    if name.isascii() and name.isdigit() and len(name) <= 10:
+        queue_id = int(name)
+        if str(queue_id) == name and queue_id < _QUEUE_IDS:
+            return queue_id
+    raise CorruptionError(os.path.join(folder, name), 0, "name", "expected a folder named by a queue id")
+
+
+# --------------------------------------------------------------------------------------------------- settings
+
+
+def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> StoreConfig:
+    """``base`` (4.9's defaults) with the settings that the store's files tell in its place.
+
+    Where files of one kind disagree, most are right; whoever opens the others gets a `CorruptionError`.
+    Empty files, and lengths that no setting leads to, tell nothing.
+    """
+    return dataclasses.replace(base or StoreConfig(), **_told_by_files(path, files))
+
+
+def check_config(path: str, config: StoreConfig, files: Files) -> None:
+    """`ConfigError` if ``config`` disagrees with the files that are there."""
+    told = _told_by_files(path, files)
+    slots = told.pop("max_hash_slot_num", None)
+    entries = told.pop("max_index_num", None)
+    for name, value in told.items():
+        ours = getattr(config, name)
+        if ours != value:
+            raise ConfigError(f"{name}: the settings say {_json(ours)}, the files of {path} say {_json(value)}")
+    if slots is not None and entries is not None:
+        ours = file_length(config.max_hash_slot_num, config.max_index_num)
+        theirs = file_length(slots, entries)
+        if ours != theirs:
+            raise ConfigError(
+                f"max_hash_slot_num and max_index_num: the settings lead to index files of {ours} bytes, "
+                f"those of {path} have {theirs}"
+            )
+
+
+def _json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _told_by_files(path: str, files: Files) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    length = _usual_length([_sequence(os.path.join(path, COMMITLOG), files)], 1)
+    if length is not None and length >= 256:
+        told["commitlog_file_size"] = length
+    length = _usual_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE)
+    if length is not None:
+        told["consumequeue_file_size"] = length
+    ext = list(_queues(path, CONSUMEQUEUE_EXT, files))
+    if ext:
+        told["enable_consumequeue_ext"] = True
+        length = _usual_length(ext, 1)
+        if length is not None and length >= 64:
+            told["consumequeue_ext_file_size"] = length
+    found = _usual_geometry(files.list(os.path.join(path, INDEX)))
+    if found is not None:
+        told["max_hash_slot_num"], told["max_index_num"] = found
+    return told
+
+
+Sequence = list[tuple[int, int]]
+"""Start and length of the files of one folder, ascending."""
+
+
+def _sequence(folder: str, files: Files) -> Sequence:
+    return [
+        (int(entry.name), entry.size)
+        for entry in files.list(folder)
+        if not entry.is_folder and len(entry.name) == 20 and entry.name.isascii() and entry.name.isdigit()
+    ]
+
+
+def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
+    """The files of some queues (all, if they are few)."""
+    left = _QUEUES_ASKED
+    root = os.path.join(path, name)
+    for topic in files.list(root):
+        if topic.is_folder:
+            for queue in files.list(os.path.join(root, topic.name)):
+                if queue.is_folder:
+                    found = _sequence(os.path.join(root, topic.name, queue.name), files)
+                    if found:
+                        yield found
+                        left -= 1
+                        if not left:
+                            return
+
+
+def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> int | None:
+    """What most files say of their length: by how far their names are apart, and by being that long."""
+    votes: Counter[int] = Counter()
+    for sequence in sequences:
+        for start, length in sequence:
+            if length and start % length == 0:
+                votes[length] += 1
+        for (before, _), (after, _) in itertools.pairwise(sequence):
+            votes[after - before] += 1
+    plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _LARGEST_FILE]
+    return max(plausible)[1] if plausible else None
+
+
+def _usual_geometry(entries: list[Entry]) -> tuple[int, int] | None:
+    """Slots and entries of most index files, if there are four entries to a slot (as 4.9 has by default)."""
+    votes = Counter(geometry(entry.size) for entry in entries if entry.name.isdigit())
+    plausible = [(count, found) for found, count in votes.items() if found and found[0] <= _MOST_SLOTS]
+    return max(plausible)[1] if plausible else None
+
+
+# ------------------------------------------------------------------------------------------------ broker.conf
+
+
+def broker_conf(path: str, config: StoreConfig) -> str:
+    """The properties with which a 4.9 broker opens the store in folder ``path`` with settings ``config``."""
+    root = os.path.abspath(path)
+    properties = {
+        "storePathRootDir": root,
+        "storePathCommitLog": os.path.join(root, COMMITLOG),
+        "mappedFileSizeCommitLog": config.commitlog_file_size,
+        "mappedFileSizeConsumeQueue": config.consumequeue_file_size,
+        "enableConsumeQueueExt": config.enable_consumequeue_ext,
+        "enableCalcFilterBitMap": config.enable_consumequeue_ext,
+        "mappedFileSizeConsumeQueueExt": config.consumequeue_ext_file_size,
+        "maxHashSlotNum": config.max_hash_slot_num,
+        "maxIndexNum": config.max_index_num,
+        "maxMessageSize": config.max_message_size,
+        "messageDelayLevel": config.message_delay_level,
+    }
+    return "".join(f"{name}={_property(_json(value))}\n" for name, value in properties.items())
+
+
+def _property(value: str) -> str:
+    """A value as ``java.util.Properties`` reads it back: in Latin-1, with escapes."""
+    escaped = []
+    for character in value:
+        if character == "\\":
+            escaped.append("\\\\")
+        elif " " <= character <= "~":
+            escaped.append(character)
+        else:
+            units = character.encode("utf-16-be", "surrogatepass").hex()
+            escaped.append("".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)))
+    text = "".join(escaped)
+    return f"\\{text}" if text.startswith(" ") else text

@@ -1,0 +1,75 @@
+"""Delay levels as values: how long a message of a level waits, and in which queue.
+
+Mirrors ``ScheduleMessageService.parseDelayLevel`` and ``computeDeliverTimestamp``. A delayed message waits in
+topic ``SCHEDULE_TOPIC_XXXX``, one queue a level; levels count from 1, queues from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from librmq.errors import ConfigError
+
+__all__ = ["DEFAULT_LEVELS", "SCHEDULE_TOPIC", "DelayLevels", "level_of_queue_id", "queue_id_of_level"]
+
+SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
+
+_UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_LEVEL = re.compile(r"([0-9]{1,18})([smhd])")
+_UNKNOWN_LEVEL_MS = 1_000
+_LONGEST_MS = 2**62  # a store time can still be added within 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class DelayLevels:
+    """The delays of levels 1, 2, … in milliseconds. Immutable, and so thread-safe."""
+
+    delays_ms: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DelayLevels:
+        """Levels as the broker's ``messageDelayLevel`` has them: ``1s 5s 1m 2h 1d``, one space between two.
+
+        Raises :class:`ConfigError` for anything else. Spaces at the end are ignored, as there.
+        """
+        delays_ms = []
+        for level, word in enumerate(text.rstrip(" ").split(" "), 1):
+            match = _LEVEL.fullmatch(word)
+            if match is None:
+                raise ConfigError(f"delay level {level}: expected a number and s, m, h or d, not {word[:40]!r}")
+            delay_ms = int(match[1]) * _UNITS_MS[match[2]]
+            if delay_ms > _LONGEST_MS:
+                raise ConfigError(f"delay level {level} is too long: {word!r}")
+            delays_ms.append(delay_ms)
+        return cls(tuple(delays_ms))
+
+    @property
+    def max_level(self) -> int:
+        """The number of levels, which is the largest one."""
+        return len(self.delays_ms)
+
+    def cap(self, level: int) -> int:
+        """``level``, or the largest one if there is none that large. A level of 0 or less means no delay."""
+        return min(level, len(self.delays_ms))
+
+    def delay_ms(self, level: int) -> int:
+        """How long a message of ``level`` waits; a second for a level that does not exist."""
+        return self.delays_ms[level - 1] if 0 < level <= len(self.delays_ms) else _UNKNOWN_LEVEL_MS
+
+    def deliver_timestamp_ms(self, level: int, store_timestamp_ms: int) -> int:
+        """When a message of ``level`` that was stored at ``store_timestamp_ms`` is to be delivered."""
+        return store_timestamp_ms + self.delay_ms(level)
+
+
+DEFAULT_LEVELS = DelayLevels.parse("1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h")
+
+
+def queue_id_of_level(level: int) -> int:
+    """The queue of ``SCHEDULE_TOPIC_XXXX`` in which messages of ``level`` wait."""
+    return level - 1
+
+
+def level_of_queue_id(queue_id: int) -> int:
+    """The level of the messages in a queue of ``SCHEDULE_TOPIC_XXXX``."""
+    return queue_id + 1

@@ -1,0 +1,170 @@
+"""The fields of an operation, read from a line of JSON and checked.
+
+A field that is null counts as absent. All functions raise `InputError` for what is missing, of a wrong kind
+or out of range; `message` and `check_separators` raise `MessageIllegalError` for properties that no record
+can hold.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from librmq import codec
+from librmq.errors import InputError, MalformedError, MessageIllegalError
+from librmq.message import Message
+
+Row = dict[str, Any]
+Fields = Mapping[str, Any]
+
+_INT32: Final = 1 << 31
+_INT64: Final = 1 << 63
+
+
+def parse(line: str | bytes) -> Row:
+    """A line's JSON object."""
+    try:
+        row = json.loads(line if isinstance(line, str) else line.decode(), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise InputError("not JSON: nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"not JSON: byte {error.start} is not UTF-8") from None
+    except ValueError as error:
+        raise InputError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise InputError("expected a JSON object")
+    return row
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def whole(row: Fields, name: str, least: int, most: int, default: int | None = None) -> int:
+    """A whole number from ``least`` to ``most``."""
+    value = row.get(name)
+    if value is None:
+        if default is None:
+            raise InputError(f"{name} is missing")
+        return default
+    if type(value) is not int or not least <= value <= most:
+        raise InputError(f"{name}: expected a whole number from {least} to {most}, found {value!r:.80}")
+    return value
+
+
+def int32(row: Fields, name: str, default: int | None = None) -> int:
+    """A whole number of 32 bits."""
+    return whole(row, name, -_INT32, _INT32 - 1, default)
+
+
+def int64(row: Fields, name: str, default: int | None = None) -> int:
+    """A whole number of 64 bits."""
+    return whole(row, name, -_INT64, _INT64 - 1, default)
+
+
+def count(row: Fields, name: str) -> int:
+    """A whole number of 32 bits that is not negative."""
+    return whole(row, name, 0, _INT32 - 1)
+
+
+def text(row: Fields, name: str) -> str:
+    """Text that has UTF-8."""
+    value = optional_text(row, name)
+    if value is None:
+        raise InputError(f"{name} is missing")
+    return value
+
+
+def optional_text(row: Fields, name: str) -> str | None:
+    """Text that has UTF-8, None where there is none."""
+    value = row.get(name)
+    return None if value is None else _checked_text(name, value)
+
+
+def _checked_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{name}: expected text, found {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}: half of a surrogate pair is no text") from None
+    return value
+
+
+def truth(row: Fields, name: str) -> bool:
+    """True or false, which is the default."""
+    value = row.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{name}: expected true or false, found {value!r:.80}")
+    return bool(value)
+
+
+def host(row: Fields, name: str) -> codec.Host | None:
+    """An address and port, None where there is none."""
+    value = optional_text(row, name)
+    try:
+        return None if value is None else codec.parse_host(value)
+    except MalformedError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def objects(row: Fields, name: str) -> list[Row]:
+    """A list of objects."""
+    value = row.get(name)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise InputError(f"{name}: expected a list of objects")
+    return value
+
+
+def properties(row: Fields) -> dict[str, str]:
+    """``props``, in the order given."""
+    value = row.get("props")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InputError("props: expected an object")
+    return {_checked_text("props", name): _checked_text(f"props: {name:.80}", one) for name, one in value.items()}
+
+
+def message(row: Fields, topic: str) -> Message:
+    """The message of an operation: ``body`` is text, ``body_b64`` bytes; properties in a client's order."""
+    raw = optional_text(row, "propertiesString")
+    found = properties(row) if raw is None else codec.decode_properties(raw)
+    for name, property_name in (
+        ("tags", codec.PROPERTY_TAGS),
+        ("keys", codec.PROPERTY_KEYS),
+        ("uniqKey", codec.PROPERTY_UNIQUE_KEY),
+    ):
+        value = optional_text(row, name)
+        if value is not None:
+            found[property_name] = value
+    if row.get("delayLevel") is not None:
+        found[codec.PROPERTY_DELAY] = str(int32(row, "delayLevel"))
+    result = Message(topic, _body(row), flag=int32(row, "flag", 0))
+    if raw is None:
+        check_separators(found)
+    result.properties = found
+    return result
+
+
+def check_separators(found: Mapping[str, str]) -> None:
+    """`MessageIllegalError` for properties that would be read as others."""
+    if any("\1" in part or "\2" in part for item in found.items() for part in item):
+        raise MessageIllegalError("properties: characters 01 and 02 separate them in a record")
+
+
+def _body(row: Fields) -> bytes:
+    if "body" not in row and "body_b64" not in row:
+        raise InputError("body is missing")
+    plain, encoded = optional_text(row, "body"), optional_text(row, "body_b64")
+    if plain is not None and encoded is not None:
+        raise InputError("body and body_b64: one of the two is expected")
+    if encoded is None:
+        return b"" if plain is None else plain.encode()
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"body_b64: {error}") from None

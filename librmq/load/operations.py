@@ -1,0 +1,471 @@
+"""Applies operations to a store, one JSON object a line, and tells what came of each.
+
+::
+
+    put, batch                        a message, or several at once
+    half, commit, rollback            a transaction: prepared, then ended either way
+    topic, subgroup, consumer_offset  the broker's own tables
+    filter                            a consumer group filters a topic
+    persist                           writes these tables
+    sleep, wait_dispatch              time goes on; nothing visible
+    crash                             lets go of the store as a process does that dies
+
+Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``.
+
+Transactions end as 4.9.4's ``EndTransactionProcessor`` and ``TransactionalMessageBridge`` end them: the final
+message first, then an op message, by which the check of prepared messages knows that the half is done with.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq import codec, layout
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import ManualClock, SystemClock
+from librmq.config import StoreConfig
+from librmq.dispatch import parse_level
+from librmq.errors import InputError, MessageIllegalError
+from librmq.levels import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.load import fields
+from librmq.load.fields import Row
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
+
+if TYPE_CHECKING:
+    from librmq.filter.registrations import Registrations
+
+__all__ = ["run"]
+
+_BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
+_BORN_HOST: Final = ("192.168.1.10", 54321)
+_ZLIB_LEVEL: Final = 5
+_COMPRESSION_TYPE_BITS: Final = 0x300
+_LOOK_EVERY_MS: Final = 100
+_LAST_MS: Final = 253_402_300_799_999  # the year 9999 ends: index files are named by date
+
+_SUCCESS: Final = 0
+_SYSTEM_ERROR: Final = 1
+_MESSAGE_ILLEGAL: Final = 13
+
+
+def run(
+    store_path: str | os.PathLike[str],
+    config: StoreConfig | None,
+    lines: Iterable[str | bytes],
+    write: Callable[[Row], None],
+    *,
+    warn: Callable[[str], None],
+) -> None:
+    """Apply the operations in ``lines`` to the store in ``store_path``, which is made where there is none.
+
+    ``write`` gets the row of each operation as soon as it is acknowledged, before the next line is asked
+    for; ``warn`` gets the reasons of refusals. Afterwards, and whatever is raised, the store is closed
+    cleanly with all that came before; ``crash`` ends the run with a store that is not. ``config`` None takes
+    the sizes from the files that are there.
+
+    `InputError` names a line that is no valid operation; `CorruptionError` if the broker's tables can't be
+    read; and what `MessageStore.open` raises, before the first line is asked for.
+    """
+    clock = _OperationClock(SystemClock().now_ms())
+    store = MessageStore.open(store_path, config, clock=clock)
+    crashed = False
+    try:
+        tables = BrokerConfig.open(os.path.join(store.path, layout.CONFIG), files=store.files)
+        operations = _Operations(store, tables, clock, warn)
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = operations.apply(number, line)
+                    crashed = row["op"] == "crash"
+                    write(row)
+                    if crashed:
+                        return
+        finally:
+            if not crashed:
+                operations.persist()
+    finally:
+        store.close()  # does nothing after a crash
+
+
+class _OperationClock(ManualClock):
+    """A clock that shows the time of the start until the operations name theirs."""
+
+    def start_at(self, now_ms: int) -> None:
+        self._now_ms = now_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """A prepared message, as its producer remembers it."""
+
+    physical_offset: int
+    producer_group: str
+
+
+class _Refused(Exception):
+    """A request to end a transaction is answered with ``code``; nothing was written."""
+
+    def __init__(self, code: int, remark: str) -> None:
+        super().__init__(remark)
+        self.code = code
+        self.remark = remark
+
+
+class _Operations:
+    """What one run knows beside the store."""
+
+    def __init__(
+        self, store: MessageStore, tables: BrokerConfig, clock: _OperationClock, tell: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._tables = tables
+        self._clock = clock
+        self._tell = tell
+        self._line = 0
+        self._stamped = False  # whether a message was put
+        self._look_from_ms: int | None = None  # the first at_ms; before it nobody looks for what is due
+        self._due_ms: dict[int, int] = {}  # by delay level: when the first message that waits there is due
+        self._halves: dict[str, _Half] = {}
+        self._registrations = self._read_registrations() if tables.filters else None
+        self._filters_changed = False
+        self._early_filters: list[tuple[str, str, str, str, int]] = []  # registered before the first at_ms
+        self._apply: dict[str, Callable[[Row], Row]] = {
+            "put": self._put,
+            "batch": self._batch,
+            "half": self._half,
+            "commit": self._commit,
+            "rollback": self._rollback,
+            "topic": self._topic,
+            "subgroup": self._group,
+            "consumer_offset": self._consumer_offset,
+            "filter": self._filter,
+            "tx_check": self._tx_check,
+            "persist": self._persist,
+            "sleep": self._sleep,
+            "wait_dispatch": lambda row: {},
+            "crash": self._crash,
+        }
+
+    def apply(self, number: int, line: str | bytes) -> Row:
+        """The row that answers the operation in a line; `InputError` if there is none in it."""
+        self._line = number
+        try:
+            row = fields.parse(line)
+            name = fields.text(row, "op")
+            apply = self._apply.get(name)
+            if apply is None:
+                raise InputError(f"unknown operation {name!r:.80}")
+            if row.get("at_ms") is not None:
+                self._move_to(fields.whole(row, "at_ms", 0, _LAST_MS))
+            return {"op": name, **apply(row)}
+        except InputError as error:
+            raise InputError(f"line {number}: {error}") from None
+
+    def _warn(self, reason: str) -> None:
+        self._tell(f"line {self._line}: {reason}")
+
+    # --------------------------------------------------------------------------------------------------- time
+
+    def _move_to(self, now_ms: int) -> None:
+        if self._look_from_ms is None:
+            # Operations are often recorded ones, so the first time may lie before the start, as long as no
+            # message bears the time of the start.
+            if now_ms < self._clock.now_ms() and self._stamped:
+                raise InputError(f"at_ms: {now_ms} lies before the start, of which messages bear the time")
+            self._clock.start_at(now_ms)
+            self._look_from_ms = now_ms
+            if self._early_filters:
+                self._registrations = self._read_registrations()
+                for early in self._early_filters:
+                    self._registrations.register(*early, now_ms)
+        elif now_ms < self._clock.now_ms():
+            raise InputError(f"at_ms: it is {self._clock.now_ms()} already, time can't go back to {now_ms}")
+        self._clock.move_to(now_ms)
+        self._check_due()
+
+    def _sleep(self, row: Row) -> Row:
+        now_ms = self._clock.now_ms() + fields.whole(row, "ms", 0, _LAST_MS)
+        if now_ms > _LAST_MS:
+            raise InputError("ms: leads beyond the year 9999")
+        self._clock.move_to(now_ms)
+        self._check_due()
+        return {}
+
+    def _check_due(self) -> None:
+        """Stop where a delayed message would have been delivered by now."""
+        begin, now_ms = self._look_from_ms, self._clock.now_ms()
+        if begin is None:
+            return
+        for level in range(1, self._store.levels.max_level + 1):
+            if level not in self._due_ms:
+                waiting = self._first_waiting(level)
+                if waiting is None:
+                    continue
+                stored_ms = waiting.store_timestamp_ms
+                due_ms = self._store.levels.deliver_timestamp_ms(level, stored_ms)
+                self._due_ms[level] = due_ms if stored_ms <= now_ms else now_ms  # the clock was changed: now
+            looks = max(0, -(-(self._due_ms[level] - begin) // _LOOK_EVERY_MS))
+            if begin + looks * _LOOK_EVERY_MS <= now_ms:
+                raise InputError(
+                    f"a message of delay level {level} is due at {self._due_ms[level]}: "
+                    f"timed delivery is not supported yet"
+                )
+
+    def _first_waiting(self, level: int) -> StoredMessage | None:
+        """The next message that is to be delivered from a delay level."""
+        queue_id = queue_id_of_level(level)
+        queue = self._store.queues.get((SCHEDULE_TOPIC, queue_id))
+        if queue is None:
+            return None
+        progress = max(self._tables.delay_offset(level), queue.min_offset)
+        messages = self._store.read(SCHEDULE_TOPIC, queue_id, progress, 1).messages
+        return messages[0] if messages else None
+
+    # ----------------------------------------------------------------------------------------------- messages
+
+    def _put(self, row: Row) -> Row:
+        def append() -> list[AppendResult]:
+            message = fields.message(row, fields.text(row, "topic"))
+            self._check_filters(message.topic)
+            raw = fields.optional_text(row, "propertiesString")
+            sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
+            return [self._append(row, message, fields.count(row, "queueId"), sys_flag, raw)]
+
+        return self._taken(append)
+
+    def _compress(self, row: Row, message: Message, sys_flag: int) -> int:
+        """Compress the body if the operation asks for it; returns the flags that say so."""
+        bits = _COMPRESSION_TYPE_BITS if fields.truth(row, "compressionTypeBits") else 0
+        if not fields.truth(row, "compress") or not message.body:
+            return sys_flag
+        message.body = zlib.compress(message.body, _ZLIB_LEVEL)
+        return sys_flag | codec.COMPRESSED | bits
+
+    def _append(self, row: Row, message: Message, queue_id: int, sys_flag: int, raw: str | None = None) -> AppendResult:
+        return self._store.append(
+            message,
+            queue_id,
+            **_origin(row, sys_flag),
+            prepared_transaction_offset=fields.int64(row, "preparedTransactionOffset", 0),
+            properties_raw=None if raw is None else raw.encode(),
+        )
+
+    def _batch(self, row: Row) -> Row:
+        encoded = b""
+
+        def append() -> list[AppendResult]:
+            nonlocal encoded
+            topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
+            self._check_filters(topic)
+            added = fields.properties(row)
+            origin = _origin(row, fields.int32(row, "sysFlag", 0))
+            messages = [fields.message(one, topic) for one in fields.objects(row, "messages")]
+            fields.check_separators(added)
+            if parse_level(added.get(codec.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
+                raise MessageIllegalError("a batch can't be delayed")
+            encoded = codec.encode_batch(
+                codec.BatchItem(message.body, message.flag, codec.encode_properties(message.properties))
+                for message in messages
+            )
+            return self._store.append_batch(messages, queue_id, properties=added, **origin)
+
+        answer = self._taken(append)
+        if "phys" not in answer:
+            return answer
+        return {"batch_body_b64": base64.b64encode(encoded).decode(), **answer}
+
+    def _taken(self, append: Callable[[], list[AppendResult]]) -> Row:
+        """The fields that tell where messages went, or that they were refused."""
+        try:
+            results = append()
+        except MessageIllegalError as error:
+            self._warn(str(error))
+            return {"status": "MESSAGE_ILLEGAL"}
+        self._stamped = True
+        return {
+            "status": "PUT_OK",
+            "append_status": "PUT_OK",
+            "phys": results[0].physical_offset,
+            "wrote_bytes": sum(result.size for result in results),
+            "msg_id": ",".join(result.offset_id for result in results),
+            "store_timestamp": results[0].store_timestamp_ms,
+            "queue_offset": results[0].queue_offset,
+            "msg_num": len(results),
+        }
+
+    # ------------------------------------------------------------------------------------------- transactions
+
+    def _half(self, row: Row) -> Row:
+        name, group = fields.text(row, "id"), fields.text(row, "producerGroup")
+
+        def append() -> list[AppendResult]:
+            topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
+            message = fields.message(row, topic)
+            validate_topic(topic)
+            message.properties |= {
+                codec.PROPERTY_TRANSACTION_PREPARED: "true",
+                codec.PROPERTY_PRODUCER_GROUP: group,
+                codec.PROPERTY_REAL_TOPIC: topic,
+                codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+            }
+            message.topic = HALF_TOPIC
+            sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
+            return [self._append(row, message, 0, sys_flag & ~codec.TRANSACTION_MASK)]
+
+        answer = self._taken(append)
+        if "phys" in answer:
+            self._halves[name] = _Half(answer["phys"], group)
+        return {"id": name, **answer}
+
+    def _commit(self, row: Row) -> Row:
+        return self._end(row, self._append_final, None)
+
+    def _rollback(self, row: Row) -> Row:
+        return self._end(row, lambda half: None, "not set any response code")
+
+    def _end(self, row: Row, finish: Callable[[StoredMessage], None], remark: str | None) -> Row:
+        """End a transaction; ``finish`` is what comes before its op message."""
+        name = fields.text(row, "id")
+        half = self._halves.get(name)
+        if half is None:
+            raise InputError(f"id: no half message {name!r:.80} is known")
+        group = fields.optional_text(row, "producerGroup")
+        code = _SUCCESS
+        try:
+            stored = self._prepared(half, half.producer_group if group is None else group)
+            finish(stored)
+            self._append_op(stored)
+        except _Refused as refusal:
+            code, remark = refusal.code, refusal.remark
+            self._warn(refusal.remark)
+        return {"id": name, "response_code": code, "remark": remark}
+
+    def _prepared(self, half: _Half, group: str) -> StoredMessage:
+        """The half message, if it is of the group that ends it."""
+        stored = self._store.message_at(half.physical_offset)
+        if stored is None:
+            raise _Refused(_SYSTEM_ERROR, "Find prepared transaction message failed")
+        if stored.properties.get(codec.PROPERTY_PRODUCER_GROUP, "") != group:
+            raise _Refused(_SYSTEM_ERROR, "The producer group wrong")
+        return stored
+
+    def _append_final(self, half: StoredMessage) -> None:
+        properties = dict(half.properties)
+        message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.stored_body, flag=half.flag)
+        queue_id = int(properties[codec.PROPERTY_REAL_QUEUE_ID])
+        self._check_filters(message.topic)
+        if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+            # A message that goes to the schedule topic has its properties written anew, and without these.
+            del properties[codec.PROPERTY_REAL_TOPIC], properties[codec.PROPERTY_REAL_QUEUE_ID]
+            del properties[codec.PROPERTY_TRANSACTION_PREPARED]
+        message.properties = properties
+        try:
+            self._store.append(
+                message,
+                queue_id,
+                born_timestamp_ms=half.born_timestamp_ms,
+                born_host=half.born_host,
+                store_host=half.store_host,
+                sys_flag=half.sys_flag & ~codec.TRANSACTION_MASK | codec.TRANSACTION_COMMIT,
+                reconsume_times=half.reconsume_times,
+                prepared_transaction_offset=half.physical_offset,
+            )
+        except MessageIllegalError as error:
+            raise _Refused(_MESSAGE_ILLEGAL, str(error)) from None
+
+    def _append_op(self, half: StoredMessage) -> None:
+        message = Message(OP_TOPIC, str(half.queue_offset).encode(), tags="d", wait_store_ok=True)
+        self._store.append(message, half.queue_id)
+
+    # ------------------------------------------------------------------------------------ tables and the rest
+
+    def _topic(self, row: Row) -> Row:
+        topic = fields.text(row, "topic")
+        try:
+            validate_topic(topic)
+        except MessageIllegalError as error:
+            raise InputError(str(error)) from None
+        self._tables.set_topic(
+            topic,
+            read_queues=fields.count(row, "readQueueNums"),
+            write_queues=fields.count(row, "writeQueueNums"),
+            permission=fields.count(row, "perm"),
+        )
+        return {}
+
+    def _group(self, row: Row) -> Row:
+        self._tables.set_group(fields.text(row, "group"), retry_max_times=fields.int32(row, "retryMaxTimes"))
+        return {}
+
+    def _consumer_offset(self, row: Row) -> Row:
+        self._tables.set_consumer_offset(
+            fields.text(row, "topic"),
+            fields.text(row, "group"),
+            fields.count(row, "queueId"),
+            fields.int64(row, "offset"),
+        )
+        return {}
+
+    def _filter(self, row: Row) -> Row:
+        topic, group = fields.text(row, "topic"), fields.text(row, "group")
+        registration = (topic, group, fields.text(row, "expr"), "SQL92", fields.int64(row, "version"))
+        registrations = self._registrations = self._registrations or self._read_registrations()
+        known = registrations.get(topic, group) is not None
+        registered = registrations.register(*registration, self._clock.now_ms())
+        if self._look_from_ms is None and (known or registered):
+            self._early_filters.append(registration)
+        self._filters_changed = True
+        return {"registered": registered}
+
+    def _read_registrations(self) -> Registrations:
+        from librmq.filter.registrations import Registrations  # a grammar comes with it, which few need
+
+        registrations = Registrations()
+        registrations.load({"filterDataByTopic": self._tables.filters}, self._clock.now_ms())
+        return registrations
+
+    def _check_filters(self, topic: str) -> None:
+        """Stop where a record would get a bitmap."""
+        registrations = self._registrations
+        if self._store.config.enable_consumequeue_ext and registrations and registrations.of_topic(topic):
+            raise InputError(f"topic {topic!r} is filtered: the bitmaps of filters are not supported yet")
+
+    def _tx_check(self, row: Row) -> Row:
+        raise InputError("tx_check: the check of prepared messages is not supported yet")
+
+    def persist(self) -> None:
+        """Write the broker's tables."""
+        now_ms = self._clock.now_ms()
+        if self._filters_changed and self._registrations is not None:
+            self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
+        self._tables.persist(now_ms)
+
+    def _persist(self, row: Row) -> Row:
+        self.persist()
+        return {}
+
+    def _crash(self, row: Row) -> Row:
+        self._store.abandon()
+        return {}
+
+
+def _origin(row: Row, sys_flag: int) -> dict[str, Any]:
+    """From where and when the messages of an operation come, as keywords of the store."""
+    born_host, store_host = fields.host(row, "bornHost") or _BORN_HOST, fields.host(row, "storeHost")
+    for host, bit in ((born_host, codec.BORN_HOST_V6), (store_host, codec.STORE_HOST_V6)):
+        if sys_flag & bit and (host is None or ":" not in host[0]):
+            raise MessageIllegalError("sysFlag: says that a host is IPv6 which is not")
+    return {
+        "born_timestamp_ms": fields.int64(row, "bornTimestamp", _BORN_TIMESTAMP_MS),
+        "born_host": born_host,
+        "store_host": store_host,
+        "sys_flag": sys_flag,
+        "reconsume_times": fields.int32(row, "reconsumeTimes", 0),
+    }

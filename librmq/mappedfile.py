@@ -1,0 +1,314 @@
+"""A rolling sequence of files of equal length, few of them mapped at a time.
+
+::
+
+    folder/00000000000000000000   bytes         0 .. file_size
+    folder/00000000000000065536   bytes file_size .. 2 * file_size      (file_size = 65536)
+    ...
+
+A position counts bytes from the start of the sequence; a file is named by the position of its first byte, in 20
+digits. Mirrors 4.9.4's ``MappedFileQueue`` and ``MappedFile``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections import deque
+from typing import Final
+
+from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
+from librmq.files import File, Files
+
+__all__ = ["MappedFileQueue", "MappingPool", "file_name"]
+
+_FIRST_RESERVE: Final = 4096
+_LARGEST_RESERVE: Final = 1 << 20
+
+
+def file_name(position: int) -> str:
+    """The name of the file that starts at ``position``."""
+    return f"{position:020d}"
+
+
+class MappingPool:
+    """Bounds how many files several sequences keep mapped together; the one mapped longest ago goes first.
+
+    A file that is let go stays mapped for whoever still holds it, and is mapped again when it is next asked for.
+    Thread-safe.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._order: deque[tuple[MappedFileQueue, int]] = deque()
+        self._guard = threading.Lock()
+
+    def mapped(self, queue: MappedFileQueue, start: int) -> None:
+        """Note that ``queue`` has mapped its file at ``start``; lets the oldest mappings go."""
+        with self._guard:
+            self._order.append((queue, start))
+            while len(self._order) > self._limit:
+                other, oldest = self._order.popleft()
+                other.unmap(oldest)
+
+
+class MappedFileQueue:
+    """The files of one folder.
+
+    One thread may create, write and delete while any number read. Opening lists the folder and checks names and
+    lengths; no file is opened before it is asked for.
+
+    ``durable`` keeps a descriptor open with each mapping, so that a failed flush is seen by the file that was written.
+    """
+
+    __slots__ = (
+        "_dirty",
+        "_durable",
+        "_files",
+        "_folder_dirty",
+        "_guard",
+        "_pool",
+        "_reserved",
+        "file_size",
+        "folder",
+        "mapped",
+        "starts",
+        "writable",
+    )
+
+    def __init__(
+        self,
+        folder: str,
+        file_size: int,
+        files: Files,
+        pool: MappingPool,
+        *,
+        writable: bool = True,
+        durable: bool = False,
+    ) -> None:
+        """List the folder, which need not exist yet.
+
+        `CorruptionError` for a name that is no position, a position that does not follow from the one before, or a
+        file of another length.
+        """
+        self.folder = folder
+        self.file_size = file_size
+        self.writable = writable
+        self._files = files
+        self._pool = pool
+        self._durable = durable
+        self.mapped: dict[int, File] = {}
+        """The files that are mapped now, by start; to look into only."""
+        self._reserved: dict[int, int] = {}
+        self._dirty: set[int] = set()
+        self._folder_dirty = False
+        self._guard = threading.Lock()
+        self.starts: list[int] = self._list()
+        """Where the files start, ascending."""
+
+    def _list(self) -> list[int]:
+        starts: list[int] = []
+        for entry in self._files.list(self.folder):
+            path = os.path.join(self.folder, entry.name)
+            if entry.is_folder or len(entry.name) != 20 or not (entry.name.isascii() and entry.name.isdigit()):
+                raise CorruptionError(path, 0, "name", "expected a file named by its start in 20 digits")
+            start = int(entry.name)
+            if start >= 1 << 63 or start % self.file_size:
+                raise CorruptionError(path, 0, "name", f"expected a multiple of the file size {self.file_size}")
+            if starts and start != starts[-1] + self.file_size:
+                missing = file_name(starts[-1] + self.file_size)
+                raise CorruptionError(path, 0, "name", f"expected {missing} after {file_name(starts[-1])}")
+            if entry.size != self.file_size:
+                raise CorruptionError(
+                    path, min(entry.size, self.file_size), "size",
+                    f"expected {self.file_size} bytes, found {entry.size}",
+                )  # fmt: skip
+            starts.append(start)
+        return starts
+
+    def refresh(self) -> None:
+        """List the folder again: for readers beside a writer in another process."""
+        with self._guard:
+            self.starts = self._list()
+
+    @property
+    def begin(self) -> int:
+        """The position of the first byte, 0 when there is no file."""
+        starts = self.starts
+        return starts[0] if starts else 0
+
+    @property
+    def end(self) -> int:
+        """The position behind the last file's last byte, 0 when there is no file."""
+        starts = self.starts
+        return starts[-1] + self.file_size if starts else 0
+
+    def path(self, start: int) -> str:
+        return os.path.join(self.folder, file_name(start))
+
+    def path_at(self, position: int) -> str:
+        """The path of the file that holds, or would hold, ``position``."""
+        return self.path(position - position % self.file_size)
+
+    def start_of(self, position: int) -> int | None:
+        """Where the file that holds ``position`` starts; None when no file holds it."""
+        starts = self.starts
+        if not starts or not starts[0] <= position < starts[-1] + self.file_size:
+            return None
+        return starts[bisect_right(starts, position) - 1]
+
+    def file(self, start: int) -> File:
+        """The file that starts at ``start``, mapped."""
+        return self.mapped.get(start) or self._map(start)
+
+    def file_at(self, position: int) -> File | None:
+        """The file that holds ``position``, None when no file does."""
+        start = self.start_of(position)
+        if start is None:
+            return None
+        try:
+            return self.file(start)
+        except StoreIOError:
+            if start in self.starts:
+                raise
+            return None  # deleted meanwhile
+
+    def _map(self, start: int) -> File:
+        path = self.path(start)
+        file = self._files.open(path, writable=self.writable, keep_descriptor=self._durable)
+        if file.size != self.file_size:
+            raise CorruptionError(
+                path, min(file.size, self.file_size), "size", f"expected {self.file_size} bytes, found {file.size}"
+            )
+        with self._guard:
+            file = self.mapped.setdefault(start, file)
+        self._pool.mapped(self, start)
+        return file
+
+    def unmap(self, start: int) -> None:
+        """Let a mapping go; called by the pool."""
+        self.mapped.pop(start, None)
+
+    def unmap_all(self) -> None:
+        """Let all mappings go."""
+        self.mapped.clear()
+
+    # ------------------------------------------------------------------------------------------------ the writer's
+
+    def create(self, start: int) -> File:
+        """Add the file that starts at ``start``: the next one, or any multiple of the file size to begin with."""
+        self._check_writable()
+        if start % self.file_size or (self.starts and start != self.end):
+            raise ValueError(f"{self.folder}: no file can start at {start}, the next starts at {self.end}")
+        if not self.starts:
+            self._files.make_folder(self.folder)
+        file = self._files.create(self.path(start), self.file_size, keep_descriptor=self._durable)
+        with self._guard:
+            self.mapped[start] = file
+            self.starts = [*self.starts, start]
+            self._folder_dirty = True
+        self._pool.mapped(self, start)
+        return file
+
+    def reserve(self, start: int, begin: int, end: int) -> int:
+        """Make sure of blocks behind bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.
+
+        Returns up to where they are sure now; call it before writing beyond that.
+        """
+        reserved = self._reserved.get(start)
+        if reserved is not None and end <= reserved:
+            return reserved
+        if reserved is None:
+            reserved = begin
+        step = min(max(_FIRST_RESERVE, 2 * (reserved - begin), 2 * (end - reserved), reserved), _LARGEST_RESERVE)
+        upto = min(self.file_size, max(end, -(-(reserved + step) // _FIRST_RESERVE) * _FIRST_RESERVE))
+        self._files.reserve(self.file(start), reserved, upto)
+        self._reserved[start] = upto
+        return upto
+
+    def touch(self, start: int, begin: int, end: int) -> None:
+        """Make blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` ready for writing."""
+        self.reserve(start, begin, end)
+        self._files.touch(self.file(start), begin, end)
+
+    def mark_dirty(self, start: int) -> None:
+        """Note that the file at ``start`` was written: the next flush takes it along."""
+        self._dirty.add(start)
+
+    def flush(self) -> None:
+        """Return when whatever was written before the call has reached the device."""
+        with self._guard:
+            folder_dirty, self._folder_dirty = self._folder_dirty, False
+        try:
+            for start in sorted(self._dirty):
+                # Before the flush, and from the set that the writer adds to: a mark that comes later is never lost.
+                self._dirty.discard(start)
+                try:
+                    if start in self.starts:
+                        self._files.flush(self.file(start))
+                except BaseException as error:
+                    if start in self.starts:
+                        self._dirty.add(start)
+                    elif isinstance(error, StoreIOError):
+                        continue  # deleted meanwhile
+                    raise
+            if folder_dirty:
+                self._files.flush_folder(self.folder)
+                folder_dirty = False
+        finally:
+            if folder_dirty:  # what was not flushed stays dirty
+                self._folder_dirty = True
+
+    def zero_from(self, position: int) -> None:
+        """Fill with zeros from ``position`` to the end of its file, writing only where there is something else."""
+        self._check_writable()
+        start = self.start_of(position)
+        if start is None:
+            return
+        buffer = self.file(start).buffer
+        at, step = position - start, 1 << 20
+        while at < self.file_size:
+            upto = min(self.file_size, at + step)
+            zeros = bytes(upto - at)
+            if buffer[at:upto] != zeros:
+                self._files.reserve(self.file(start), at, upto)
+                buffer[at:upto] = zeros
+                self._dirty.add(start)
+            at = upto
+
+    def delete_from(self, position: int) -> list[str]:
+        """Delete the files that start at or behind ``position``, the last first; returns their paths."""
+        self._check_writable()
+        gone = []
+        while self.starts and self.starts[-1] >= position:
+            gone.append(self._delete(self.starts[-1]))
+        return gone
+
+    def delete_before(self, position: int) -> list[str]:
+        """Delete the files that end at or before ``position``, the first first; returns their paths."""
+        self._check_writable()
+        gone = []
+        while self.starts and self.starts[0] + self.file_size <= position:
+            gone.append(self._delete(self.starts[0]))
+        return gone
+
+    def _delete(self, start: int) -> str:
+        path = self.path(start)
+        before = self.starts
+        with self._guard:  # off the list first: nobody shall look for a file that is being deleted
+            self.starts = [other for other in before if other != start]
+            self.mapped.pop(start, None)
+            self._reserved.pop(start, None)
+            self._dirty.discard(start)
+            self._folder_dirty = True
+        try:
+            self._files.delete(path)
+        except BaseException:
+            self.starts = before
+            raise
+        return path
+
+    def _check_writable(self) -> None:
+        if not self.writable:
+            raise ReadOnlyError(f"{self.folder} is open for reading only")

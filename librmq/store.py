@@ -1,0 +1,750 @@
+"""The message store: log, queues, key index and checkpoint, composed.
+
+Mirrors 4.9.4's ``DefaultMessageStore``. A message is acknowledged when its record stands in the log (in the page cache:
+it survives the process, not the machine; `MessageStore.flush` makes it survive the machine). Queue entries and keys are
+derived from the log and can always be rebuilt.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self
+
+from librmq import codec, layout, recovery
+from librmq.checkpoint import Checkpoint, clear_abort
+from librmq.clock import Clock, SystemClock
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
+from librmq.errors import CorruptionError, FlushFailedError, MessageIllegalError, ReadOnlyError, StoreClosedError
+from librmq.files import DiskFiles, FileLock, Files
+from librmq.flushing import Acknowledgement, GroupCommit
+from librmq.housekeeping import Background, Housekeeping
+from librmq.keyindex import KeyIndex
+from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
+from librmq.message import Message, StoredMessage
+from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.reconcile import Damage
+from librmq.topics import validate_topic
+from librmq.verify import Verdict, verify_parts
+
+__all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"]
+
+_LONGEST_PROPERTIES: Final = codec.MAX_PROPERTIES_SIZE
+_TRANSACTION_MASK: Final = codec.TRANSACTION_MASK
+_MAGIC: Final = codec.MESSAGE_MAGIC
+_BATCH: Final = Dispatcher.BATCH
+_pack_entry = ENTRY.pack
+_pack_short = struct.Struct(">H").pack
+# The record up to its body, by the two bits of sysFlag that say which hosts have 16 bytes.
+_pack_header = {
+    (born << 4) | (store << 5): struct.Struct(f">IIIiiqqiq{20 if born else 8}sq{20 if store else 8}siqi").pack
+    for born in (0, 1)
+    for store in (0, 1)
+}
+
+
+class AppendResult(NamedTuple):
+    """Where a message went."""
+
+    physical_offset: int
+    size: int
+    """Bytes of the record."""
+    queue_offset: int
+    store_timestamp_ms: int
+    store_host: bytes
+    """As it stands in the record: address and port."""
+
+    @property
+    def offset_id(self) -> str:
+        """The message id by address: store host and physical offset in hexadecimal."""
+        return codec.offset_message_id(codec.decode_host(self.store_host), self.physical_offset)
+
+
+_new_result = tuple.__new__
+
+
+class MessageStore:
+    """A store directory, opened.
+
+    Thread-safe: producers are serialised, readers take no lock. A handle is of no use in a child process after a fork.
+    """
+
+    log: CommitLog
+    queues: dict[tuple[str, int], ConsumeQueue]
+    index: KeyIndex
+    checkpoint: Checkpoint
+    _in_background: bool
+    recovered: list[Damage]
+    """What opening and `recover` found and cut."""
+
+    def __init__(self) -> None:
+        raise TypeError("use MessageStore.open(path)")
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        config: StoreConfig | None = None,
+        *,
+        read_only: bool = False,
+        thorough: bool = False,
+        files: Files | None = None,
+        clock: Clock | None = None,
+        background: bool | None = None,
+    ) -> Self:
+        """Open the store in ``path``; a new one is made where there is nothing, unless ``read_only``.
+
+        ``config`` None takes the sizes from the files that are there, 4.9's where there are none. A store that was not
+        closed cleanly is recovered as the broker would; ``thorough`` looks at all of the log and makes again what
+        `recover` does. `recovered` lists what was cut. ``background`` lets a thread of the store flush and expire by
+        time, from the first append on; None does so unless ``clock`` is given, else `run_due` is the caller's to call.
+
+        `NotAStoreError` for a directory that holds something else or another kind of store, `ConfigError` for a
+        configuration that disagrees with the files, `StoreLockedError` if somebody else writes to it,
+        `CorruptionError` for names and lengths that no crash explains.
+        """
+        store = object.__new__(cls)
+        store._in_background = not read_only and (clock is None if background is None else background)
+        store._open(os.fspath(path), config, read_only, thorough, files or DiskFiles(), clock or SystemClock())
+        return store
+
+    @classmethod
+    def temporary(cls, config: StoreConfig | None = None, *, clock: Clock | None = None) -> Self:
+        """Open a new store in a directory of its own that is deleted on closing; with tiny files unless told else.
+
+        For a store that touches no disk at all: ``MessageStore.open("/store", files=MemoryFiles())``.
+        """
+        folder = tempfile.TemporaryDirectory(prefix="librmq-")
+        store = cls.open(folder.name, config or StoreConfig.tiny(), clock=clock)
+        store._temporary = folder
+        return store
+
+    def _open(
+        self, path: str, config: StoreConfig | None, read_only: bool, thorough: bool, files: Files, clock: Clock
+    ) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.files = files
+        self.clock = clock
+        self._now_ms = clock.now_ms
+        self._lock = threading.Lock()
+        self._closed: str | None = "was not opened"
+        self._accepts = False
+        self._background: Background | None = None
+        self.recovered = []
+        self._file_lock: FileLock | None = None
+        self._parts: recovery.Parts | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        layout.check_kind(path, files, writable=not read_only)
+        leftovers: list[Damage] = []
+        try:
+            if not read_only:
+                files.make_folder(path)
+                self._file_lock = files.lock(layout.lock_path(path))
+                leftovers = recovery.clear_leftovers(path, files)
+            if config is None:
+                config = layout.infer_config(path, files)
+            else:
+                layout.check_config(path, config, files)
+            self._set_config(config)
+            self._load(thorough=thorough)
+            self.recovered[:0] = leftovers
+        except BaseException:
+            self._release()
+            raise
+        self._closed = None
+        self._accepts = not read_only
+        _open_stores.add(self)
+
+    def _set_config(self, config: StoreConfig) -> None:
+        self.config = config
+        self.levels = DelayLevels.parse(config.message_delay_level)
+        self._host = codec.encode_host(codec.parse_host(config.store_host))
+        self._largest_body = config.max_message_size
+        self._compress_from = config.compress_from or sys.maxsize
+        self._transfer = Transfer(config)
+        self._sync = config.durability == "sync"
+
+    def _load(self, *, thorough: bool = False) -> None:
+        """Open the parts and bring them to agree."""
+        parts = self._parts = recovery.load(
+            self.path,
+            self.config,
+            self.levels,
+            self.files,
+            self.clock,
+            writable=not self.read_only,
+            thorough=thorough,
+        )
+        self.log = parts.log
+        self.queues = parts.queues
+        self.index = parts.index
+        self.checkpoint = parts.checkpoint
+        self._dispatcher = parts.dispatcher
+        self._lanes = parts.lanes
+        self.recovered = self.recovered + parts.cuts
+        self._commit = GroupCommit(self.log.flush, self.log.end, self._on_failed_flush)
+        self._housekeeping = Housekeeping(
+            self.config,
+            self.log,
+            self._commit,
+            self._flush_derived,
+            lambda: self._dispatcher.entries + len(self._dispatcher.records),
+            self._expire,
+            self.clock.now_ms(),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- append
+
+    def append(
+        self,
+        message: Message,
+        queue_id: int = 0,
+        *,
+        born_timestamp_ms: int | None = None,
+        born_host: codec.Host | None = None,
+        store_host: codec.Host | None = None,
+        sys_flag: int = 0,
+        reconsume_times: int = 0,
+        prepared_transaction_offset: int = 0,
+        properties_raw: bytes | None = None,
+        _wait: bool = True,
+    ) -> AppendResult:
+        """Append a message to the queue ``queue_id`` of its topic.
+
+        Returns when it stands in the log's page cache (it survives the process), with ``durability="sync"`` when it has
+        reached the device (it survives the machine); producers that wait together share one flush.
+
+        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords are
+        the record's fields that a broker fills in: the times in ms, hosts as (address, port); both hosts are the
+        store's and the born time is now unless given. ``properties_raw`` stores the bytes as they are instead of
+        encoding the message's properties.
+
+        `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
+        range.
+        """
+        topic, body, properties = message.topic, message.body, message.properties
+        if properties_raw is None:
+            if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
+                level = self.levels.cap(parse_level(properties["DELAY"]))
+                if level > 0:
+                    properties = {**properties, "DELAY": str(level), "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
+                    topic, queue_id = SCHEDULE_TOPIC, queue_id_of_level(level)
+            raw = codec.encode_properties(properties)
+        else:
+            raw = properties_raw
+            properties = codec.decode_properties(raw)
+        lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
+        if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
+            body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
+        if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+            raise self._too_long(body, raw)
+        get = properties.get
+        unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
+        tags_code = codec.tags_code(tags) if tags else 0
+        stored_at = born_at = self._host
+        if store_host is not None:
+            stored_at = codec.encode_host(store_host)
+        if born_host is not None:
+            born_at = codec.encode_host(born_host)
+        counted = True
+        if sys_flag & _TRANSACTION_MASK:
+            counted = has_queue_entry(sys_flag)
+            if not is_indexed(sys_flag):
+                unique_key = keys = None
+        hosts_size = len(born_at) + len(stored_at)
+        if hosts_size > 16 or sys_flag & codec.HOSTS_V6:
+            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
+        checksum = zlib.crc32(body) & 0x7FFFFFFF
+        body_size = len(body)
+        topic_field = lane.topic_field
+        tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
+        size = 72 + hosts_size + len(tail)
+        log, dispatcher = self.log, self._dispatcher
+        try:
+            with self._lock:
+                if not self._accepts:
+                    raise self._refusal()
+                now = self._now_ms()
+                physical_offset = log.end
+                if physical_offset + size > log.fits:
+                    physical_offset = log.claim(size)
+                queue_offset = lane.next_queue_offset if counted else 0
+                header = _pack_header[sys_flag & 48](
+                    size, _MAGIC, checksum, queue_id, message.flag, queue_offset, physical_offset, sys_flag,
+                    now if born_timestamp_ms is None else born_timestamp_ms, born_at,
+                    now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
+                )  # fmt: skip
+                if not counted:
+                    log.append(header + tail)
+                else:
+                    if topic == SCHEDULE_TOPIC:
+                        tags_code = self._deliver_timestamp_ms(properties, now, tags_code)
+                    if lane.queue.ext is not None:  # before the record: should it fail, there is none without an entry
+                        tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
+                    log.append(header + tail)
+                    lane.next_queue_offset = queue_offset + 1
+                    pending = lane.pending
+                    if not pending:
+                        dispatcher.lanes.append(lane)
+                    pending.append(_pack_entry(physical_offset, size, tags_code))
+                records = dispatcher.records
+                records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+                if len(records) >= _BATCH:
+                    dispatcher.drain()
+        except struct.error as error:
+            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        if physical_offset >= self._housekeeping.alarm:
+            self._wake()
+        if self._sync and _wait:
+            self._commit.reach(physical_offset + size)
+        return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
+
+    def append_batch(
+        self,
+        messages: Sequence[Message],
+        queue_id: int = 0,
+        *,
+        properties: Mapping[str, str] | None = None,
+        born_timestamp_ms: int | None = None,
+        born_host: codec.Host | None = None,
+        store_host: codec.Host | None = None,
+        sys_flag: int = 0,
+        reconsume_times: int = 0,
+    ) -> list[AppendResult]:
+        """Append messages of one topic to one queue, all or none, side by side in one file of the log.
+
+        ``properties`` are the batch's own, appended to each message's. `MessageIllegalError` before a byte is written:
+        an empty batch, topics or wait flags that differ, a delay, a transaction flag, or more than
+        ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch` cuts what is larger.
+        """
+        _check_batch(messages, sys_flag)
+        added = codec.encode_properties(properties) if properties else b""
+        lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
+        stored_at = self._host if store_host is None else codec.encode_host(store_host)
+        born_at = self._host if born_host is None else codec.encode_host(born_host)
+        sys_flag |= _host_flags(sys_flag, born_at, stored_at)
+        fixed = len(born_at) + len(stored_at) + 72
+        encoded_size = total = 0
+        prepared = []
+        topic_field = lane.topic_field
+        for message in messages:
+            body, found = message.body, message.properties
+            raw = codec.encode_properties(found)
+            encoded_size += codec.BATCH_FIXED_SIZE + len(body) + len(raw)
+            if properties:
+                raw = codec.join_properties(raw, added)
+                found = codec.decode_properties(raw)
+            if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+                raise self._too_long(body, raw)
+            tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
+            size = fixed + len(tail)
+            total += size
+            prepared.append((size, zlib.crc32(body) & 0x7FFFFFFF, message.flag, tail, len(body), found, raw))
+        if encoded_size > self._largest_body:
+            raise MessageIllegalError(
+                f"the batch has {encoded_size} bytes as a client encodes it, at most {self._largest_body} are taken: "
+                f"split it"
+            )
+        pack = _pack_header[sys_flag & 48]
+        parts: list[bytes] = []
+        entries: list[bytes] = []
+        records: list[tuple[int, int, int, str | None, str | None]] = []
+        results: list[AppendResult] = []
+        log, dispatcher, prefix_hash = self.log, self._dispatcher, lane.prefix_hash
+        try:
+            with self._lock:
+                if not self._accepts:
+                    raise self._refusal()
+                now = self._now_ms()
+                born = now if born_timestamp_ms is None else born_timestamp_ms
+                physical_offset = log.claim(total)
+                queue_offset = lane.next_queue_offset
+                for size, checksum, flag, tail, body_size, found, _ in prepared:
+                    parts += (
+                        pack(
+                            size, _MAGIC, checksum, queue_id, flag, queue_offset, physical_offset, sys_flag,
+                            born, born_at, now, stored_at, reconsume_times, 0, body_size,
+                        ),
+                        tail,
+                    )  # fmt: skip
+                    get = found.get
+                    tags = get("TAGS")
+                    entries.append(_pack_entry(physical_offset, size, codec.tags_code(tags) if tags else 0))
+                    records.append((physical_offset, now, prefix_hash, get("UNIQ_KEY"), get("KEYS")))
+                    results.append(_new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at)))
+                    physical_offset += size
+                    queue_offset += 1
+                if lane.queue.ext is not None:
+                    for at, (place, size, code) in enumerate(map(ENTRY.unpack, entries)):
+                        entries[at] = _pack_entry(place, size, dispatcher.add_unit(lane, code, now, prepared[at][-1]))
+                log.append(b"".join(parts))
+                if not lane.pending:
+                    dispatcher.lanes.append(lane)
+                lane.pending += entries
+                lane.next_queue_offset = queue_offset
+                dispatcher.records += records
+                if len(dispatcher.records) >= _BATCH:
+                    dispatcher.drain()
+        except struct.error as error:
+            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        if physical_offset >= self._housekeeping.alarm:
+            self._wake()
+        if self._sync:
+            self._commit.reach(physical_offset)
+        return results
+
+    def submit(self, message: Message, queue_id: int = 0, **fields: Any) -> Acknowledgement[AppendResult]:
+        """Append like `append` with the same keywords, but return at once, whatever the durability.
+
+        The acknowledgement completes when the message has reached the device: soon by itself with
+        ``durability="sync"``, else with the next flush; its ``wait`` hurries.
+        """
+        result = self.append(message, queue_id, _wait=False, **fields)
+        return Acknowledgement(result, self._commit, result.physical_offset + result.size)
+
+    def _lane(self, topic: str, queue_id: int) -> Lane:
+        """The lane of a queue that is written for the first time since opening."""
+        validate_topic(topic)
+        if not 0 <= queue_id < 1 << 31:
+            raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
+        if not self._accepts:
+            raise self._refusal()
+        with self._lock:
+            assert self._parts is not None
+            return self._parts.lane(topic, queue_id)
+
+    def _deliver_timestamp_ms(self, properties: Mapping[str, str], now: int, tags_code: int) -> int:
+        level = self.levels.cap(parse_level(properties.get("DELAY")))
+        return self.levels.deliver_timestamp_ms(level, now) if level > 0 else tags_code
+
+    def _too_long(self, body: bytes, raw: bytes) -> MessageIllegalError:
+        if len(body) > self._largest_body:
+            return MessageIllegalError(f"the body has {len(body)} bytes, at most {self._largest_body} are taken")
+        return MessageIllegalError(f"the properties have {len(raw)} bytes, at most {_LONGEST_PROPERTIES} are taken")
+
+    # ---------------------------------------------------------------------------------------------------------- read
+
+    def read(
+        self,
+        topic: str,
+        queue_id: int,
+        queue_offset: int,
+        max_messages: int = 32,
+        matching: MessageFilter | None = None,
+    ) -> ReadResult:
+        """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on.
+
+        At most 32 messages and 256 KiB a call (8 and 64 KiB from far behind the log's end), the first is always given;
+        a read does not cross a queue file. Whatever the status, ``next_offset`` says where to go on.
+
+        `CorruptionError` if an entry points at what is no record of its size.
+        """
+        self._check_open()
+        if self._dispatcher.records:
+            self._drain()
+        return read_queue(
+            self.log, self.queues.get((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
+        )
+
+    def message_at(self, physical_offset: int) -> StoredMessage | None:
+        """The message whose record starts at ``physical_offset``; None where the log has nothing.
+
+        `CorruptionError` if no sound record stands there.
+        """
+        self._check_open()
+        return self.log.message(physical_offset)
+
+    def find_by_key(
+        self,
+        topic: str,
+        key: str,
+        begin_ms: int = 0,
+        end_ms: int = (1 << 63) - 1,
+        max_messages: int = 64,
+        *,
+        exact: bool = True,
+    ) -> list[StoredMessage]:
+        """The messages of ``topic`` that have ``key`` as unique key or among their keys, in log order.
+
+        The index knows hashes and whole seconds: ``max_messages`` bounds what it gives, and ``exact`` false gives that
+        whole, collisions and repetitions included, as a broker does.
+        """
+        self._check_open()
+        self._drain()
+        found = []
+        last = -1
+        for physical_offset in sorted(self.index.query(topic, key, begin_ms, end_ms, max_messages)):
+            if exact and physical_offset == last:
+                continue
+            last = physical_offset
+            message = self.log.message(physical_offset, check_body=False)
+            if message is None:
+                continue
+            if exact and (message.topic != topic or (key != message.unique_key and key not in message.keys)):
+                continue
+            found.append(message)
+        return found
+
+    def find_by_id(self, message_id: str) -> list[StoredMessage]:
+        """The messages with an id, in log order.
+
+        An offset id (32 or 56 hexadecimal digits) that names a record gives that one; else it is taken for a unique
+        key, which gives every record that has it, over all topics.
+        """
+        self._check_open()
+        self._drain()
+        try:
+            _, physical_offset = codec.parse_offset_message_id(message_id)
+        except ValueError:
+            pass
+        else:
+            try:
+                message = self.log.message(physical_offset)
+            except CorruptionError:
+                message = None  # 32 digits may be a unique key too
+            if message is not None and message.offset_id == message_id.upper():
+                return [message]
+        found = {
+            message.physical_offset: message
+            for topic in sorted({topic for topic, _ in self.queues} | layout.known_topics(self.path, self.files))
+            for message in self.find_by_key(topic, message_id, max_messages=1 << 31)
+            if message.unique_key == message_id
+        }
+        return [found[physical_offset] for physical_offset in sorted(found)]
+
+    def queue_offset_at(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
+        """The queue offset of the message stored nearest to ``timestamp_ms``, as a broker answers; 0 for no queue."""
+        self._check_open()
+        self._drain()
+        queue = self.queues.get((topic, queue_id))
+        return 0 if queue is None else queue.offset_at(timestamp_ms, self.log.store_timestamp_ms)
+
+    def __iter__(self) -> Iterator[StoredMessage]:
+        """All messages in log order; `CorruptionError` at the first that can't be read."""
+        self._check_open()
+        for item in self.log.scan():
+            if item.raw is not None:
+                yield StoredMessage(item.raw)
+
+    # ----------------------------------------------------------------------------------------------- flush and close
+
+    def flush(self) -> int:
+        """Return when whatever was appended before is on the device, with its queue entries and keys.
+
+        The physical offset up to which it is. `FlushFailedError` if that will never be known.
+        """
+        self._check_writable()
+        self._flush_derived()
+        return self._commit.flushed
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Do what is due by time (flush, checkpoint, retention); returns when to call next (ms), None for not yet.
+
+        A thread of the store does this by itself, unless it was opened with ``background=False`` or a clock of the
+        caller's: then this is the caller's to call.
+        """
+        self._check_writable()
+        return self._housekeeping.run_due(now_ms)
+
+    def _flush_derived(self) -> None:
+        """Flush the log, then what is derived from it, then the checkpoint that vouches for both."""
+        dispatcher, checkpoint = self._dispatcher, self.checkpoint
+        with self._lock:
+            dispatcher.drain()
+            end, stored = self.log.end, dispatcher.dispatched_timestamp_ms
+            queues, dispatcher.unflushed = dispatcher.unflushed, set()
+            entries, dispatcher.entries = dispatcher.entries, 0
+        try:
+            self._commit.reach(end)
+            while queues:
+                queue = next(iter(queues))
+                queue.flush()
+                queues.discard(queue)
+            self.index.flush()
+            if stored:
+                checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
+                # No later than the last record, should the clock have gone back.
+                checkpoint.index_timestamp_ms = min(self.index.full_timestamp_ms, stored)
+            checkpoint.flush()
+        except BaseException:
+            with self._lock:
+                dispatcher.unflushed |= queues
+                dispatcher.entries += entries
+            raise
+
+    def _wake(self) -> None:
+        """Let the store's thread look at what there is to do."""
+        if self._background is None and self._in_background and self._accepts:
+            with self._lock:
+                if self._background is None:
+                    self._background = Background(self._housekeeping.run_due, self.clock, "librmq-store")
+        elif self._background is not None:
+            self._background.wake()
+
+    def _on_failed_flush(self) -> None:
+        self._accepts = False
+
+    def _expire(self, now_ms: int) -> int | None:
+        return None
+
+    def recover(self) -> list[Damage]:
+        """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
+
+        The log is cut at the first record that can't be read. Opening does the part of this that the last exit calls
+        for; this is for a store of which something else is known or feared. Producers and readers wait.
+        """
+        with self._lock:
+            if self._closed is not None or self.read_only:
+                raise self._unusable()
+            self._dispatcher.drain()
+            before = len(self.recovered)
+            try:
+                self._close_parts()
+                self._load(thorough=True)
+            except BaseException:
+                self._closed, self._accepts = "could not be recovered", False
+                self._release()
+                raise
+            return self.recovered[before:]
+
+    def verify(self) -> Verdict:
+        """Look at all of the store, changing nothing; producers wait."""
+        with self._lock:
+            if self._closed is not None:
+                raise self._unusable()
+            self._dispatcher.drain()
+            return verify_parts(self.path, self.config, self.files)
+
+    def close(self) -> None:
+        """Flush, mark the store as cleanly closed and give the lock back. Closing again does nothing.
+
+        `FlushFailedError` if a flush has failed: then the store is let go of as it is, and the next open recovers.
+        """
+        if not self._end("is closed"):
+            return
+        try:
+            if not self.read_only:
+                self._flush_derived()
+                clear_abort(self.files, self.path)
+        finally:
+            self._release()
+
+    def abandon(self) -> None:
+        """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
+
+        All that was appended stands in log, queues and index; the next `open` recovers. Doing so again, or after
+        `close`, does nothing.
+        """
+        if not self._end("was abandoned"):
+            return
+        try:
+            if not self.read_only:
+                self._dispatcher.drain()
+        finally:
+            self._release()
+
+    def _end(self, why: str) -> bool:
+        """Take no more calls; false if that was so already."""
+        with self._lock:
+            if self._closed is not None:
+                return False
+            self._closed, self._accepts = why, False
+        if self._background is not None:
+            self._background.stop()
+        return True
+
+    def _close_parts(self) -> None:
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()
+
+    def _release(self) -> None:
+        """Let go of everything."""
+        try:
+            self._close_parts()
+        finally:
+            if self._file_lock is not None:
+                self._file_lock.release()
+                self._file_lock = None
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    def _drain(self) -> None:
+        """Write what readers look into."""
+        if self._dispatcher.records:
+            with self._lock:
+                self._dispatcher.drain()
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._unusable()
+
+    def _check_writable(self) -> None:
+        if self._closed is not None or self.read_only:
+            raise self._unusable()
+
+    def _refusal(self) -> Exception:
+        """Why nothing can be appended."""
+        if self._closed is None and self._commit.failure is not None:
+            return FlushFailedError(self._commit.failure)
+        return self._unusable()
+
+    def _unusable(self) -> Exception:
+        if self._closed is not None:
+            return StoreClosedError(f"{self.path}: this handle {self._closed}")
+        return ReadOnlyError(f"{self.path}: this handle only reads")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
+    """The bits that tell hosts of 16 bytes; `MessageIllegalError` if ``sys_flag`` has one that the hosts do not."""
+    flags = (codec.BORN_HOST_V6 if len(born_at) > 8 else 0) | (codec.STORE_HOST_V6 if len(stored_at) > 8 else 0)
+    if sys_flag & codec.HOSTS_V6 & ~flags:
+        raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
+    return flags
+
+
+def _check_batch(messages: Sequence[Message], sys_flag: int) -> None:
+    """Refuse what no client would send as a batch and no broker would take."""
+    if not messages:
+        raise MessageIllegalError("a batch needs at least one message")
+    first = messages[0]
+    for message in messages:
+        if message.topic != first.topic:
+            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
+        if message.properties.get("WAIT") != first.properties.get("WAIT"):
+            raise MessageIllegalError("a batch has one wait flag, found several")
+        if parse_level(message.properties.get("DELAY")) > 0:
+            raise MessageIllegalError("a batch can't be delayed")
+    if sys_flag & _TRANSACTION_MASK:
+        raise MessageIllegalError("a batch can't be part of a transaction")
+
+
+_open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_open_stores):
+        store._closed, store._accepts = "was opened before a fork: open the store anew in the child", False
+        store._background = None
+        store._file_lock = None
+    _open_stores.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

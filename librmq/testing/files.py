@@ -1,0 +1,183 @@
+"""File seams for tests: one that records what a store does to its files, one that fails on request."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, SupportsIndex
+
+from librmq.errors import StoreIOError
+from librmq.files import Entry, File, FileLock, Files, MemoryFiles
+
+__all__ = ["Event", "FailingFiles", "RecordingFiles"]
+
+
+class Event(NamedTuple):
+    """One thing that was done to a file.
+
+    ``call`` is ``create`` (``offset`` is the length), ``write`` (``data`` at ``offset`` of the buffer), ``replace``
+    (the whole file at once), ``flush``, ``flush_folder``, ``make_folder``, ``rename`` (``data`` is the new name) or
+    ``delete``.
+    """
+
+    call: str
+    path: str
+    offset: int = 0
+    data: bytes = b""
+
+
+class _RecordingBuffer(mmap.mmap):
+    """Anonymous memory that tells of every slice that is assigned."""
+
+    path: str
+    record: Callable[[Event], None]
+
+    def __new__(cls, path: str, size: int, record: Callable[[Event], None]) -> Self:
+        self = super().__new__(cls, -1, size)
+        self.path = path
+        self.record = record
+        return self
+
+    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
+        super().__setitem__(place, value)
+        if isinstance(place, slice):
+            self.record(Event("write", self.path, place.indices(len(self))[0], bytes(value)))
+        else:
+            self.record(Event("write", self.path, place.__index__(), bytes((value,))))
+
+
+class RecordingFiles(MemoryFiles):
+    """Files in memory with a trace of all that changes them, in order. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[Event] = []
+
+    def _new_buffer(self, path: str, size: int) -> mmap.mmap:
+        return _RecordingBuffer(path, size, self.trace.append)
+
+    def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+        with self._guard:
+            file = super().create(path, size, keep_descriptor=keep_descriptor)
+            self.trace.append(Event("create", path, size))
+            return file
+
+    def flush(self, file: File) -> None:
+        self.trace.append(Event("flush", file.path))
+
+    def flush_folder(self, path: str) -> None:
+        self.trace.append(Event("flush_folder", path))
+
+    def make_folder(self, path: str) -> None:
+        if not self.is_folder(path):
+            super().make_folder(path)
+            self.trace.append(Event("make_folder", path))
+
+    def delete(self, path: str) -> None:
+        with self._guard:
+            super().delete(path)
+            self.trace.append(Event("delete", path))
+
+    def rename(self, old: str, new: str) -> None:
+        with self._guard:
+            super().rename(old, new)
+            self.trace.append(Event("rename", old, 0, os.fsencode(new)))
+
+    def write(self, path: str, data: bytes) -> None:
+        with self._guard:
+            super().write(path, data)
+            self.trace.append(Event("replace", path, 0, data))
+
+
+class FailingFiles:
+    """Passes every call on to other files, but for those that are to fail. Thread-safe.
+
+    ``fail(call, number)`` lets the ``number``-th call of that name from now on raise, once.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._guard = threading.Lock()
+        self._due: dict[tuple[str, int], int] = {}
+        self.calls: Counter[str] = Counter()
+        """How often each call was made."""
+
+    def fail(self, call: str, number: int = 1, code: int = errno.ENOSPC) -> None:
+        """Let a call to come fail with the error ``code``."""
+        with self._guard:
+            self._due[call, self.calls[call] + number] = code
+
+    def _called(self, call: str, path: str) -> None:
+        with self._guard:
+            self.calls[call] += 1
+            code = self._due.pop((call, self.calls[call]), None)
+        if code is not None:
+            raise StoreIOError(call, path, OSError(code, os.strerror(code)))
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        self._called("open", path)
+        return self._files.open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+    def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+        self._called("create", path)
+        return self._files.create(path, size, keep_descriptor=keep_descriptor)
+
+    def reserve(self, file: File, begin: int, end: int) -> None:
+        self._called("reserve", file.path)
+        self._files.reserve(file, begin, end)
+
+    def touch(self, file: File, begin: int, end: int) -> None:
+        self._files.touch(file, begin, end)
+
+    def flush(self, file: File) -> None:
+        self._called("flush", file.path)
+        self._files.flush(file)
+
+    def flush_folder(self, path: str) -> None:
+        self._called("flush_folder", path)
+        self._files.flush_folder(path)
+
+    def list(self, path: str) -> list[Entry]:
+        self._called("list", path)
+        return self._files.list(path)
+
+    def size(self, path: str) -> int | None:
+        return self._files.size(path)
+
+    def is_folder(self, path: str) -> bool:
+        return self._files.is_folder(path)
+
+    def make_folder(self, path: str) -> None:
+        self._called("make_folder", path)
+        self._files.make_folder(path)
+
+    def delete(self, path: str) -> None:
+        self._called("delete", path)
+        self._files.delete(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._called("rename", old)
+        self._files.rename(old, new)
+
+    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+        self._called("read", path)
+        return self._files.read(path, limit)
+
+    def write(self, path: str, data: bytes) -> None:
+        self._called("write", path)
+        self._files.write(path, data)
+
+    def lock(self, path: str) -> FileLock:
+        self._called("lock", path)
+        return self._files.lock(path)
+
+    def lock_holder(self, path: str) -> str | None:
+        return self._files.lock_holder(path)
+
+    def used_ratio(self, path: str) -> float:
+        self._called("used_ratio", path)
+        return self._files.used_ratio(path)

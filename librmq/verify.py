@@ -1,0 +1,183 @@
+"""What is damaged in a store, found without changing a byte.
+
+Found are: a record of the log that is none or whose body does not match its checksum, bytes behind the log's end,
+queues and index that lack what the log has, are ahead of it or say something else, files of a wrong length, folders
+that are no queue's, a checkpoint later than the last record. What a record says of its flag, times, hosts, reconsume
+times and prepared offset can't be known to be wrong: only bodies have a checksum, and topic, queue, offsets, tags and
+keys are told by the entries that point at it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from librmq import layout
+from librmq.checkpoint import Checkpoint, has_abort
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import CorruptionError, NotAStoreError
+from librmq.files import DiskFiles, Files
+from librmq.keyindex import KeyIndex
+from librmq.levels import DelayLevels
+from librmq.mappedfile import MappingPool
+from librmq.reconcile import Damage, reconcile
+
+__all__ = ["Damage", "Verdict", "verify"]
+
+_T = TypeVar("_T")
+
+_LOOKS: Final = 4  # at a store that is being written
+
+UNKNOWABLE = (
+    "of a record's flag, times, hosts, reconsume times and prepared offset it can't be known whether they changed: "
+    "only bodies have a checksum"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``damage`` makes a store unsound; ``notes`` are for people."""
+
+    damage: tuple[Damage, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def sound(self) -> bool:
+        return not self.damage
+
+
+def verify(path: str, config: StoreConfig | None = None, files: Files | None = None) -> Verdict:
+    """Look at all of the store in ``path``; ``config`` None takes the sizes from the files.
+
+    Changes nothing and takes no lock. While a writer has the store open, queues and index may be behind its log.
+    `NotAStoreError` for what is no store.
+    """
+    files = files or DiskFiles()
+    kind = layout.recognise(path, files)
+    if not kind.has_log:
+        raise NotAStoreError(f"{path}: no store; there is no folder {layout.COMMITLOG}")
+    holder = files.lock_holder(layout.lock_path(path))
+    return verify_parts(path, config or layout.infer_config(path, files), files, holder)
+
+
+def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
+    """`verify` with all of it known; ``writer`` is who may be ahead with the log, None for nobody."""
+    damage = _Look(path, config, files).damage()
+    notes = [UNKNOWABLE]
+    if has_abort(files, path) and writer is None:
+        notes.append("an abort marker stands: the store was not closed")
+    if writer is not None:
+        notes.append(f"{writer} is writing: queues and index may be behind the log")
+        damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
+        for _ in range(_LOOKS - 1):
+            if damage:  # what another look does not find was only being written
+                again = set(_Look(path, config, files).damage())
+                damage = [one for one in damage if one in again]
+    return Verdict(tuple(damage), tuple(notes))
+
+
+class _Look:
+    """One look at a store."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+        self._path = path
+        self._config = config
+        self._files = files
+        self._found: list[Damage] = []
+
+    def damage(self) -> list[Damage]:
+        log = self._part(self._open_log)
+        if log is None:
+            return self._found
+        end = log.found_end
+        if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # not just being written
+            self._note(end.damage)
+        else:
+            behind = log.data_behind(end.physical_offset)
+            if behind:
+                place = log.sequence.path_at(end.physical_offset)
+                what = f"expected zeros behind the last record, found {behind} bytes up to the last that is none"
+                self._found.append(Damage(place, end.physical_offset, "tail", what, behind))
+        queues = self._queues()
+        index = self._part(self._open_index)
+        if queues is not None:
+            self._derived(log, queues, index)
+        stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
+        self._checkpoint(max(stored or 0, 0))
+        return self._found
+
+    def _part(self, open_part: Callable[[], _T]) -> _T | None:
+        try:
+            return open_part()
+        except CorruptionError as error:
+            self._note(error)
+            return None
+
+    def _note(self, error: CorruptionError) -> None:
+        self._found.append(Damage(error.file, error.offset, error.kind, error.what))
+
+    def _open_log(self) -> CommitLog:
+        return CommitLog.open(
+            os.path.join(self._path, layout.COMMITLOG),
+            self._config.commitlog_file_size,
+            files=self._files,
+            writable=False,
+            scan_from=lambda log: log.begin,
+        )
+
+    def _open_index(self) -> KeyIndex:
+        return KeyIndex.open(
+            os.path.join(self._path, layout.INDEX),
+            slots=self._config.max_hash_slot_num,
+            entries=self._config.max_index_num,
+            files=self._files,
+            now_ms=lambda: 0,
+            writable=False,
+        )
+
+    def _queues(self) -> dict[tuple[str, int], ConsumeQueue] | None:
+        names = self._part(lambda: layout.list_queues(self._path, self._files))
+        if names is None:
+            return None
+        self._pool = MappingPool(self._config.mapped_files)
+        queues = {}
+        for topic, queue_id in names:
+            queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
+            if queue is not None:
+                queues[topic, queue_id] = queue
+        return queues
+
+    def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
+        ext = self._config.enable_consumequeue_ext
+        return ConsumeQueue.open(
+            layout.queue_folder(self._path, topic, queue_id),
+            self._config.consumequeue_file_size,
+            files=self._files,
+            pool=self._pool,
+            writable=False,
+            ext_folder=layout.queue_folder(self._path, topic, queue_id, ext=True) if ext else None,
+            ext_file_size=self._config.consumequeue_ext_file_size,
+        )
+
+    def _derived(self, log: CommitLog, queues: dict[tuple[str, int], ConsumeQueue], index: KeyIndex | None) -> None:
+        levels = DelayLevels.parse(self._config.message_delay_level)
+        try:
+            self._found.extend(reconcile(log, queues, self._open_queue, index, levels, log.begin, mend=False))
+        except CorruptionError as error:
+            self._note(error)
+
+    def _checkpoint(self, last_timestamp_ms: int) -> None:
+        path = os.path.join(self._path, layout.CHECKPOINT)
+        checkpoint = self._part(lambda: Checkpoint.open(path, files=self._files))
+        if checkpoint is None:
+            return
+        for place, timestamp_ms in enumerate(
+            (checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms)
+        ):
+            if timestamp_ms > last_timestamp_ms:
+                what = f"a time of {timestamp_ms}, the last record was stored at {last_timestamp_ms}"
+                self._found.append(Damage(path, 8 * place, "checkpoint", what, 8))

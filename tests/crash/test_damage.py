@@ -1,0 +1,440 @@
+"""Stores that were damaged anywhere: what `verify` finds, what opening and recovering do about it.
+
+A case takes a sound store and spoils it: one byte, a range of zeros, a file cut short, lengthened or deleted. Whatever
+it is, only errors of librmq leave; `verify` changes nothing and finds what can be known; recovery refuses with file and
+offset, or leaves a sound store in which every record before the damage is served and that goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from librmq import codec
+from librmq.cli import main
+from librmq.config import StoreConfig
+from librmq.dispatch import derived_tags_code, has_queue_entry, is_indexed
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, RmqError, StoreError
+from librmq.files import MemoryFiles
+from librmq.levels import DelayLevels
+from librmq.message import Message, StoredMessage
+from librmq.store import MessageStore
+from librmq.verify import verify
+from tests.conftest import SlowBudget
+from tests.reference import rows, store_folders
+from tests.stores import (
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    Contents,
+    contents,
+    derived,
+    filled,
+    from_disk,
+    in_memory,
+    opened,
+    served,
+)
+
+LEVELS = DelayLevels.parse(SMALL.message_delay_level)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A store that is going to be spoilt."""
+
+    config: StoreConfig
+    found: Contents
+    records: dict[int, StoredMessage]
+    """By physical offset, as undamaged."""
+    clean: bool
+
+    @property
+    def log_files(self) -> list[str]:
+        return sorted(path for path in self.found if path.startswith("commitlog/"))
+
+
+def subject_of(config: StoreConfig, found: Contents) -> Subject:
+    files = in_memory(found)
+    with opened(files, config, read_only=True) as store:
+        records = {message.physical_offset: message for message in store}
+    return Subject(config, found, records, "abort" not in found)
+
+
+@cache
+def subjects() -> list[Subject]:
+    """Plain, with extension, left by a process that died, and one whose log begins above 0."""
+    found = [subject_of(SMALL, filled(SMALL, 60, seed=1)), subject_of(SMALL_EXT, filled(SMALL_EXT, 50, seed=2))]
+    found.append(subject_of(SMALL, filled(SMALL, 50, seed=3, clean=False)))
+    older = filled(SMALL, 80, seed=4)
+    del older[min(path for path in older if path.startswith("commitlog/"))]
+    found.append(subject_of(SMALL, older))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ spoiling
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """What was done: to which file, from where to where."""
+
+    kind: str
+    path: str
+    begin: int
+    end: int
+    found: Contents
+
+
+KINDS = ("flip", "flip", "flip", "zero", "truncate", "delete", "append", "garbage")
+
+
+def spoil(subject: Subject, rng: random.Random) -> Spoilt:
+    """Damage one file somewhere."""
+    found = dict(subject.found)
+    kind = rng.choice(KINDS)
+    part = rng.choice(["commitlog/", "commitlog/", "consumequeue/", "consumequeue_ext/", "index/", "checkpoint"])
+    paths = sorted(path for path, data in found.items() if data and path.startswith(part))
+    if not paths:
+        paths = subject.log_files
+    path = rng.choice(paths)
+    data = found[path]
+    assert data is not None
+    used = len(data.rstrip(b"\0"))
+    begin = rng.randrange(max(used, 1)) if rng.random() < 0.9 else rng.randrange(len(data))
+    end = len(data)
+    if kind == "flip":
+        end = begin + 1
+        changed = bytes([data[begin] ^ 1 << rng.randrange(8)]) if rng.random() < 0.5 else rng.randbytes(1)
+        found[path] = data[:begin] + changed + data[end:]
+    elif kind == "zero":
+        end = min(len(data), begin + rng.choice([1, 4, 20, 100, 10_000]))
+        found[path] = data[:begin] + bytes(end - begin) + data[end:]
+    elif kind == "garbage":
+        end = min(len(data), begin + rng.choice([2, 8, 40, 500]))
+        found[path] = data[:begin] + rng.randbytes(end - begin) + data[end:]
+    elif kind == "truncate":
+        begin = rng.choice([0, begin])
+        found[path] = data[:begin]
+    elif kind == "append":
+        begin = end
+        found[path] = data + rng.choice([b"\0", rng.randbytes(20), bytes(len(data))])
+    else:
+        begin = 0
+        del found[path]
+    return Spoilt(kind, path, begin, end, found)
+
+
+# ------------------------------------------------------------------------------------------------------- knowing
+
+
+def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
+    """Whether nothing that is derived from a record, or can be checked in it, tells the two apart."""
+    if (before.size, before.body_crc, before.stored_body) != (after.size, after.body_crc, after.stored_body):
+        return before.stored_body == after.stored_body == b"" and before.size == after.size
+    if before.physical_offset != after.physical_offset:
+        return False
+    if has_queue_entry(before.sys_flag) != has_queue_entry(after.sys_flag):
+        return False
+    if has_queue_entry(before.sys_flag) and (
+        (before.topic, before.queue_id, before.queue_offset) != (after.topic, after.queue_id, after.queue_offset)
+        or derived_tags_code(before, LEVELS) != derived_tags_code(after, LEVELS)
+    ):
+        return False
+
+    def keys(message: StoredMessage) -> list[str]:
+        if not is_indexed(message.sys_flag):
+            return []
+        given = message.properties.get("KEYS")
+        names = ([message.unique_key] if message.unique_key else []) + codec.split_keys(given)
+        return [f"{message.topic}#{key}" for key in names]
+
+    return keys(before) == keys(after)
+
+
+def can_be_known(subject: Subject, spoilt: Spoilt) -> bool:
+    """Whether `verify` has to find the damage."""
+    before, after = subject.found[spoilt.path], spoilt.found.get(spoilt.path)
+    assert before is not None
+    if before == after:
+        return False
+    part = spoilt.path.split("/")[0]
+    if part in ("consumequeue_ext", "checkpoint"):
+        # Bitmaps, and what lies behind the last unit; any times that are not after the last record.
+        return after is not None and len(after) != len(before)
+    if not subject.clean:
+        return part == "commitlog" and after is not None and len(after) != len(before)
+    if after is None:
+        if part == "consumequeue":  # a file of older entries, or filler, only
+            return min(subject.records, default=0) == 0
+        return spoilt.path != subject.log_files[0] if part == "commitlog" else subject.found[spoilt.path] is not None
+    if len(after) != len(before):
+        return True
+    if part == "commitlog":
+        return log_damage_known(subject, int(spoilt.path.split("/")[1]), before, after)
+    return min(subject.records) == 0  # else there are entries of older records, and filler
+
+
+def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) -> bool:
+    last = max(subject.records)
+    log_end = last + subject.records[last].size
+    if before[max(0, log_end - start) :] != after[max(0, log_end - start) :] and log_end < start + len(before):
+        return True
+    for place, record in subject.records.items():
+        at = place - start
+        if not 0 <= at < len(before) or before[at : at + record.size] == after[at : at + record.size]:
+            continue
+        try:
+            codec.check_record(after, at, len(after), check_body=True)
+            if not same_derived(record, StoredMessage(after[at : at + record.size])):
+                return True
+        except (RecordError, ValueError):
+            return True
+    in_file = [
+        place - start + record.size for place, record in subject.records.items() if start <= place < start + len(before)
+    ]
+    blank = max(in_file)
+    return log_end > start + len(before) and before[blank + 4 : blank + 8] != after[blank + 4 : blank + 8]
+
+
+# --------------------------------------------------------------------------------------------------------- a case
+
+
+def check_case(subject: Subject, spoilt: Spoilt) -> None:
+    """One damaged store: verify, open, recover, go on."""
+    files = in_memory(spoilt.found)
+    config = subject.config
+    before = contents(files)
+    try:
+        verdict = verify(ROOT, config, files)
+    except NotAStoreError:
+        raise AssertionError("the folder of the log is still there") from None
+    assert contents(files) == before, "verify changed something"
+    if can_be_known(subject, spoilt):
+        assert not verdict.sound, "not found"
+    for damage in verdict.damage:
+        assert damage.file.startswith(ROOT)
+        assert damage.offset >= 0
+        assert damage.what
+    check_read_only(in_memory(spoilt.found), config)
+    check_opened(in_memory(spoilt.found), subject, spoilt)
+    check_recovered(in_memory(spoilt.found), subject, spoilt)
+
+
+def check_read_only(files: MemoryFiles, config: StoreConfig) -> None:
+    before = contents(files)
+    try:
+        with opened(files, config, read_only=True) as store:
+            read_everything(store)
+    except StoreError as error:
+        has_address(error)
+    except ConfigError:
+        pass
+    assert contents(files) == before
+
+
+def read_everything(store: MessageStore) -> None:
+    """Ask for anything; errors must be librmq's."""
+    for topic, queue_id in sorted(store.queues):
+        queue = store.queues[topic, queue_id]
+        queue_offset = queue.min_offset
+        while queue_offset < queue.max_offset:
+            try:
+                result = store.read(topic, queue_id, queue_offset)
+            except CorruptionError as error:
+                has_address(error)
+                queue_offset += 1
+                continue
+            assert result.next_offset > queue_offset
+            queue_offset = result.next_offset
+        try:
+            store.queue_offset_at(topic, queue_id, 1_700_000_010_000)
+        except CorruptionError as error:
+            has_address(error)
+        for key in ("key1", "key2", "UNIQ3"):
+            try:
+                store.find_by_key(topic, key)
+            except RmqError as error:
+                has_address(error)
+    try:
+        store.find_by_id("UNIQ7")
+    except StoreError as error:
+        has_address(error)
+    try:
+        for _ in store:
+            pass
+    except CorruptionError as error:
+        has_address(error)
+
+
+def has_address(error: RmqError) -> None:
+    assert isinstance(error, CorruptionError), repr(error)
+    assert error.file.startswith(ROOT)
+    assert error.offset >= 0
+    assert error.what
+
+
+def check_opened(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> None:
+    """Opening does what the last exit calls for; what it refuses it leaves as it is."""
+    before = contents(files)
+    try:
+        store = opened(files, subject.config)
+    except CorruptionError as error:
+        has_address(error)
+        after = contents(files)
+        gone = {path for path in before if path not in after}
+        assert all(before[path] == b"" for path in gone)  # leftovers of a kill
+        assert {path for path in after if after[path] != before.get(path)} == set()
+        return
+    except ConfigError:
+        return
+    with store:
+        read_everything(store)
+        store.append(Message("TopicA", b"after"), 0)
+
+
+def expected(subject: Subject, spoilt: Spoilt) -> dict[int, StoredMessage]:
+    """The records that must be there after recovery: all before the damage."""
+    if not spoilt.path.startswith("commitlog/"):
+        return subject.records
+    start = int(spoilt.path.split("/")[1])
+    if spoilt.kind == "delete" and spoilt.path == subject.log_files[0]:
+        return {
+            place: record
+            for place, record in subject.records.items()
+            if place >= start + subject.config.commitlog_file_size
+        }
+    return {place: record for place, record in subject.records.items() if place + record.size <= start + spoilt.begin}
+
+
+def check_refusal(spoilt: Spoilt, kind: str) -> None:
+    assert spoilt.path.startswith("commitlog/")
+    assert spoilt.kind in ("truncate", "append", "delete")
+    assert kind in ("size", "name")
+
+
+def check_recovered(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> None:
+    config = subject.config
+    try:
+        store = opened(files, config, thorough=True)
+    except CorruptionError as error:
+        has_address(error)
+        # Only lengths and gaps of the log itself can't be mended.
+        check_refusal(spoilt, error.kind)
+        return
+    except ConfigError:
+        # Most files of a kind have another length than the settings say.
+        assert spoilt.kind in ("truncate", "append")
+        return
+    there = served(store)
+    wanted = expected(subject, spoilt)
+    for place, record in wanted.items():
+        assert there.get(place) == record, place
+    verdict = store.verify()
+    assert verdict.sound, verdict.damage
+    more = [store.append(Message("TopicA", bytes([n]), keys=f"more{n}", tags="T"), n % 2) for n in range(30)]
+    store.close()
+    assert "abort" not in contents(files)
+    verdict = verify(ROOT, config, files)
+    assert verdict.sound, verdict.damage
+    settled = derived(contents(files))
+    with opened(files, config) as store:
+        assert store.recovered == []
+        again = served(store)
+        for place, record in there.items():
+            assert again[place] == record
+        for n, result in enumerate(more):
+            assert again[result.physical_offset].keys == (f"more{n}",)
+    assert derived(contents(files)) == settled
+    with opened(files, config, thorough=True) as store:
+        assert store.recovered == []
+    assert derived(contents(files)) == settled
+
+
+def cases(seed: int) -> Iterator[tuple[Subject, Spoilt]]:
+    rng = random.Random(seed)
+    while True:
+        for subject in subjects():
+            yield subject, spoil(subject, rng)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damage_anywhere(seed: int) -> None:
+    for number, (subject, spoilt) in enumerate(cases(seed)):
+        if number == 24:
+            break
+        run_case(subject, spoilt)
+
+
+def run_case(subject: Subject, spoilt: Spoilt) -> None:
+    try:
+        check_case(subject, spoilt)
+    except Exception as error:
+        place = f"{spoilt.kind} {spoilt.path} {spoilt.begin}..{spoilt.end}"
+        which = subjects().index(subject) if subject in subjects() else "golden"
+        error.add_note(f"store {which}: {place}")
+        raise
+
+
+@pytest.mark.slow
+def test_much_damage_anywhere(slow_budget: SlowBudget) -> None:
+    many = cases(1_000_000)
+    for _ in slow_budget.rounds(20_000, "damaged stores"):
+        run_case(*next(many))
+
+
+# ---------------------------------------------------------------------------------------------------- real stores
+
+
+@cache
+def real_subject(folder: Path) -> Subject:
+    """The store of a golden folder, brought to rest where it was left by a crash or damaged."""
+    config = StoreConfig.from_row(rows(folder, "config")[0])
+    files = in_memory(from_disk(folder / "store"))
+    opened(files, config, thorough=True).close()
+    return subject_of(config, contents(files))
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_damage_to_real_stores(folder: Path) -> None:
+    rng = random.Random(folder.name)
+    for _ in range(6):
+        subject = real_subject(folder)
+        run_case(subject, spoil(subject, rng))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", store_folders())
+def test_much_damage_to_real_stores(folder: Path, slow_budget: SlowBudget) -> None:
+    rng = random.Random(f"{folder.name} again")
+    for _ in slow_budget.rounds(2_000, "damaged stores"):
+        subject = real_subject(folder)
+        run_case(subject, spoil(subject, rng))
+
+
+@pytest.mark.parametrize("command", ["dump", "queues", "verify", "recover"])
+def test_commands_tell_damage_without_a_traceback(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On disk, by the commands: status 0, 1 or 2, and a message with a place."""
+    rng = random.Random(command)
+    subject = subjects()[0]
+    for number in range(12):
+        store = tmp_path / f"{number}"
+        for path, data in spoil(subject, rng).found.items():
+            if data is None:
+                (store / path).mkdir(parents=True, exist_ok=True)
+            else:
+                (store / path).parent.mkdir(parents=True, exist_ok=True)
+                (store / path).write_bytes(data)
+        status = main([command, str(store)])
+        shown = capsys.readouterr()
+        assert status in (0, 1, 2), shown.err
+        assert "Traceback" not in shown.err
+        if status == 2:
+            assert shown.err

@@ -1,0 +1,39 @@
+"""Every JSON file that a real broker or broadcasting client left: read, and written again byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from librmq.brokerjson import ObjectKey, dumps, loads
+from tests.reference import ABSENT, existing, reference
+
+PATTERNS = ("**/config/*.json", "**/config/*.json.bak", "**/offsets.json", "**/offsets.json.bak")
+
+
+def config_files() -> list[ParameterSet]:
+    folder = reference().folder
+    found = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
+    nothing = pytest.mark.skip(reason=f"{ABSENT}no config files in {reference().origin}")
+    return [pytest.param(path, id=str(path.relative_to(folder))) for path in found] or [
+        pytest.param(None, marks=nothing)
+    ]
+
+
+@pytest.mark.parametrize("path", config_files())
+def test_real_files_are_written_again_as_they_were(path: Path) -> None:
+    raw = path.read_bytes()
+    assert dumps(loads(raw)).encode() == raw
+    assert loads(raw.decode()) == loads(raw)
+
+
+def test_offsets_of_a_broadcasting_client() -> None:
+    for path in sorted(existing("clients-broadcast").glob("client/*/*/offsets.json")):
+        table = loads(path.read_bytes())["offsetTable"]
+        assert table
+        for key, offset in table.items():
+            assert isinstance(key, ObjectKey)
+            assert dict(key).keys() == {"brokerName", "queueId", "topic"}
+            assert isinstance(offset, int)

@@ -1,0 +1,156 @@
+"""Every recorded filter case in the Python and Arrow back-ends, bloom positions, subscriptions, registrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from librmq import brokerjson
+from librmq.errors import ConfigError, FilterEvaluationError, FilterSyntaxError
+from librmq.filter import BROKER_BLOOM, BloomFilter, Registrations, SqlFilter, TagFilter
+from librmq.filter.commands import answer_bloom, answer_case
+from librmq.filter.explain import explain
+from librmq.filter.parser import Dialect
+from librmq.filter.sqlfilter import Compiled, compiled
+from tests.reference import Row, document, encoding, existing, folders, jsonl
+
+DIALECTS: list[tuple[str, Dialect]] = [("cases.jsonl", "4.9"), ("cases-5.3.3.jsonl", "5.3")]
+
+
+def cases(file: str) -> tuple[Row, ...]:
+    return jsonl(existing("filter", file))
+
+
+def compiling(file: str, dialect: Dialect) -> list[tuple[Row, Compiled]]:
+    return [(row, compiled(row["expr"], dialect)) for row in cases(file) if row["result"] != "PARSE_ERROR"]
+
+
+@pytest.mark.parametrize(("file", "dialect"), DIALECTS)
+def test_python_agrees_with_the_broker(file: str, dialect: Dialect) -> None:
+    for row in cases(file):
+        result: Any
+        match = None
+        try:
+            sql = compiled(row["expr"], dialect)
+            match = sql.matches(row["props"])
+            result = sql.evaluate(row["props"])
+        except FilterSyntaxError:
+            result = "PARSE_ERROR"
+        except FilterEvaluationError as error:
+            result = f"EVAL_ERROR:{error.java_name}"
+        assert (result, match) == (row["result"], row["match"]), row
+        assert type(result) is type(row["result"]), row
+
+
+@pytest.mark.parametrize(("file", "dialect"), DIALECTS)
+def test_the_command_prints_the_recorded_rows(file: str, dialect: Dialect) -> None:
+    for row in cases(file):
+        question = {name: row[name] for name in ("expr", "props") if name in row}
+        assert answer_case(question, dialect) == question | {"result": row["result"], "match": row["match"]}
+
+
+@pytest.mark.parametrize(("file", "dialect"), DIALECTS)
+def test_strict_refuses_exactly_what_is_ignored(file: str, dialect: Dialect) -> None:
+    for row, sql in compiling(file, dialect):
+        if sql.selector.ignored_from is None:
+            SqlFilter(row["expr"], dialect=dialect, strict=True)
+        else:
+            with pytest.raises(FilterSyntaxError):
+                SqlFilter(row["expr"], dialect=dialect, strict=True)
+
+
+@pytest.mark.parametrize(("file", "dialect"), DIALECTS)
+def test_explanations_agree_with_the_verdict(file: str, dialect: Dialect) -> None:
+    verdicts: dict[object, str] = {True: "TRUE", False: "FALSE", None: "UNKNOWN"}
+    for row, sql in compiling(file, dialect):
+        explanation = explain(sql.selector, row["props"])
+        assert explanation.matches is row["match"], row
+        assert explanation.verdict == verdicts.get(row["result"], "ERROR"), row
+        assert explanation.decided_by
+        assert explanation.why in str(explanation)
+
+
+@pytest.mark.parametrize(("file", "dialect"), DIALECTS)
+def test_arrow_answers_every_case_itself(file: str, dialect: Dialect) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from librmq.filter.arrow_backend import match_arrow
+
+    answered = 0
+    rows = compiling(file, dialect)
+    for row, sql in rows:
+        properties = row["props"]
+        maps = pa.array([properties and list(properties.items()), None, []], pa.map_(pa.string(), pa.string()))
+        empty = sql.matches({})
+        got = match_arrow(sql.question, maps)
+        assert got.type == pa.bool_()
+        assert got.to_pylist() == [row["match"], empty, empty], row
+        names = sorted(properties or ())
+        if names:
+            columns = [pa.array([properties[name], None], pa.string()) for name in names]
+            batch = pa.RecordBatch.from_arrays(columns, names=names)
+            assert match_arrow(sql.question, batch).to_pylist() == [row["match"], empty], row
+        answered += 1
+    print(f"{file}: {answered} of {len(rows)} compiling cases answered by Arrow kernels")
+    assert answered == len(rows)
+
+
+def test_bloom_hashes_and_positions() -> None:
+    recorded = document(existing("bloom.json"))
+    for row in recorded["filters"]:
+        bloom = BloomFilter(row["f"], row["n"])
+        assert (bloom.hash_count, bloom.bit_count) == (row["k"], row["m"])
+        bitmap = bloom.bitmap()
+        for given in row["positions"]:
+            positions = bloom.positions(given["str"])
+            assert list(positions) == given["bits"], given
+            assert bloom.hit(bitmap, positions) is given["hit_before_add"], given
+            if given["added"]:
+                bloom.add(bitmap, positions)
+        if "bits_array_bytes_hex_after_adds" in row:
+            assert bitmap.hex() == row["bits_array_bytes_hex_after_adds"]
+        if "hit_after_all" in row:
+            hits = [bloom.hit(bitmap, bloom.positions(given["str"])) for given in row["positions"]]
+            assert hits == row["hit_after_all"]
+        question = {"f": row["f"], "n": row["n"], "strings": [given["str"] for given in row["positions"]]}
+        positions_out = [{"str": given["str"], "bits": given["bits"]} for given in row["positions"]]
+        assert answer_bloom(question) == {"k": row["k"], "m": row["m"], "positions": positions_out}
+    for row in recorded["errors"]:
+        with pytest.raises(ConfigError):
+            BloomFilter(row["f"], row["n"])
+    for row in recorded["bits_array"]:
+        bitmap = bytearray(row["byte_length"])
+        BloomFilter.add(bitmap, row["set"])
+        assert bitmap.hex() == row["bytes_hex"]
+
+
+def test_subscriptions() -> None:
+    for row in encoding("subscription"):
+        if "error" in row:
+            with pytest.raises(FilterSyntaxError):
+                TagFilter(row["expr"])
+        else:
+            tags = TagFilter(row["expr"])
+            assert tags.expression == row["sub_string"]
+            assert sorted(tags.tags) == row["tags_set"]
+            assert sorted(tags.codes) == row["code_set"]
+
+
+@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
+def test_registrations_are_read_and_written_again(folder: Any) -> None:
+    path = folder / "store" / "config" / "consumerFilter.json"
+    if not path.exists():
+        return  # a store on which nobody ever filtered
+    recorded = brokerjson.loads(path.read_text("utf-8"))
+    entries = [data for topic in recorded["filterDataByTopic"].values() for data in topic["groupFilterData"].values()]
+    now_ms = max([data["bornTime"] for data in entries], default=0) + 60_000
+    registrations = Registrations()
+    assert registrations.load(recorded, now_ms)
+    for data in entries:
+        # What had no dead time when it was written died half a minute before it was read.
+        data.update(deadTime=data["deadTime"] or now_ms - 30_000, dead=True)
+        found = registrations.get(data["topic"], data["consumerGroup"])
+        assert found is not None
+        assert found.bloom == BROKER_BLOOM.of(f"{found.group}#{found.topic}")
+        assert found.filter is not None
+    assert registrations.to_document(now_ms) == recorded

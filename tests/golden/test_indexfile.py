@@ -1,0 +1,198 @@
+"""Index files against those that the original wrote, and its answers to queries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from librmq.files import MemoryFiles
+from librmq.indexfile import IndexFile, geometry
+from librmq.javahash import index_key_hash
+from librmq.keyindex import KeyIndex
+from tests.reference import Row, existing, folders, jsonl, rows, store_folders
+
+NOW = 1_800_000_000_000
+Record = tuple[int, int, list[int]]
+Append = Callable[[KeyIndex, list[Record]], None]
+
+
+def one_by_one(index: KeyIndex, records: list[Record]) -> None:
+    for record in records:
+        index.append(*record)
+
+
+def by_64(index: KeyIndex, records: list[Record]) -> None:
+    for begin in range(0, len(records), 64):
+        index.append_many(records[begin : begin + 64])
+
+
+def at_once(index: KeyIndex, records: list[Record]) -> None:
+    index.append_block(
+        np.array([record[0] for record in records]),
+        np.array([record[1] for record in records]),
+        np.repeat(np.arange(len(records)), [len(record[2]) for record in records]),
+        np.array([key for record in records for key in record[2]], np.int64),
+    )
+
+
+every_way = pytest.mark.parametrize("append", [one_by_one, by_64, at_once])
+
+
+def hashes(topic: str, sys_flag: int, unique_key: str | None, keys: str | None) -> list[int]:
+    """The hashes of a record, as the original's builder asks for them."""
+    if sys_flag & 12 == 12:  # rolled back
+        return []
+    names = [] if unique_key is None else [unique_key]
+    return [index_key_hash(topic, key) for key in names + [key for key in (keys or "").split(" ") if key]]
+
+
+def records_of(folder: Path) -> list[Record]:
+    return [
+        (
+            row["phys"],
+            row["store_timestamp"],
+            hashes(row["topic"], row["sys_flag"], row["dispatch_uniq_key"], row["dispatch_keys"]),
+        )
+        for row in rows(folder, "message")
+    ]
+
+
+def records_of_clients(path: Path) -> Iterator[Record]:
+    for row in jsonl(path):
+        if row["kind"] == "message":
+            properties = row["properties"]
+            keys = hashes(row["topic"], row["sysFlag"], properties.get("UNIQ_KEY"), properties.get("KEYS"))
+            yield row["commitLogOffset"], row["storeTimestamp"], keys
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "index").iterdir())}
+
+
+def in_memory(found: dict[str, bytes]) -> MemoryFiles:
+    files = MemoryFiles()
+    files.make_folder("/index")
+    for name, data in found.items():
+        files.write(f"/index/{name}", data)
+    return files
+
+
+def open_index(files: MemoryFiles, slots: int, entries: int) -> KeyIndex:
+    return KeyIndex.open("/index", slots=slots, entries=entries, files=files, now_ms=lambda: NOW)
+
+
+def replayed(records: list[Record], append: Append, slots: int, entries: int) -> list[bytes]:
+    """What a fresh index makes of the records."""
+    files = in_memory({})
+    append(open_index(files, slots, entries), records)
+    return [files.read(os.path.join("/index", entry.name)) for entry in files.list("/index")]
+
+
+def pairs(found: Iterable[bytes], slots: int, entries: int, begin: int) -> list[tuple[int, int]]:
+    """Hash and place of all entries from ``begin`` on."""
+    files = in_memory({str(20_000_101_000_000_000 + n): data for n, data in enumerate(found)})
+    every = [file.entries() for file in open_index(files, slots, entries).files]
+    kept = np.concatenate([one[one["physical"] >= begin] for one in every])
+    pairs: list[tuple[int, int]] = kept[["hash", "physical"]].tolist()
+    return pairs
+
+
+@every_way
+@pytest.mark.parametrize("folder", store_folders())
+def test_replayed_bytes(folder: Path, append: Append) -> None:
+    (config,) = rows(folder, "config")
+    slots, entries = config["max_hash_slot_num"], config["max_index_num"]
+    expected = list(stored(folder / "store").values())
+    made = replayed(records_of(folder), append, slots, entries)
+    if not config["abort_file_present"]:
+        assert made == expected
+        return
+    # The rows are those of the recovered log: what was cut off it is still in the last files on disk.
+    assert made[:-1] == expected[: len(made) - 1]
+    begin, end = 40 + 4 * slots, len(made[-1].rstrip(b"\0"))
+    assert made[-1][begin:end] == expected[len(made) - 1][begin:end]
+
+
+@every_way
+@pytest.mark.parametrize("folder", folders("clients-"))
+def test_replayed_bytes_of_real_brokers(folder: Path, append: Append) -> None:
+    expected = list(stored(folder / "store").values())
+    found = geometry(len(expected[0]))
+    assert found is not None
+    records = list(records_of_clients(folder / "messages.jsonl"))
+    made = replayed(records, append, *found)
+    begin = records[0][0]
+    if begin == 0:
+        assert made == expected
+    else:  # the first files of the log were deleted, and the index is older
+        assert pairs(made, *found, begin) == pairs(expected, *found, begin)
+
+
+@pytest.fixture(params=store_folders())
+def folder(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture
+def recovered(folder: Path) -> KeyIndex:
+    """The index as the original had it when it answered: after a crash, newer files are made from the log."""
+    (config,) = rows(folder, "config")
+    files = in_memory(stored(folder / "store"))
+    index = open_index(files, config["max_hash_slot_num"], config["max_index_num"])
+    if config["abort_file_present"]:
+        checkpoint = (folder / "store" / "checkpoint").read_bytes()
+        index.delete_newer_than(int.from_bytes(checkpoint[16:24], "big"))
+        again = rows(folder, "index_file")[len(index.files) :]
+        if again:  # the original began with the first file of the log that the checkpoint does not cover
+            first = again[0]["begin_phy_offset"]
+            by_64(index, [record for record in records_of(folder) if record[0] >= first])
+    return index
+
+
+def as_row(file: IndexFile) -> Row:
+    header = file.header
+    return {
+        "begin_timestamp": header.begin_timestamp_ms,
+        "end_timestamp": header.end_timestamp_ms,
+        "begin_phy_offset": header.begin_physical_offset,
+        "end_phy_offset": header.end_physical_offset,
+        "hash_slot_count": header.slot_count,
+        "index_count": header.index_count,
+        "entries_hash_phys_timediff_prev": [list(entry) for entry in file.entries().tolist()],
+        "slots": {str(slot): number for slot, number in file.slots().tolist()},
+    }
+
+
+def test_contents(folder: Path, recovered: KeyIndex) -> None:
+    expected = [{**row} for row in rows(folder, "index_file")]
+    for row in expected:
+        del row["type"], row["name"]
+    assert [as_row(file) for file in recovered.files] == expected
+
+
+def test_queries(folder: Path, recovered: KeyIndex) -> None:
+    questions = rows(folder, "index_query")
+    assert questions
+    for row in questions:
+        found = recovered.query(row["topic"], row["key"], row["begin"], row["end"], row["max_num"])
+        assert found == row["phys_offsets"], row
+        assert recovered.end_timestamp_ms == row["index_last_update_timestamp"]
+        assert recovered.end_physical_offset == row["index_last_update_phyoffset"]
+
+
+@pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
+def test_files_alone(folder: Path) -> None:
+    for path in (existing(folder.name, "store", "index")).iterdir():
+        with IndexFile.open(str(path)) as file:
+            header, entries = file.header, file.entries()
+            assert header.index_count == len(entries) + 1
+            assert (file.max_slots, file.max_entries) == geometry(path.stat().st_size)
+            if len(entries):
+                assert header.begin_physical_offset == entries["physical"][0]
+                assert header.end_physical_offset == entries["physical"][-1]
+            assert len(file.slots()) == header.slot_count

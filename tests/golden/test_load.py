@@ -1,0 +1,334 @@
+"""Recorded operations applied again: the rows that they gave, and the files that they left, byte for byte."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import brokerjson, codec, layout
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.errors import InputError
+from librmq.files import DiskFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.load import run
+from librmq.message import StoredMessage
+from librmq.store import MessageStore
+from librmq.topics import OP_TOPIC
+from tests.reference import Row, document, jsonl, rows, store_folders
+
+stores = pytest.mark.parametrize("folder", store_folders())
+
+INDEX_HEADER = 40
+
+
+# --- operations as they were recorded
+
+
+def recorded(folder: Path) -> list[tuple[Row, Row]]:
+    """Each operation with the time at which it was applied, and the row that it gave."""
+    finals, ops = defaultdict(list), defaultdict(list)
+    for message in rows(folder, "message"):
+        if message["sys_flag"] & codec.TRANSACTION_MASK == codec.TRANSACTION_COMMIT:
+            finals[message["prepared_transaction_offset"]].append(message["store_timestamp"])
+        if message["topic"] == OP_TOPIC:
+            ops[base64.b64decode(message["body_b64"]).decode()].append(message["store_timestamp"])
+    halves: dict[str, Row] = {}
+    result = []
+    pairs = zip(jsonl(folder / "ops.jsonl"), jsonl(folder / "put_results.jsonl"), strict=True)
+    for operation, answer in pairs:
+        at_ms = answer.get("store_timestamp", answer.get("at_ms"))
+        if operation["op"] == "half":
+            halves[operation["id"]] = answer
+        elif answer.get("response_code") == 0:
+            half = halves[operation["id"]]
+            op_times, final_times = ops[str(half["queue_offset"])], finals[half["phys"]]
+            at_ms = op_times.pop(0) if op_times else None
+            if operation["op"] == "commit":
+                at_ms = final_times.pop(0) if final_times else None
+        timed = operation if at_ms is None else {**operation, "at_ms": at_ms}
+        result.append((timed, answer))
+    return result
+
+
+def is_delayed(operation: Row) -> bool:
+    return int(operation.get("delayLevel") or operation.get("props", {}).get("DELAY", 0)) > 0
+
+
+def without_what_comes_later(folder: Path) -> list[tuple[Row, Row]]:
+    """The operations that need no filter, no check and no delivery."""
+    return [
+        (operation, answer)
+        for operation, answer in recorded(folder)
+        if operation["op"] not in ("filter", "tx_check") and not is_delayed(operation)
+    ]
+
+
+def lines(operations: Iterable[Row]) -> list[str]:
+    return [json.dumps(operation, ensure_ascii=False) for operation in operations]
+
+
+def config_of(folder: Path) -> StoreConfig:
+    return StoreConfig.from_row(rows(folder, "config")[0])
+
+
+@dataclass
+class Loaded:
+    """What one run gave."""
+
+    path: Path
+    answers: list[Row] = field(default_factory=list)
+    stopped: str | None = None
+
+
+def load(path: Path, config: StoreConfig, operations: Iterable[Row]) -> Loaded:
+    """Apply operations; they may end at one that is not supported yet."""
+    loaded = Loaded(path)
+    try:
+        run(path, config, lines(operations), loaded.answers.append, warn=lambda reason: None)
+    except InputError as error:
+        loaded.stopped = str(error)
+        assert loaded.stopped.startswith(f"line {len(loaded.answers) + 1}: ")
+        assert loaded.stopped.endswith("not supported yet")
+    return loaded
+
+
+# --- files
+
+
+def open_log(store: Path, config: StoreConfig) -> CommitLog:
+    return CommitLog.open(str(store / "commitlog"), config.commitlog_file_size, writable=False)
+
+
+def log_bytes(store: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted((store / "commitlog").iterdir()))
+
+
+def own_end(folder: Path, store: Path, config: StoreConfig) -> int:
+    """Up to where our log can be compared: the reference's may have been damaged afterwards."""
+    with open_log(store, config) as log:
+        end = log.end
+    mutation = folder / "mutation.json"
+    return min(end, document(mutation)["last_put_phys"]) if mutation.exists() else end
+
+
+def masked(record: bytes) -> bytes:
+    """A record without what is free in it: born and store time of an op message."""
+    if StoredMessage(record).topic != OP_TOPIC:
+        return record
+    born, stored = codec.BORN_TIMESTAMP_AT, codec.host_ends(record[codec.SYS_FLAG_AT + 3])[0]
+    return record[:born] + bytes(8) + record[born + 8 : stored] + bytes(8) + record[stored + 8 :]
+
+
+def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> None:
+    if not (store / "commitlog").exists():
+        return
+    ours, theirs = log_bytes(store), log_bytes(folder / "store")
+    end = own_end(folder, store, config)
+    with open_log(store, config) as log:
+        for item in log.scan(end=end):
+            begin, upto = item.physical_offset, item.physical_offset + item.size
+            a, b = ours[begin:upto], theirs[begin:upto]
+            assert (a == b) if item.raw is None else (masked(a) == masked(b)), f"log at {begin}"
+        assert not any(ours[log.end :])
+
+
+def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
+    """Each file of our queues begins as the reference's; what was not written is zero."""
+    files = DiskFiles()
+    for topic, queue_id in layout.list_queues(str(store), files):
+        ours = sorted(Path(layout.queue_folder(str(store), topic, queue_id)).iterdir())
+        for path in ours:
+            data = path.read_bytes()
+            assert len(data) == config.consumequeue_file_size
+            written = data.rstrip(b"\0")
+            whole = len(written) + -len(written) % 20
+            assert (folder / "store" / path.relative_to(store)).read_bytes()[:whole] == data[:whole], path
+
+
+def assert_same_index(folder: Path, store: Path, config: StoreConfig) -> None:
+    """The same files under other names; the last may be a beginning."""
+    ours, theirs = sorted((store / "index").glob("*")), sorted((folder / "store" / "index").glob("*"))
+    begin = INDEX_HEADER + 4 * config.max_hash_slot_num
+    for ours_at, theirs_at in zip(ours, theirs, strict=False):
+        a, b = ours_at.read_bytes(), theirs_at.read_bytes()
+        if a[36:40] == b[36:40]:
+            assert a == b
+        else:
+            assert ours_at == ours[-1]
+            count = int.from_bytes(a[36:40], "big")
+            assert a[:8] + a[16:24] == b[:8] + b[16:24]  # where it begins
+            assert a[begin : begin + 20 * count] == b[begin : begin + 20 * count]
+    assert len(ours) <= len(theirs)
+
+
+@stores
+def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    pairs = recorded(folder)
+    loaded = load(tmp_path / "store", config, [operation for operation, _ in pairs])
+    expected = [answer for _, answer in pairs]
+    assert lines(loaded.answers) == lines(expected[: len(loaded.answers)])
+    assert loaded.stopped is not None or len(loaded.answers) == len(expected)
+    assert_same_log(folder, loaded.path, config)
+    assert_same_queues(folder, loaded.path, config)
+    assert_same_index(folder, loaded.path, config)
+    crashed = loaded.stopped is None and pairs[-1][0]["op"] == "crash"
+    assert (loaded.path / "abort").exists() is crashed
+
+
+# --- the rest of the operations: what was recorded, at other places
+
+
+def essence(message: StoredMessage) -> tuple[Any, ...]:
+    """What does not depend on the messages around it."""
+    own = message.topic != OP_TOPIC
+    return (
+        message.topic,
+        message.queue_id,
+        message.flag,
+        message.sys_flag,
+        message.born_timestamp_ms if own else None,
+        message.store_timestamp_ms if own else None,
+        message.born_host,
+        message.store_host,
+        message.reconsume_times,
+        message.stored_body if own else None,
+        message.properties_raw,
+        message.body_crc if own else None,
+    )
+
+
+def comes_later(message: StoredMessage) -> bool:
+    """Whether a delivery or a check wrote it, or it waits for one."""
+    properties = message.properties
+    delayed = message.topic == SCHEDULE_TOPIC or int(properties.get("DELAY", "0")) > 0
+    return delayed or "TRANSACTION_CHECK_TIMES" in properties
+
+
+@stores
+def test_messages_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    pairs = without_what_comes_later(folder)
+    loaded = load(tmp_path / "store", config, [operation for operation, _ in pairs])
+    assert loaded.stopped is None
+    places = {"phys", "queue_offset", "msg_id"}
+    for ours, (_, theirs) in zip(loaded.answers, pairs, strict=True):
+        assert {name: ours[name] for name in ours if name not in places} == {
+            name: theirs[name] for name in theirs if name not in places
+        }
+    with MessageStore.open(loaded.path, config, read_only=True) as store:
+        written = [essence(message) for message in store]
+    with open_log(folder / "store", config) as log:
+        there = [StoredMessage(item.raw) for item in log.scan() if item.raw is not None]
+    expected = [essence(message) for message in there if not comes_later(message)]
+    if (folder / "mutation.json").exists():
+        written = written[: len(expected)]
+    assert expected
+    assert written == expected
+
+
+TABLES = ("topic", "subgroup", "consumer_offset", "filter", "persist")
+
+
+@stores
+def test_tables_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
+    """Free are the order of keys, versions, birth times, and what the broker makes of its own accord."""
+    pairs = [(operation, answer) for operation, answer in recorded(folder) if operation["op"] in TABLES]
+    operations = [operation for operation, _ in pairs]
+    loaded = load(tmp_path / "store", config_of(folder), operations)
+    assert lines(loaded.answers) == lines(answer for _, answer in pairs)
+    named = {
+        "topics.json": {row["topic"] for row in operations if row["op"] == "topic"},
+        "subscriptionGroup.json": {row["group"] for row in operations if row["op"] == "subgroup"},
+        "consumerOffset.json": {
+            f"{row['topic']}@{row['group']}" for row in operations if row["op"] == "consumer_offset"
+        },
+        "delayOffset.json": set(),
+        "consumerFilter.json": {operation["topic"] for operation, row in pairs if row.get("registered")},
+    }
+    for name, keys in named.items():
+        text = (tmp_path / "store" / "config" / name).read_text("utf-8")
+        ours, theirs = brokerjson.loads(text), brokerjson.loads((folder / "store/config" / name).read_bytes())
+        assert list(ours) == list(theirs)
+        table = list(ours)[-1]
+        assert ours[table].keys() == keys
+        assert timeless(ours[table]) == timeless({key: theirs[table][key] for key in keys})
+        if "dataVersion" in ours:
+            assert ours["dataVersion"]["counter"] >= len(keys)
+        assert text == brokerjson.dumps(ours)
+
+
+def timeless(value: Any) -> Any:
+    """A table without its birth times."""
+    if isinstance(value, dict):
+        return {name: timeless(one) for name, one in value.items() if name != "bornTime"}
+    return value
+
+
+# --- one run and another
+
+
+def contents(store: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(store)): hashlib.sha1(path.read_bytes()).hexdigest()
+        for path in sorted(store.rglob("*"))
+        if path.is_file()
+    }
+
+
+@stores
+@pytest.mark.parametrize("pairs_of", [recorded, without_what_comes_later])
+def test_two_runs_are_identical_in_every_file(
+    folder: Path, pairs_of: Callable[[Path], list[tuple[Row, Row]]], tmp_path: Path
+) -> None:
+    operations = [operation for operation, _ in pairs_of(folder)]
+    one, other = (load(tmp_path / name, config_of(folder), operations) for name in ("one", "other"))
+    assert one.answers == other.answers
+    assert contents(one.path) == contents(other.path)
+
+
+def split(operations: Sequence[Row]) -> int:
+    """A place near the middle where no transaction is open."""
+    last = {row["id"]: at for at, row in enumerate(operations) if row["op"] in ("commit", "rollback")}
+    first = {row["id"]: at for at, row in enumerate(operations) if row["op"] == "half"}
+    free = [
+        at
+        for at in range(1, len(operations))
+        if "at_ms" in operations[at] and not any(first[one] < at <= last[one] for one in last)
+    ]
+    return min(free, key=lambda at: abs(at - len(operations) // 2))
+
+
+@stores
+def test_a_run_goes_on_where_another_ended(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    operations = [operation for operation, _ in without_what_comes_later(folder)]
+    at = split(operations)
+    whole = load(tmp_path / "whole", config, operations)
+    first = load(tmp_path / "parts", config, operations[:at])
+    second = load(tmp_path / "parts", config, operations[at:])
+    assert first.answers + second.answers == whole.answers
+    for name in ("commitlog", "consumequeue", "consumequeue_ext"):
+        assert contents(second.path / name) == contents(whole.path / name)
+    ours, theirs = contents(second.path / "index"), contents(whole.path / "index")
+    assert list(ours.values()) == list(theirs.values())
+
+
+@stores
+def test_no_operations_change_no_byte(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    operations = [operation for operation, _ in without_what_comes_later(folder)]
+    operations = [operation for operation in operations if operation["op"] != "crash"]
+    loaded = load(tmp_path / "store", config, operations)
+    before = contents(loaded.path)
+    load(loaded.path, config, [])
+    assert contents(loaded.path) == before

@@ -1,0 +1,312 @@
+"""Break every rule of every operator of the filter, one at a time, and see that a test notices.
+
+From the root of the checkout: ``python -m tests.mutation.filter [word …]`` (only rules whose name holds a word).
+Each rule is broken in a copy of ``librmq`` and ``tests``; the quick filter tests run there. Prints killed of all;
+status 1 where one lives. Not part of the test run: it takes some minutes.
+"""
+
+# ruff: noqa: E501 (a rule a line)
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.reference import CHECKOUT, reference
+
+TESTS = (
+    ("tests/unit/filter/test_sqlfilter.py", "tests/unit/filter/test_arrow.py", "tests/golden/test_filter.py"),
+    ("tests/unit/filter", "tests/property/test_filter.py"),
+)
+"""What finds most, and quickly, goes first."""
+
+
+class Mutant(NamedTuple):
+    """One rule broken: in ``file``, the only place that reads ``before`` reads ``after``."""
+
+    rule: str
+    file: str
+    before: str
+    after: str
+
+
+def mutants() -> Iterator[Mutant]:
+    yield from (Mutant(f"interpreter: {rule}", "interpreter.py", b, a) for rule, b, a in INTERPRETER)
+    yield from (Mutant(f"logic: {rule}", "logic.py", b, a) for rule, b, a in LOGIC)
+    yield from (Mutant(f"python: {rule}", "python_backend.py", b, a) for rule, b, a in PYTHON)
+    yield from (Mutant(f"columns: {rule}", "columns.py", b, a) for rule, b, a in COLUMNS)
+    yield from (Mutant(f"arrow: {rule}", "arrow_backend.py", b, a) for rule, b, a in ARROW)
+    yield from (Mutant(f"arrow texts: {rule}", "arrow_texts.py", b, a) for rule, b, a in ARROW_TEXTS)
+    yield from (Mutant(f"numbers: {rule}", "javanumbers.py", b, a) for rule, b, a in NUMBERS)
+    yield from (Mutant(f"parser: {rule}", "parser.py", b, a) for rule, b, a in PARSER)
+    yield from (Mutant(f"grammar: {rule}", "sql92.lark", b, a) for rule, b, a in GRAMMAR)
+
+
+# fmt: off
+INTERPRETER = (
+    ("bare property", "return None if (yield node.operand) is None else False", "return (yield node.operand) is not None"),
+    ("IS NULL", "return (yield node.operand) is None", "return (yield node.operand) is not None"),
+    ("NOT", "return None if value is None else not value", "return not value"),
+    ("AND", "yield from _until(False, node.terms)", "yield from _until(True, node.terms)"),
+    ("OR", "yield from _until(True, node.terms)", "yield from _until(False, node.terms)"),
+    ("a term decides", "        if value is decisive:\n            return decisive\n", ""),
+    ("UNKNOWN of AND and OR", "        if value is None:\n            result = None\n", ""),
+    ("IN of a missing property", "return None if text is None else (text in", "return (text in"),
+    ("NOT IN", "(text in node.values) is not node.negated", "(text in node.values)"),
+    ("an empty text is not found", "or not node.text:", "or False:"),
+    ("NOT CONTAINS", "is not node.negated\n        case Compare", "is True\n        case Compare"),
+    ("order of null: right not looked at", 'if left is None and node.operator != "=":', "if False:"),
+    ("minus of a text", "if isinstance(value, bool) or not isinstance(value, int | float):\n        return None", "if isinstance(value, bool) or value is None:\n        return None\n    if isinstance(value, str):\n        return 0"),
+    ("minus of a long", "JavaLong(-value) if isinstance(value, JavaLong) else -value", "-value"),
+    ("null = null", "if left is None and right is None:\n        return True", "if left is None and right is None:\n        return None"),
+    ("null = value", "    if left is None:\n        return None\n    if right is None:\n        return False", "    if left is None:\n        return False\n    if right is None:\n        return False"),
+    ("value = null", "    if right is None:\n        return False\n    if isinstance", "    if right is None:\n        return None\n    if isinstance"),
+    ("order of null", "if left is None or right is None:\n        return None", "if left is None or right is None:\n        return False"),
+    ("texts in order are doubles", "return in_order(operator, _double(left), _double(right))", "return left < right"),
+    ("boolean on the left of a text", 'if isinstance(left, bool) and isinstance(right, str):', "if False:"),
+    ("mismatched types", 'return operator in ("<", "<=")', 'return operator in ("=", "<", "<=")'),
+    ("text to boolean", 'return text.lower() == "true"', 'return text == "true"'),
+    ("text to double", "if isinstance(other, float):\n        return _double(text)", "if isinstance(other, str):\n        return _double(text)"),
+    ("text to long", "parse_long(text) if isinstance(other, JavaLong) else parse_int(text)", "parse_int(text)"),
+    ("text to int", "parse_long(text) if isinstance(other, JavaLong) else parse_int(text)", "parse_long(text)"),
+    ("integers beside doubles", "left, right = float(left), float(right)", "pass"),
+    ("CONTAINS", "return part in text", "return text.startswith(part)"),
+    ("STARTSWITH", 'text.startswith(part) if kind == "STARTSWITH"', 'text.endswith(part) if kind == "STARTSWITH"'),
+    ("NaN", "return (True, 0, True)", "return (False, 0, True)"),
+    ("minus zero", "not (number == 0 and math.copysign(1, number) < 0)", "True"),
+    (">=", "return a >= b", "return a > b"),
+    (">", "return a > b\n", "return a >= b\n"),
+    ("<=", "return a <= b", "return a < b"),
+    ("<", "return a < b\n", "return a <= b\n"),
+)
+
+LOGIC = (
+    ("bare property", "return All((Missing(node.operand.name), UNKNOWN))", "return Missing(node.operand.name)"),
+    ("NOT IN", "return Negation(question) if node.negated else question", "return question"),
+    ("NOT NOT", "return question.of if isinstance(question, Negation) else", "return question if isinstance(question, Negation) else"),
+    ("minus of a boolean fails as it does", "return _NullAfter(operand)", "return _Known(None)"),
+    ("minus of a property", "        case _:\n            return _Known(None)", "        case _:\n            return _Known(0)"),
+    ("errors before a null", "    if not question.may_fail:\n        return then\n", "    return then\n"),
+    ("IS NULL of a constant", "return Always(Answer.of(operand.value is None))", "return FALSE"),
+    ("IS NULL of a boolean", "return Mapped(operand, Answer.FALSE, Answer.FALSE, Answer.TRUE)", "return FALSE"),
+    ("search in a constant", "searched(node.kind, text, node.text) is not node.negated", "searched(node.kind, text, node.text)"),
+    ("search in a boolean", "        case Question():\n            return _after(operand, FALSE)", "        case Question():\n            return FALSE"),
+    ("search in minus of a boolean", "return _after(operand.question, FALSE)", "return FALSE"),
+    ("null = property", "return AnyOf((Missing(name), UNKNOWN))", "return Missing(name)"),
+    ("boolean = property", "SameAnswer(Always(Answer.of(value)), TextTrue(name), clash=True)", "TextTrue(name)"),
+    ("value = property", "return All((Negation(Missing(name)), _property_is(name, value)))", "return _property_is(name, value)"),
+    ("property = FALSE", "TextTrue(name) if value else Negation(TextTrue(name))", "TextTrue(name)"),
+    ("boolean = FALSE", "return question if value else _negation(question)", "return question"),
+    ("boolean = text", "return SameAnswer(question, TRUE, clash=True)", "return question"),
+    ("boolean = number", "Mapped(question, Answer.FALSE, Answer.FALSE, Answer.UNKNOWN)", "Mapped(question, Answer.FALSE, Answer.FALSE, Answer.FALSE)"),
+    ("null = boolean", "Mapped(question, Answer.UNKNOWN, Answer.UNKNOWN, Answer.TRUE)", "Mapped(question, Answer.FALSE, Answer.FALSE, Answer.TRUE)"),
+    ("TRUE = boolean", "Answer.of(value), Answer.of(not value), Answer.FALSE)", "Answer.of(value), Answer.of(not value), Answer.UNKNOWN)"),
+    ("text = boolean", "return _value_is_answer(is_true(value), question)", "return _value_is_answer(True, question)"),
+    ("number = boolean", "        case _:\n            return _after(question, FALSE)", "        case _:\n            return FALSE"),
+    ("boolean = property clashes", "SameAnswer(left, TextTrue(right.name), clash=True)", "SameAnswer(left, TextTrue(right.name), clash=False)"),
+    ("property = boolean does not", "SameAnswer(TextTrue(left.name), right, clash=False)", "SameAnswer(TextTrue(left.name), right, clash=True)"),
+    ("order after a null", "case _NullAfter(), _:", "case _NullAfter(), None:"),
+    ("property and a null that may fail", "AnyOf((Missing(left.name), _after(right.question, TRUE)))", "_after(right.question, TRUE)"),
+    ("number on the left", '"<": ">", "<=": ">=", ">": "<", ">=": "<="}', '"<": "<", "<=": "<=", ">": ">", ">=": ">="}'),
+    ("may fail: numbers", "    number: int | float\n\n    def __post_init__(self) -> None:\n        _set(self, True, True)", "    number: int | float\n\n    def __post_init__(self) -> None:\n        _set(self, False, True)"),
+    ("may fail: orders", "    right: str\n\n    def __post_init__(self) -> None:\n        _set(self, True, True)", "    right: str\n\n    def __post_init__(self) -> None:\n        _set(self, False, True)"),
+    ("may be unknown: texts", "    texts: tuple[str, ...]\n\n    def __post_init__(self) -> None:\n        _set(self, False, True)", "    texts: tuple[str, ...]\n\n    def __post_init__(self) -> None:\n        _set(self, False, False)"),
+    ("may fail: negation", "_set(self, self.of.may_fail, self.of.may_be_unknown)", "_set(self, False, self.of.may_be_unknown)"),
+    ("may be unknown: negation", "_set(self, self.of.may_fail, self.of.may_be_unknown)", "_set(self, self.of.may_fail, False)"),
+    ("may fail: clash", "may_fail = self.clash or self.left.may_fail", "may_fail = self.left.may_fail"),
+    ("may be unknown: same", "_set(self, may_fail, self.left.may_be_unknown)", "_set(self, may_fail, False)"),
+)
+
+PYTHON = (
+    ("errors are no match", 'on_error="return False"', 'on_error="return True"'),
+    ("only TRUE matches", '_Writer().function(question, "is_true"', '_Writer().function(question, "value"'),
+    ("missing: mode", "'not ' if mode == 'is_false' else ''", "''"),
+    ("a text that is none raises", "                if number is None:\n                    raise EvaluationRefusedError\n", "                if number is None:\n                    number = 0\n"),
+    ("digits: ints", "int: (parse_int, 10),", "int: (parse_int, 11),"),
+    ("digits: longs", "JavaLong: (parse_long, 19),", "JavaLong: (parse_long, 20),"),
+    ("digits: doubles", "float: (_double, 16),", "float: (parse_double, 16),"),
+    ("digits are ASCII", "text.isascii() and text.isdigit()", "text.isdigit()"),
+    ("a missing number", "{None: _NAN}", "{None: 60.0}"),
+    ("orders raise", "    if a is None or b is None:\n        raise EvaluationRefusedError\n", "    if a is None or b is None:\n        return False\n"),
+    ("TRUE is four letters", "return len(text) == 4 and text.lower()", "return text.lower() + 'x' and text"),
+    ("same: both unknown", "return True if right is None else None", "return None"),
+    ("same", "return left is right", "return left is not right"),
+    ("clash", "if left is not None and right is not None:\n        raise EvaluationRefusedError", "if left is not None and right is not None:\n        return False"),
+    ("fail", "def _fail() -> bool:\n    raise EvaluationRefusedError", "def _fail() -> bool:\n    return False"),
+    ("negated =", '{"=": "!=", "<"', '{"=": "==", "<"'),
+    ("negated <", '"<": ">=", "<="', '"<": ">", "<="'),
+    ("negated <=", '"<=": ">", ">"', '"<=": ">=", ">"'),
+    ("negated >", '">": "<=", ">="', '">": "<", ">="'),
+    ("negated >=", '">=": "<"}', '">=": "<="}'),
+    ("not equal of missing", 'if operator == "!=":', 'if operator == "!!":'),
+    ("not in of missing", "frozenset((*question.texts, None))", "frozenset(question.texts)"),
+    ("same text: FALSE", "is not None and {left} != {b})", "is None or {left} != {b})"),
+    ("same text: UNKNOWN", "else True if {right} is None else None)", "else None)"),
+    ("negated search", 'test = f"not {tests[question.kind]}" if question.negated', 'test = f"{tests[question.kind]}" if question.negated'),
+    ("search is false", 'return f"(not {found})" if mode == "is_false" else found', "return found"),
+    ("UNKNOWN before what may fail", "if term.may_be_unknown and i < last_that_may_fail:", "if False:"),
+    ("UNKNOWN at the end of a chain", 'ends.append(f"{variable} is not None")', "pass"),
+    ("UNKNOWN of a chain", 'unknown.append(f"{variable} is None")', "pass"),
+    ("functions of deep trees", 'self.later.append((name, question, mode))', 'self.later.append((name, question, "value"))'),
+)
+
+COLUMNS = (
+    ("NOT of an error", '    "is_error": "is_error",', '    "is_error": "is_true",'),
+    ("NOT", '    "is_true": "is_false",', '    "is_true": "is_true",'),
+    ("errors before what decides", "                if term.may_fail and i < len(terms) - 1:", "                if False:"),
+    ("what decides before errors", "                if i < last_that_may_fail:", "                if False:"),
+    ("errors of a chain", "                if term.may_fail:\n                    branches.append(((yield term, \"is_error\"), True))", "                if False:\n                    branches.append(((yield term, \"is_error\"), True))"),
+    ("mapped errors", '        if condition == "is_error":\n            return (yield question.of, "is_error")\n', ""),
+    ("mapped UNKNOWN", "if question.when_unknown is wanted:", "if False:"),
+    ("mapped TRUE", "if question.when_true is wanted:", "if False:"),
+    ("mapped FALSE", "if question.when_false is wanted:", "if False:"),
+    ("clash", "            if question.clash:", "            if False:"),
+    ("both unknown", 'pairs = [((yield from self._unknown(left)), right_unknown)]', "pairs = [(self.literal(False), right_unknown)]"),
+    ("right unknown", 'pairs = [((yield from self._known(left)), right_unknown)]', "pairs = [(self.literal(False), right_unknown)]"),
+    ("errors are not unknown", '(yield question, "is_false"), (yield question, "is_error")]', '(yield question, "is_false")]'),
+)
+
+ARROW = (
+    ("null is no match", "condition.fill_null(False) if condition.null_count else condition", "condition.fill_null(True)"),
+    ("first", "still_open = self.every([still_open, self.none([condition])])", "pass"),
+    ("missing", 'pc.invert(present) if condition == "is_true" else present', "present"),
+    ("TRUE in any case", "pc.ascii_lower(self.text(question.name))", "self.text(question.name)"),
+    ("negated orders", "operator = question.operator if condition == \"is_true\" else _NEGATED[question.operator]\n        if kind", "operator = question.operator\n        if kind"),
+    ("NaN above all", "return pc.or_kleene(pc.is_nan(numbers),", "return pc.and_kleene(pc.is_nan(numbers),"),
+    ("both missing are the same", "pc.and_(left.is_null(), right.is_null())", "pc.and_(left.is_null(), right.is_valid())"),
+    ("right missing is different", "pc.and_(left.is_valid(), right.is_null())", "pc.and_(left.is_null(), right.is_null())"),
+    ("orders fail only with both", "return self.every([*both, self.some(", "return self.some([*both, self.some("),
+    ("negated search", "true = pc.invert(found) if question.negated else found", "true = found"),
+    ("search is false", 'return true if condition == "is_true" else self.none([true])', "return true"),
+    ("plain digits: ints", "digits = 18 if kind is JavaLong else 9", "digits = 18"),
+    ("sign", '"-0", "0").cast', '"0", "0").cast'),
+    ("range of ints", "return _where(in_range, numbers).cast(pa.int32())", "return numbers.cast(pa.int32(), safe=False)"),
+    ("range of longs", "fits = pc.or_(pc.less(length, 19), ", "fits = pc.or_(pc.less(length, 20), "),
+    ("smallest long", '"9223372036854775808", "9223372036854775807"', '"9223372036854775807", "9223372036854775807"'),
+    ("other digits", "for zero in DIGIT_ZEROS[1:]", "for zero in DIGIT_ZEROS[2:]"),
+    ("suffixes", '"+"), "fFdD")', '"+"), "fF")'),
+    ("trim", "text = pc.utf8_trim(text, _TRIMMED)", "pass"),
+    ("hexadecimal sign", 'pc.if_else(pc.equal(sign, "-"), pc.negate(number), number)', "number"),
+    ("hexadecimal places", "pc.subtract(beyond, places)", "beyond"),
+    ("hexadecimal rest", "pc.add(pc.multiply(mantissa, 2), rest.cast(pa.int64()))", "pc.multiply(mantissa, 2)"),
+    ("ties", "pc.and_(pc.equal(lost, half), odd)", "pc.equal(lost, half)"),
+    ("small doubles", "few = pc.less(", "few = pc.greater("),
+    ("minus zero", "return pc.if_else(pc.less(bits, 0), ", "return pc.if_else(pc.less(bits, -(2**63) + 1), "),
+    ("NaN in orders", 'numbers = pc.if_else(pc.is_nan(numbers), float("nan"), numbers)', 'numbers = pc.if_else(pc.is_nan(numbers), float("-inf"), numbers)'),
+    ("nothing under null maps", "present &= ~self._null_rows", "pass"),
+    ("many texts", "found = pc.is_in(text, pa.array(texts, text.type))", "found = pc.is_in(text, pa.array(texts[:4], text.type))"),
+)
+
+ARROW_TEXTS = (
+    ("length", "self._lengths == len(data)", "self._lengths >= 0"),
+    ("first word", "found &= (self._words", "found |= (self._words"),
+    ("the rest", "found[alike] = pc.equal(", "found[alike] |= pc.equal("),
+    ("slices", "self._starts - first if first else self._starts", "self._starts"),
+)
+
+NUMBERS = (
+    ("int range", "return _parse_integer(text, INT_MIN, INT_MAX)", "return _parse_integer(text, LONG_MIN, LONG_MAX)"),
+    ("long range", "return _parse_integer(text, LONG_MIN, LONG_MAX)", "return _parse_integer(text, LONG_MIN, LONG_MAX + 1)"),
+    ("leading zeros", '.lstrip("0")\n', '\n'),
+    ("trim", "text = text.strip(_TRIMMED)", "text = text.strip()"),
+    ("suffix", 'text.rstrip("fFdD") if found.group(1) else text', "text"),
+    ("hexadecimal overflow", 'return float("-inf") if text.startswith("-") else float("inf")', "return None"),
+    ("hexadecimal", "found = _HEXADECIMAL.fullmatch(text)", "found = None"),
+    ("signs", 'rf"([+-]?)([{_DIGITS}]+)"', 'rf"(-?)([{_DIGITS}]+)"'),
+)
+
+PARSER = (
+    ("words of 5.x are names", 'names = _WORDS_OF_5 if dialect == "4.9" else ()', "names = ()"),
+    ("depth of parentheses", "if nesting > MAX_DEPTH:", "if False:"),
+    ("a bare property is a condition", "    if isinstance(node, Property):\n        return Truth", "    if isinstance(node, And):\n        return Truth"),
+    ("a number is none", "    if not is_boolean(node):\n        raise _Refused", "    if False:\n        raise _Refused"),
+    ("order of texts", "if isinstance(node.value, bool) or not isinstance(node.value, int | float):", "if isinstance(node.value, bool):"),
+    ("order of TRUE", "if isinstance(node.value, bool) or not isinstance(node.value, int | float):", "if not isinstance(node.value, int | float):"),
+    ("order of conditions", "    elif is_boolean(node):\n        raise", "    elif False:\n        raise"),
+    ("equality with NULL", "if isinstance(side, Constant) and side.value is None:", "if False:"),
+    ("TRUE = 1", "if not isinstance(other, bool):", "if False:"),
+    ("IN on a property", "if not isinstance(operand, Property):", "if False:"),
+    ("quotes", '''.replace("''", "'")''', ""),
+    ("largest integer", "    if value > LONG_MAX:\n", "    if value > 10 * LONG_MAX:\n"),
+    ("ints and longs", "return value if value <= INT_MAX else JavaLong(value)", "return JavaLong(value)"),
+    ("a float of zero", "    if value == 0:\n", "    if False:\n"),
+    ("a float too large", '    if value == float("inf"):\n', "    if False:\n"),
+    ("bounds of BETWEEN", "if bounds[1] < bounds[0]:", "if False:"),
+    ("equal bounds of BETWEEN", "if bounds[1] < bounds[0]:", "if bounds[1] <= bounds[0]:"),
+    ("BETWEEN", 'terms = (_compare(">=", value, low), _compare("<=", value, high))', 'terms = (_compare(">", value, low), _compare("<=", value, high))'),
+    ("NOT BETWEEN", 'terms = (_compare("<", value, low), _compare(">", value, high))', 'terms = (_compare("<", value, low), _compare(">=", value, high))'),
+    ("<>", "return _checked(_negated(_equal(children[0], children[2])))", "return _checked(_equal(children[0], children[2]))"),
+    ("IS NOT NULL", "return _checked(_negated(IsNull(node, start=node.start, end=word.end_pos)))", "return _checked(IsNull(node, start=node.start, end=word.end_pos))"),
+    ("unary plus", "        return respan(node, sign.start_pos, node.end)", "        return Negate(node, start=sign.start_pos, end=node.end)"),
+    ("unary minus", "return _checked(Negate(node, start=sign.start_pos, end=node.end))", "return node"),
+    ("line comments need an end", "lexer = self._whole if place.char_pos < last_line_end else self._last_line", "lexer = self._last_line"),
+)
+
+GRAMMAR = (
+    ("NOT binds tighter", "    | NOT unary   ", "    | NOT equality"),
+    ("an integer has no leading zero", "/0|[1-9][0-9]*[lL]?/", "/[0-9]+[lL]?/"),
+    ("no zero with L", "/0|[1-9][0-9]*[lL]?/", "/0[lL]?|[1-9][0-9]*[lL]?/"),
+    ("floats have no suffix", "[0-9]+[eE][+-]?[0-9]+/", "[0-9]+[eE][+-]?[0-9]+|[0-9]+[dDfF]/"),
+    ("words at full length", "_AND.3: /[aA][nN][dD](?![A-Za-z0-9_$])/", "_AND.3: /[aA][nN][dD]/"),
+    ("white space", r"SPACE: /[ \t\n\r\f]+/", r"SPACE: /\s+/"),
+    ("letters", "ID.2: /[A-Za-z_$][A-Za-z0-9_$]*/", r"ID.2: /[^\W\d][\w$]*/"),
+    ("comments end at their first end", r"BLOCK_COMMENT.4: /\/\*[^*]*\*+(?:[^*\/][^*]*\*+)*\//", r"BLOCK_COMMENT.4: /\/\*(?:.|\n)*\*\//"),
+)
+# fmt: on
+
+
+def survives(mutant: Mutant, copy: Path) -> bool:
+    """Whether all tests pass with the rule broken in ``copy``."""
+    path = copy / "librmq" / "filter" / mutant.file
+    original = path.read_text("utf-8")
+    if original.count(mutant.before) != 1:
+        raise SystemExit(
+            f"{mutant.rule}: {mutant.before!r} stands {original.count(mutant.before)} times in {mutant.file}"
+        )
+    path.write_text(original.replace(mutant.before, mutant.after), "utf-8")
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LIBRMQ_GOLDEN": str(reference().folder),
+        "HYPOTHESIS_PROFILE": "ci",
+    }
+    try:
+        for tests in TESTS:
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not spark", *tests]
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=300, check=False)
+            if done.returncode:
+                return False
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        path.write_text(original, "utf-8")
+
+
+def main(words: list[str]) -> int:
+    chosen = [mutant for mutant in mutants() if not words or any(word in mutant.rule for word in words)]
+    alive = []
+    with tempfile.TemporaryDirectory(prefix="librmq-mutation-") as folder:
+        copy = Path(folder)
+        ignored = shutil.ignore_patterns("__pycache__")
+        for part in ("librmq", "tests"):
+            shutil.copytree(CHECKOUT / part, copy / part, ignore=ignored)
+        shutil.copy(CHECKOUT / "pyproject.toml", copy)
+        for number, mutant in enumerate(chosen, 1):
+            if survives(mutant, copy):
+                alive.append(mutant)
+                print(f"alive: {mutant.rule}", flush=True)
+            elif number % 20 == 0:
+                print(f"{number} of {len(chosen)} …", flush=True)
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} killed")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""Reference data: what the original wrote or answered, and where the tests find it.
+
+The whole of it is a folder ``golden``: the one that ``LIBRMQ_GOLDEN`` names, else ``../shared/golden``
+beside the checkout. Where neither is there, the compact part in ``tests/data`` stands in, unpacked to the
+same layout, so that a fresh clone tests the formats against real bytes too. Its ``README.md`` tells what it
+holds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+COMPACT = CHECKOUT / "tests" / "data"
+NEIGHBOUR = CHECKOUT.parent / "shared" / "golden"
+ABSENT = "reference data: "
+"""How the reason of a skip begins when the reference data at hand lack a file or folder."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The folder of reference data in use, and which of the three it is."""
+
+    folder: Path
+    origin: str
+    whole: bool
+    """The usual folder beside the checkout: nothing that tests ask for is missing in it."""
+
+
+@cache
+def reference() -> Reference:
+    """The reference data in use; unpacks the compact part on the first call where it is needed."""
+    named = os.environ.get("LIBRMQ_GOLDEN")
+    if named:
+        folder = Path(named).absolute()
+        if not folder.is_dir():
+            raise pytest.UsageError(f"LIBRMQ_GOLDEN names no folder: {folder}")
+        return Reference(folder, f"{folder} (LIBRMQ_GOLDEN)", whole=False)
+    if NEIGHBOUR.is_dir():
+        return Reference(NEIGHBOUR, str(NEIGHBOUR), whole=True)
+    folder = Path(tempfile.mkdtemp(prefix="librmq-golden-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    unpack_compact(COMPACT, folder)
+    return Reference(folder, "the compact part in tests/data (there is no ../shared/golden)", whole=False)
+
+
+def unpack_compact(compact: Path, into: Path) -> None:
+    """Lay the compact part out as the whole is: archives unpacked, the rest copied."""
+    for source in sorted([*compact.glob("**/*.json"), *compact.glob("**/*.jsonl")]):
+        copy = into / source.relative_to(compact)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+    for source in sorted(compact.glob("*.tar.xz")):
+        with tarfile.open(source, "r:xz") as archive:
+            for member in archive:
+                content = archive.extractfile(member)
+                assert content is not None, f"{source}: {member.name} is no file"
+                copy = into / member.name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(content.read())
+
+
+def existing(*parts: str) -> Path:
+    """A file or folder of the reference data; skips the test, visibly, where the data at hand lack it."""
+    path = reference().folder.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"{ABSENT}no {'/'.join(parts)} in {reference().origin}")
+    return path
+
+
+def folders(prefix: str) -> list[ParameterSet]:
+    """Every folder whose name begins so, as parameters of a test; one that is skipped where there is none."""
+    found = sorted(path for path in reference().folder.glob(f"{prefix}*") if path.is_dir())
+    if not found:
+        reason = f"{ABSENT}no {prefix}* in {reference().origin}"
+        return [pytest.param(None, id=f"no-{prefix}", marks=pytest.mark.skip(reason=reason))]
+    return [pytest.param(path, id=path.name) for path in found]
+
+
+def store_folders() -> list[ParameterSet]:
+    """Every folder ``store-*``, each a ``Path``: ``@pytest.mark.parametrize("folder", store_folders())``.
+
+    Inside are ``store/``, ``expected.jsonl``, ``ops.jsonl``, ``put_results.jsonl``.
+    """
+    return folders("store-")
+
+
+@cache
+def jsonl(path: Path) -> tuple[Row, ...]:
+    """All rows of a file of JSON lines, read once. They are shared: change none."""
+    return tuple(json.loads(line) for line in path.read_text("utf-8").splitlines() if line)
+
+
+@cache
+def document(path: Path) -> Any:
+    """A JSON file, read once. It is shared: change nothing in it."""
+    return json.loads(path.read_text("utf-8"))
+
+
+@cache
+def rows(folder: Path, row_type: str) -> tuple[Row, ...]:
+    """The rows of one ``type`` in ``expected.jsonl`` of a folder, in order. They are shared: change none."""
+    return tuple(row for row in jsonl(folder / "expected.jsonl") if row["type"] == row_type)
+
+
+def encoding(section: str) -> Any:
+    """A section of ``encoding.json``: a list of input and output pairs, or a table."""
+    return document(existing("encoding.json"))[section]

@@ -1,0 +1,171 @@
+"""Stores for tests: made with everything a record can hold, copied into memory, and what is in them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from librmq import codec
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.dispatch import has_queue_entry, is_indexed
+from librmq.files import Files, MemoryFiles
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+
+ROOT = "/store"
+EVER = -(1 << 63)
+"""Before any time that a damaged record may have."""
+START_MS = 1_700_000_000_000
+TOPICS = ("TopicA", "消息", "%RETRY%group", "t" * 127)
+V4 = ("192.168.1.10", 54321)
+V6 = ("fe80::1:2", 10911)
+
+SMALL = StoreConfig(
+    commitlog_file_size=4096,
+    consumequeue_file_size=8 * 20,
+    consumequeue_ext_file_size=256,
+    max_hash_slot_num=8,
+    max_index_num=32,
+    max_message_size=3000,
+)
+"""Files so small that a few dozen messages fill several of each kind."""
+SMALL_EXT = StoreConfig(**{**{name: getattr(SMALL, name) for name in SMALL.__slots__}, "enable_consumequeue_ext": True})
+
+Contents = dict[str, bytes | None]
+"""What a folder holds: bytes by relative path, None for a folder."""
+
+
+def contents(files: Files, root: str = ROOT) -> Contents:
+    """All that is in a folder, but for the lock: to close another descriptor of its file would release it."""
+    found: Contents = {}
+
+    def walk(folder: str) -> None:
+        for entry in files.list(os.path.join(root, folder) if folder else root):
+            path = os.path.join(folder, entry.name)
+            if entry.is_folder:
+                found[path] = None
+                walk(path)
+            elif path != "lock":
+                found[path] = files.read(os.path.join(root, path))
+
+    walk("")
+    return found
+
+
+def derived(found: Contents) -> Contents:
+    """Those of log, queues and index."""
+    return {path: data for path, data in found.items() if path.startswith(("commitlog/", "consumequeue", "index/"))}
+
+
+def in_memory(found: Mapping[str, bytes | None]) -> MemoryFiles:
+    """Files with these contents: a store as a process finds it after another one died."""
+    files = MemoryFiles()
+    files.make_folder(ROOT)
+    for path, data in found.items():
+        if data is None:
+            files.make_folder(os.path.join(ROOT, path))
+    for path, data in found.items():
+        if data is not None:
+            files.make_folder(os.path.dirname(os.path.join(ROOT, path)))
+            files.write(os.path.join(ROOT, path), data)
+    return files
+
+
+def from_disk(folder: Path) -> Contents:
+    """The contents of a real folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def died(files: MemoryFiles) -> MemoryFiles:
+    """What a process leaves that dies now: the contents, without its lock."""
+    return in_memory(contents(files))
+
+
+def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
+    """A message, and the fields of its record, with anything that may stand in them."""
+    number = rng.randrange(40)
+    properties = {}
+    if rng.random() < 0.4:
+        properties = {rng.choice(["a", "color", "Ünï", "x%sy"]): rng.choice(["1", "r\u00e9d", "5.0", "\U0001d4b3%d"])}
+    message = Message(
+        topic or rng.choice(TOPICS),
+        rng.choice([b"", b"x", rng.randbytes(rng.randrange(1, 400)), "body \u4e2d".encode() * 3]),
+        tags=rng.choice([None, "TagA", "TagB", "标签", "a || b"]),
+        keys=rng.choice(["", f"key{number}", f"key{number} order{number}", f" k{number}  k{number} "]),
+        properties=properties,
+        delay_level=rng.choice([0, 0, 0, 1, 5, 30, -1]) if delay else 0,
+        flag=rng.choice([0, 1, -1, 1 << 30]),
+        unique_key=rng.choice([None, f"UNIQ{rng.randrange(10**9):09d}", f"UNIQ{number}"]),
+    )
+    fields: dict[str, Any] = {"reconsume_times": rng.choice([0, 3])}
+    if rng.random() < 0.2:
+        fields["born_host"] = rng.choice([V4, V6])
+    if rng.random() < 0.2:
+        fields["store_host"] = rng.choice([V4, V6])
+    return message, fields
+
+
+def fill(store: MessageStore, clock: ManualClock, rng: random.Random, count: int) -> list[AppendResult]:
+    """Append ``count`` messages of all kinds, some in batches, while time passes."""
+    results: list[AppendResult] = []
+    while len(results) < count:
+        clock.advance(ms=rng.choice([0, 1, 700, 5000]))
+        message, fields = any_message(rng)
+        queue_id = rng.randrange(2)
+        if rng.random() < 0.15:
+            batch = [any_message(rng, message.topic, delay=False)[0] for _ in range(rng.randrange(1, 5))]
+            del fields["reconsume_times"]
+            results += store.append_batch(batch, queue_id, properties=rng.choice([None, {"B": "b"}]), **fields)
+            continue
+        if rng.random() < 0.2:
+            fields["sys_flag"] = rng.choice(
+                [codec.TRANSACTION_PREPARED, codec.TRANSACTION_COMMIT, codec.TRANSACTION_ROLLBACK]
+            )
+            fields["prepared_transaction_offset"] = rng.choice([0, 77])
+        results.append(store.append(message, queue_id, **fields))
+    return results
+
+
+def filled(config: StoreConfig = SMALL, count: int = 60, seed: int = 1, *, clean: bool = True) -> Contents:
+    """The contents of a store of ``count`` messages, closed, or (unless ``clean``) left by a process that died."""
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    fill(store, clock, random.Random(seed), count)
+    if clean:
+        store.close()
+    else:
+        store.flush()
+        fill(store, clock, random.Random(seed + 1), count // 4)
+    return contents(files)
+
+
+def opened(files: Files, config: StoreConfig | None = SMALL, **more: Any) -> MessageStore:
+    """A store in memory, opened a day later than it was made."""
+    return MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS + 86_400_000), **more)
+
+
+def served(store: MessageStore) -> dict[int, StoredMessage]:
+    """All messages by physical offset, each of which its queue and its keys lead to.
+
+    Where two claim the same queue offset (the topic was made anew), the later one has it.
+    """
+    found = {message.physical_offset: message for message in store}
+    owners = {}
+    for message in found.values():
+        if has_queue_entry(message.sys_flag):
+            owners[message.topic, message.queue_id, message.queue_offset] = message
+        if is_indexed(message.sys_flag):
+            for key in {*message.keys, *([message.unique_key] if message.unique_key else [])}:
+                assert message in store.find_by_key(message.topic, key, EVER, max_messages=10_000), (key, message)
+    for (topic, queue_id, queue_offset), message in owners.items():
+        result = store.read(topic, queue_id, queue_offset, 1)
+        assert result.messages == [message], (result, message)
+    return found

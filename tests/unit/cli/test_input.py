@@ -1,0 +1,201 @@
+"""What commands are given."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from librmq.cli.input import field, parse_time, read_rows, settle_config, standard_input
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import InputError
+from librmq.files import DiskFiles
+
+NOW = 1_700_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "time_ms"),
+    [
+        ("0", 0),
+        ("1795150501158", 1_795_150_501_158),
+        ("9223372036854775807", 9_223_372_036_854_775_807),
+        ("2024-05-01T08:00:00Z", 1_714_550_400_000),
+        ("2024-05-01T08:00:00.25+02:00", 1_714_543_200_250),
+        ("1950-01-01T00:00:00Z", 0),
+        ("-2h", NOW - 7_200_000),
+        ("-90s", NOW - 90_000),
+        ("-250ms", NOW - 250),
+        ("-7d", NOW - 604_800_000),
+        ("-30m", NOW - 1_800_000),
+        ("-999999999999d", 0),
+    ],
+)
+def test_times(text: str, time_ms: int) -> None:
+    assert parse_time(text, ManualClock(NOW)) == time_ms
+
+
+def test_a_time_without_a_zone_is_local() -> None:
+    expected = round(datetime(2024, 5, 1, 8).astimezone().timestamp() * 1000)
+    assert parse_time("2024-05-01T08:00:00", ManualClock(NOW)) == expected
+    assert parse_time("2024-05-01 08:00", ManualClock(NOW)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "yesterday", "-2w", "2h", "9223372036854775808", "1e9", "-1", "٣", "99999999-01-01"]
+)
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(InputError, match="not a time"):
+        parse_time(text, ManualClock(NOW))
+
+
+@given(st.text())
+def test_any_text_is_a_time_or_bad_input(text: str) -> None:
+    with contextlib.suppress(InputError):
+        assert 0 <= parse_time(text, ManualClock(NOW)) < 1 << 63
+
+
+# --- rows
+
+
+def test_rows_are_numbered_by_their_lines() -> None:
+    lines = [b'{"a":1}\n', b"\n", b"  \r\n", '{"b":"订单"}'.encode()]
+    assert list(read_rows(lines)) == [(1, {"a": 1}), (4, {"b": "订单"})]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "expected a JSON object"),
+        (b"1", "expected a JSON object"),
+        (b'{"a":NaN}', "NaN is no JSON number"),
+        (b'{"a":"\xff"}', "not UTF-8"),
+        (b"[" * 200_000, "nested too deep"),
+        (b'{"a":' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"a":1} x', "not JSON"),
+    ],
+)
+def test_what_is_no_row_names_its_line(line: bytes, said: str) -> None:
+    rows = read_rows([b"{}", line])
+    assert next(rows) == (1, {})
+    with pytest.raises(InputError) as caught:
+        next(rows)
+    assert str(caught.value).startswith("line 2: ")
+    assert said in str(caught.value)
+
+
+def test_lines_of_standard_input_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.cli.input._LONGEST_LINE", 10)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"a": 1}\n' + b"x" * 30)))
+    rows = read_rows(standard_input())
+    assert next(rows) == (1, {"a": 1})
+    with pytest.raises(InputError, match="line 2: longer than 10 bytes"):
+        next(rows)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert list(standard_input()) == []
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_row_or_bad_input(line: bytes) -> None:
+    with contextlib.suppress(InputError):
+        for _, row in read_rows([line]):
+            assert isinstance(row, dict)
+
+
+# --- fields
+
+ROW: dict[str, Any] = {
+    "text": "t",
+    "number": 5,
+    "truth": True,
+    "nothing": None,
+    "list": [1],
+    "half": "\ud800",
+}
+
+
+def test_fields() -> None:
+    assert field(ROW, "text", str) == "t"
+    assert field(ROW, "number", int) == 5
+    assert field(ROW, "truth", bool) is True
+    assert field(ROW, "list", list) == [1]
+    assert field(ROW, "nothing", str, None) is None
+    assert field(ROW, "absent", int, 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("absent", int, "absent is missing"),
+        ("text", int, 'text: expected a whole number, found "t"'),
+        ("truth", int, "truth: expected a whole number, found true"),
+        ("number", bool, "number: expected true or false"),
+        ("number", str, "number: expected text"),
+        ("nothing", str, "nothing: expected text, found null"),
+        ("list", str, "list: expected text"),
+        ("half", str, "half of a surrogate pair"),
+    ],
+)
+def test_bad_fields(name: str, kind: type, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        field(ROW, name, kind)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1])
+def test_numbers_fit_eight_bytes(number: int) -> None:
+    with pytest.raises(InputError, match="8 bytes"):
+        field({"n": number}, "n", int)
+    least = -(1 << 63)
+    assert field({"n": least}, "n", int) == least
+
+
+# --- settings
+
+
+def store_with_log(folder: Path, size: int) -> str:
+    (folder / "commitlog").mkdir()
+    (folder / "commitlog" / f"{0:020d}").write_bytes(bytes(size))
+    return str(folder)
+
+
+def test_settings_of_a_file_complete_what_the_store_tells(tmp_path: Path) -> None:
+    store = store_with_log(tmp_path, 65536)
+    file = tmp_path / "settings.json"
+    row = {"type": "config", "load_ok": True, "commitlog_file_size": 65536, "message_delay_level": "1s 2s"}
+    file.write_text(json.dumps(row))
+    assert settle_config(store, DiskFiles(), None) == StoreConfig(commitlog_file_size=65536)
+    expected = StoreConfig(commitlog_file_size=65536, message_delay_level="1s 2s")
+    assert settle_config(store, DiskFiles(), str(file)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"commitlog_file_size": 131072}', "commitlog_file_size: the settings say 131072, the files"),
+        ('{"commitlog_file_size": "x"}', "commitlog_file_size: expected a whole number"),
+        ('{"no_such_setting": 1}', "unknown setting"),
+        ("[]", "expected a JSON object"),
+        ("{", "not JSON"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_settings_name_their_file(tmp_path: Path, text: str | None, said: str) -> None:
+    store = store_with_log(tmp_path, 65536)
+    file = tmp_path / "settings.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        settle_config(store, DiskFiles(), str(file))
+    assert str(caught.value).startswith(f"{file}: ")
+    assert said in str(caught.value)

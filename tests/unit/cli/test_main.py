@@ -1,0 +1,217 @@
+"""The frame of the command line: arguments, exit statuses, what is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq.cli import main
+from librmq.cli.output import Output
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
+
+COMMANDS = (
+    "dump", "queues", "queue", "query", "ask", "verify", "recover", "load", "broker-conf", "filter", "bloom",
+)  # fmt: skip
+
+Fake = Callable[[Callable[[argparse.Namespace, Output], int]], list[argparse.Namespace]]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Let a function be the command ``queues``; the arguments it was called with are noted."""
+
+    def install(handler: Callable[[argparse.Namespace, Output], int]) -> list[argparse.Namespace]:
+        seen: list[argparse.Namespace] = []
+
+        def noted(arguments: argparse.Namespace, output: Output) -> int:
+            seen.append(arguments)
+            return handler(arguments, output)
+
+        module = types.ModuleType("librmq.cli.queues")
+        module.queues = module.queue = noted  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "librmq.cli.queues", module)
+        return seen
+
+    return install
+
+
+def raiser(error: BaseException) -> Callable[[argparse.Namespace, Output], int]:
+    def raise_(arguments: argparse.Namespace, output: Output) -> int:
+        output.row({"before": 1})
+        raise error
+
+    return raise_
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (CorruptionError("f", 7, "size", "too short"), 1, "librmq queues: f: at 7: too short\n"),
+        (RecordError("bad"), 1, "librmq queues: bad (at byte 0 of the record)\n"),
+        (NotAStoreError("no store"), 2, "librmq queues: no store\n"),
+        (ConfigError("wrong \x1b[2J"), 2, "librmq queues: wrong \\u001b[2J\n"),
+        (StoreIOError("open", "f", OSError(13, "denied")), 2, "librmq queues: f: open: denied\n"),
+        (OSError(28, "No space left on device"), 2, "librmq: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_errors_become_exit_statuses(
+    fake: Fake, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
+) -> None:
+    fake(raiser(error))
+    assert main(["queues", "store"]) == status
+    shown = capsys.readouterr()
+    assert shown.err == said
+    assert shown.out == '{"before":1}\n'
+
+
+def test_a_mistake_of_ours_is_one_line_too(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(raiser(ZeroDivisionError("oh")))
+    assert main(["queues", "store"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "ZeroDivisionError: oh (test_main.py:" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "form", "config"),
+    [
+        (["queues", "s"], None, None),
+        (["--format", "jsonl", "queues", "s"], "jsonl", None),
+        (["queues", "s", "--format", "jsonl"], "jsonl", None),
+        (["--format", "table", "queues", "--format", "jsonl", "s", "--config", "c"], "jsonl", "c"),
+    ],
+)
+def test_options_may_stand_before_and_behind_the_command(
+    fake: Fake, words: list[str], form: str | None, config: str | None
+) -> None:
+    seen = fake(lambda arguments, output: 0)
+    assert main(words) == 0
+    assert (seen[0].store, seen[0].format, seen[0].config) == ("s", form, config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["no-such-command"],
+        ["queues"],
+        ["queue", "s", "T"],
+        ["queues", "s", "--form", "jsonl"],
+        ["dump", "-x"],
+    ],
+)
+def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("usage: librmq")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [command for command in COMMANDS if f"    {command} " not in shown] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_and_a_function(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: librmq {command}")
+
+
+@pytest.mark.parametrize("word", ["-2h", "-90s", "-7d", "-250ms"])
+def test_times_may_be_how_long_ago(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def note(arguments: argparse.Namespace, output: Output) -> int:
+        seen.append(arguments)
+        return 0
+
+    module = types.ModuleType("librmq.cli.query")
+    module.query = note  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "librmq.cli.query", module)
+    assert main(["query", "s", "--topic", "t", "--key", "k", "--begin", word, "--end", word]) == 0
+    assert (seen[0].begin, seen[0].end) == (word, word)
+
+
+# --- as a program of its own
+
+
+def test_help_loads_nothing_slow() -> None:
+    program = (
+        "import sys; from librmq.cli import main; main(['--help']);"
+        "print([name for name in ('lark', 'mmh3', 'rich', 'pyarrow') if name in sys.modules])"
+    )
+    environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent), "PATH": ""}
+    child = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert child.stderr == ""
+    assert child.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    program = (
+        "import sys, types; module = types.ModuleType('librmq.cli.queues')\n"
+        "module.queues = lambda arguments, output: [output.row({'n': n}) for n in range(100000)] and 0\n"
+        "sys.modules['librmq.cli.queues'] = module\n"
+        "from librmq.cli import main; sys.exit(main(['queues', 's']))"
+    )
+    environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent), "PATH": ""}
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    assert child.stdout.readline() == b'{"n":0}\n'
+    child.stdout.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert (child.wait(), said) == (0, b"")
+
+
+@pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
+@pytest.mark.platform
+def test_a_closed_standard_output_is_no_error() -> None:
+    program = "import sys; from librmq.cli import main; sys.exit(main(['--help']))"
+    environment = {"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent)}
+    words = ["/bin/sh", "-c", f'exec "{sys.executable}" -c "$0" >&-', program]
+    child = subprocess.run(words, env=environment, stderr=subprocess.PIPE)
+    assert (child.returncode, child.stderr) == (0, b"")
+
+
+def test_output_is_utf8_whatever_the_locale() -> None:
+    program = (
+        "import sys, types; module = types.ModuleType('librmq.cli.queues')\n"
+        "module.queues = lambda arguments, output: output.row({'topic': '订单'}) or 0\n"
+        "sys.modules['librmq.cli.queues'] = module\n"
+        "from librmq.cli import main; sys.exit(main(['queues', 's']))"
+    )
+    environment = {
+        "PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent),
+        "PYTHONIOENCODING": "latin-1",
+        "PYTHONUTF8": "0",
+    }
+    child = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert (child.returncode, child.stderr) == (0, b"")
+    assert child.stdout.decode() == '{"topic":"订单"}\n'
+
+
+def test_a_stream_that_cannot_be_reconfigured(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_one(arguments: argparse.Namespace, output: Output) -> int:
+        output.row({"topic": "订单"})
+        return 0
+
+    fake(print_one)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["queues", "s"]) == 0
+    assert stream.getvalue() == '{"topic":"订单"}\n'

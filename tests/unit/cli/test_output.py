@@ -1,0 +1,201 @@
+"""Rows as JSON lines and as tables, and what is said on standard error."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from librmq.cli.output import JsonLines, complain, json_line, open_output, printable
+from librmq.errors import MissingExtraError
+
+# Erase the screen, set the title, eight-bit control, right-to-left override, no character at all.
+NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f"
+SAFE = "a\\u001b[2Jb\\u001b]0;title\\u0007c\\u009b2Jd\\u202ee\\u007f\\u000d\\u000a\\ud800f"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_text_from_elsewhere_cannot_command_a_terminal() -> None:
+    assert printable(NASTY) == SAFE
+    assert printable("订单 Ünïcode 👍🏽") == "订单 Ünïcode 👍🏽"
+
+
+def test_json_lines_keep_unicode_and_order() -> None:
+    stream = io.StringIO()
+    output = JsonLines(stream)
+    output.row({"topic": "订单", "b": None, "a": [1, True]})
+    output.row({"nasty": NASTY})
+    first, second = stream.getvalue().splitlines()
+    assert first == '{"topic":"订单","b":null,"a":[1,true]}'
+    assert second.isascii()
+    assert json.loads(second) == {"nasty": NASTY}
+
+
+@given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.dictionaries(st.text(), inner)))
+def test_json_lines_are_read_back(value: Any) -> None:
+    line = json_line({"value": value})
+    assert json.loads(line) == {"value": value}
+    assert printable(line) == line
+
+
+# --- which form
+
+
+def test_programs_get_json_lines_and_people_tables() -> None:
+    pytest.importorskip("rich")
+    from librmq.cli.table import Table
+
+    assert isinstance(open_output(None, io.StringIO()), JsonLines)
+    assert isinstance(open_output("jsonl", Terminal()), JsonLines)
+    assert isinstance(open_output(None, Terminal()), Table)
+    assert isinstance(open_output("table", io.StringIO()), Table)
+
+
+def test_without_rich_a_terminal_gets_json_lines_and_a_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "librmq.cli.table", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert isinstance(open_output(None, Terminal()), JsonLines)
+    said = capsys.readouterr().err
+    assert said.startswith("hint: ")
+    assert said.endswith("pip install 'librmq[cli]'\n")
+    assert said.count("\n") == 1
+    with pytest.raises(MissingExtraError, match="cli"):
+        open_output("table", io.StringIO())
+
+
+def test_complaints_are_safe_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("bad expression\n  a = \x1b[2J\n      ^")
+    assert capsys.readouterr().err == "bad expression\n  a = \\u001b[2J\n      ^\n"
+
+
+# --- tables
+
+
+def drawn(*rows: dict[str, Any]) -> str:
+    pytest.importorskip("rich")
+    from librmq.cli.table import Table
+
+    stream = io.StringIO()
+    table = Table(stream)
+    for row in rows:
+        table.row(row)
+    table.flush()
+    table.close()
+    return stream.getvalue()
+
+
+MESSAGE = {
+    "type": "message",
+    "phys": 1234567,
+    "size": 210,
+    "crc_ok": True,
+    "topic": "TopicTest",
+    "queue_id": 3,
+    "queue_offset": 17,
+    "store_timestamp": 1_795_150_492_064,
+    "properties": {"TAGS": "TagA", "KEYS": "k1 k2", "UNIQ_KEY": "7F00"},
+}
+
+
+def test_messages_are_shown_in_columns() -> None:
+    lines = drawn(MESSAGE, MESSAGE | {"crc_ok": False}).splitlines()
+    shown = [line.split() for line in lines if "TopicTest" in line]
+    assert shown == [
+        [
+            "1234567",
+            "210",
+            "TopicTest",
+            "3",
+            "17",
+            "2026-11-20",
+            "04:54:52.064",
+            "TagA",
+            "k1",
+            "k2",
+            "7F00",
+            "right",
+        ],
+        [
+            "1234567",
+            "210",
+            "TopicTest",
+            "3",
+            "17",
+            "2026-11-20",
+            "04:54:52.064",
+            "TagA",
+            "k1",
+            "k2",
+            "7F00",
+            "WRONG",
+        ],
+    ]
+    assert sum("physical offset" in line for line in lines) == 1
+
+
+def test_other_rows_begin_another_table() -> None:
+    text = drawn(MESSAGE, {"type": "blank", "phys": 5, "size": 6}, MESSAGE)
+    assert text.count("tags") == 2
+    assert text.count("end of file") == 1
+
+
+def test_many_rows_are_drawn_in_parts() -> None:
+    text = drawn(*[MESSAGE] * 1001)
+    assert text.count("physical offset") == 3
+    assert text.count("TopicTest") == 1001
+
+
+def test_tables_are_safe_to_show() -> None:
+    text = drawn(MESSAGE | {"topic": NASTY, "properties": {"TAGS": "[bold red]x[/] :smile:"}})
+    assert SAFE in text
+    assert "[bold red]x[/] :smile:" in text
+    assert not any(character < " " and character != "\n" for character in text)
+
+
+def test_impossible_times_are_shown_as_numbers() -> None:
+    assert str(1 << 62) in drawn(MESSAGE | {"store_timestamp": 1 << 62})
+
+
+def test_damage_is_shown_as_a_list() -> None:
+    one = {
+        "file": "commitlog/00000000000000000000",
+        "offset": 95,
+        "kind": "checksum",
+        "what": "the body is wrong",
+    }
+    text = drawn({"type": "verify", "sound": False, "damage": [one, one | {"offset": 96}]})
+    assert "false" in text
+    assert [line.split()[1] for line in text.splitlines() if "commitlog" in line] == ["95", "96"]
+
+
+def test_a_store_is_shown_with_its_queues_and_cuts() -> None:
+    queue = {"topic": "T", "queue_id": 0, "min_offset": 0, "max_offset": 5, "max_physic_offset": 99}
+    cut = {"file": "commitlog/0", "offset": 10, "bytes": 20, "why": "no record"}
+    row = {"type": "store", "phase": "after_load", "max_phy_offset": 99, "queues": [queue], "cut": [cut]}
+    text = drawn(row | {"topic_queue_table": {"T-0": 5}})
+    assert "after_load" in text
+    assert "no record" in text
+    assert "T-0" not in text
+
+
+def test_rows_of_any_kind_have_a_column_for_each_field() -> None:
+    text = drawn({"op": "put", "status": "PUT_OK", "phys": 5}, {"op": "commit", "response_code": 0})
+    shown = [line.split() for line in text.splitlines() if line.strip(" ─")]
+    assert shown == [["op", "status", "phys", "response_code"], ["put", "PUT_OK", "5"], ["commit", "0"]]
+
+
+def test_long_values_are_cut() -> None:
+    text = drawn({"type": "other", "value": "x" * 100_000})
+    assert text.count("x") == 200
+    assert "…" in text

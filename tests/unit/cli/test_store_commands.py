@@ -1,0 +1,378 @@
+"""The commands on whole stores: what they refuse, and what they say of damage."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.cli import main
+from tests.conftest import StoreCopy
+from tests.reference import existing, rows
+
+Answer = tuple[int, list[dict[str, Any]], str]
+Run = Callable[..., Answer]
+LOG = f"commitlog/{0:020d}"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command with some bytes on standard input: exit status, rows, what was said."""
+
+    def run_(*words: str | Path, given: str | bytes = b"") -> Answer:
+        data = given.encode() if isinstance(given, str) else given
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        status = main([str(word) for word in words])
+        shown = capsys.readouterr()
+        return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
+
+    return run_
+
+
+@pytest.fixture
+def store() -> Path:
+    """The store of ``store-basic``, to be read only."""
+    return existing("store-basic", "store")
+
+
+@pytest.fixture
+def copy(store_copy: StoreCopy) -> Path:
+    """A copy of it that may be spoilt."""
+    return store_copy("store-basic")
+
+
+# --- queue
+
+
+@pytest.mark.parametrize(
+    ("topic", "queue_id", "said"),
+    [
+        ("TopicTest", "4", "unknown queue: there is no queue 4 of topic 'TopicTest'"),
+        ("NoSuchTopic", "0", "unknown queue"),
+        ("../TopicTest", "0", "unknown queue"),
+        ("TopicTest", "x", "not a queue id: 'x'"),
+        ("TopicTest", "٣", "not a queue id"),
+        ("TopicTest", "99999999999999999999", "not a queue id"),
+    ],
+)
+def test_unknown_queues(run: Run, store: Path, topic: str, queue_id: str, said: str) -> None:
+    status, printed, err = run("queue", store, topic, queue_id)
+    assert (status, printed) == (2, [])
+    assert said in err
+
+
+# --- query
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected either --topic and --key, or --id"),
+        (["--topic", "T", "--key", "k", "--id", "x"], "expected either"),
+        (["--key", "k"], "needs both"),
+        (["--topic", "T"], "needs both"),
+        (["--topic", "T", "--key", ""], "needs both"),
+        (["--topic", "T", "--key", "k", "--begin", "soon"], "not a time"),
+        (["--topic", "T", "--key", "k", "--max", "0"], "--max"),
+        (["--topic", "T", "--key", "k", "--max", "many"], "--max"),
+        (["--id", ""], "malformed id"),
+        (["--id", "two words"], "malformed id"),
+        (["--id", "a\x1bb"], "malformed id"),
+        (["--id", "7F00000100002A9F00000000000000001"], "malformed id: 33 hex digits"),
+        (["--id", "0" * 57], "malformed id: 57 hex digits"),
+    ],
+)
+def test_bad_queries(run: Run, store: Path, words: list[str], said: str) -> None:
+    status, printed, err = run("query", store, *words)
+    assert (status, printed) == (2, [])
+    assert said in err
+
+
+def test_a_query_is_bounded_in_time_and_number(run: Run, store: Path) -> None:
+    asked = [row for row in rows(existing("store-basic"), "index_query") if len(row["query_message_phys"]) > 2]
+    words = ["query", store, "--topic", asked[0]["topic"], "--key", asked[0]["key"]]
+    everything = run(*words)[1]
+    assert len(run(*words, "--max", "1")[1]) == 1
+    assert run(*words, "--begin", "1970-01-01T00:00:00Z", "--end", "9999-01-01T00:00:00Z")[1] == everything
+    assert run(*words, "--end", "1970-01-02T00:00:00Z")[1] == []
+
+
+# --- ask
+
+GET = {"type": "get_message", "topic": "TopicTest", "queue_id": 0, "offset": 0}
+
+
+def test_what_a_question_leaves_out_has_a_usual_value(run: Run, store: Path) -> None:
+    questions = [
+        GET,
+        {"type": "index_query", "topic": "TopicTest", "key": "zp1Axdzf"},
+        {"type": "offset_by_time", "topic": "TopicTest", "queue_id": 0, "timestamps": []},
+    ]
+    status, answers, _ = run("ask", store, given="".join(json.dumps(row) + "\n" for row in questions))
+    assert status == 0
+    assert (answers[0]["max_msg_nums"], answers[0]["sub_expression"]) == (32, None)
+    assert (answers[1]["max_num"], answers[1]["begin"], answers[1]["end"]) == (64, 0, (1 << 63) - 1)
+    assert answers[2]["results"] == []
+
+
+def test_an_unknown_queue_is_a_status(run: Run, store: Path) -> None:
+    unknown = {"topic": "NoSuchTopic", "queue_id": 7}
+    questions = [GET | unknown, {"type": "offset_by_time", "timestamps": [0, 1 << 62]} | unknown]
+    status, answers, _ = run("ask", store, given="".join(json.dumps(row) + "\n" for row in questions))
+    assert status == 0
+    assert answers[0]["status"] in ("NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE")
+    assert (answers[0]["next_begin_offset"], answers[0]["max_offset"]) == (0, 0)
+    assert answers[1]["results"] == [[0, 0], [1 << 62, 0]]
+    assert answers[1]["earliest_message_time"] == -1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"type": "what"}', "type: expected one of index_query, get_message, offset_by_time, found 'what'"),
+        ("{}", "type is missing"),
+        (
+            '{"type": "get_message", "topic": "T", "queue_id": "0", "offset": 0}',
+            "queue_id: expected a whole number",
+        ),
+        ('{"type": "get_message", "topic": "T", "queue_id": 0}', "offset is missing"),
+        ('{"type": "get_message", "topic": "T", "queue_id": 0, "offset": 9223372036854775808}', "8 bytes"),
+        (
+            '{"type": "get_message", "topic": "T", "queue_id": 0, "offset": 0, "sub_expression": "||"}',
+            "sub_expression: ",
+        ),
+        (
+            '{"type": "offset_by_time", "topic": "T", "queue_id": 0, "timestamps": [1.5]}',
+            "timestamps: expected",
+        ),
+        (
+            '{"type": "offset_by_time", "topic": "T", "queue_id": 0, "timestamps": 1}',
+            "timestamps: expected a list",
+        ),
+        ('{"type": "index_query", "topic": "\\ud800", "key": "k"}', "surrogate"),
+    ],
+)
+def test_a_malformed_question_ends_with_the_answers_before_it(run: Run, store: Path, line: str, said: str) -> None:
+    good = json.dumps(GET)
+    status, answers, err = run("ask", store, given=f"{good}\n{good}\n{line}\n{good}\n")
+    assert (status, len(answers)) == (2, 2)
+    assert err.startswith("librmq ask: line 3: ")
+    assert said in err
+
+
+@pytest.mark.parametrize("most", [0, -1, 1 << 40])
+@pytest.mark.parametrize("queue_offset", [-1, -(1 << 63), (1 << 63) - 1])
+def test_extreme_numbers_are_answered(run: Run, store: Path, most: int, queue_offset: int) -> None:
+    questions = [
+        GET | {"offset": queue_offset, "max_msg_nums": most},
+        GET | {"max_msg_nums": most, "sub_expression": "TagA"},
+        GET | {"queue_id": queue_offset},
+        {
+            "type": "index_query",
+            "topic": "TopicTest",
+            "key": "zp1Axdzf",
+            "max_num": most,
+            "begin": queue_offset,
+        },
+        {"type": "offset_by_time", "topic": "TopicTest", "queue_id": 0, "timestamps": [queue_offset]},
+    ]
+    status, answers, err = run("ask", store, given="".join(json.dumps(row) + "\n" for row in questions))
+    assert (status, len(answers), err) == (0, len(questions), "")
+
+
+# --- verify
+
+
+def test_damage_is_told_with_its_place(run: Run, copy: Path) -> None:
+    data = bytearray((copy / LOG).read_bytes())
+    data[88] ^= 1
+    (copy / LOG).write_bytes(data)
+    status, printed, _ = run("verify", copy)
+    assert status == 1
+    (row,) = printed
+    assert (row["type"], row["sound"]) == ("verify", False)
+    assert list(row) == ["type", "sound", "damage"]
+    first = row["damage"][0]
+    assert list(first) == ["file", "offset", "kind", "what"]
+    assert (first["file"], first["offset"], first["kind"]) == (LOG, 0, "checksum")
+
+
+def test_an_abort_marker_alone_is_told_and_sound(run: Run, copy: Path) -> None:
+    (copy / "abort").write_bytes(b"")
+    status, printed, err = run("verify", copy)
+    assert (status, printed) == (0, [{"type": "verify", "sound": True, "damage": []}])
+    assert "abort" in err
+
+
+def test_a_folder_that_is_no_queue_is_damage(run: Run, copy: Path) -> None:
+    (copy / "consumequeue" / ("t" * 128) / "0").mkdir(parents=True)
+    status, printed, _ = run("verify", copy)
+    assert status == 1
+    assert [one["kind"] for one in printed[0]["damage"]] == ["name"]
+    assert printed[0]["damage"][0]["file"] == f"consumequeue/{'t' * 128}"
+
+
+# --- what is no store
+
+ON_STORES = ("dump", "queues", "queue", "query", "ask", "verify", "recover", "broker-conf")
+MORE = {"queue": ["T", "0"], "query": ["--id", "x"]}
+
+
+@pytest.mark.parametrize("command", ON_STORES)
+def test_what_is_no_store(run: Run, tmp_path: Path, command: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path in (file, empty, tmp_path / "absent"):
+        status, printed, err = run(command, path, *MORE.get(command, ()))
+        assert (status, printed, err.count("\n")) == (2, [], 1)
+    assert sorted(tmp_path.iterdir()) == [empty, file]
+
+
+@pytest.mark.parametrize("command", [*ON_STORES, "load"])
+def test_a_log_of_dledger_is_refused_by_name(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "commitlog").mkdir()
+    (tmp_path / "dledger-n0" / "data").mkdir(parents=True)
+    status, printed, err = run(command, tmp_path, *MORE.get(command, ()))
+    assert (status, printed) == (2, [])
+    assert "DLedger" in err
+
+
+@pytest.mark.parametrize("command", ["queues", "queue", "query", "ask", "verify", "recover", "load"])
+def test_queues_in_rocksdb_are_refused_by_name(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "commitlog").mkdir()
+    (tmp_path / "consumequeue").mkdir()
+    for name in ("CURRENT", "MANIFEST-000005"):
+        (tmp_path / "consumequeue" / name).write_bytes(b"x")
+    status, printed, err = run(command, tmp_path, *MORE.get(command, ()))
+    assert (status, printed) == (2, [])
+    assert "RocksDB" in err
+
+
+# --- files of a wrong length
+
+
+@pytest.mark.parametrize("command", ["queues", "ask", "verify"])
+@pytest.mark.parametrize("length", [0, 1, 100])
+@pytest.mark.parametrize("kind", ["commitlog", "consumequeue", "index"])
+def test_a_file_of_another_length_is_damage(run: Run, copy: Path, command: str, length: int, kind: str) -> None:
+    file = sorted(path for path in (copy / kind).rglob("*") if path.is_file())[-1]
+    file.write_bytes(file.read_bytes()[:length])
+    status, _, err = run(command, copy, given=json.dumps(GET))
+    assert status == 1
+    if command != "verify":
+        assert str(file) in err
+
+
+def test_recover_clears_files_of_no_length_away(run: Run, copy: Path) -> None:
+    (copy / "abort").write_bytes(b"")
+    ahead = copy / "commitlog" / f"{5 * 65536:020d}"
+    ahead.write_bytes(b"")
+    before = run("queues", copy)
+    assert before[0] == 1
+    status, printed, _ = run("recover", copy)
+    assert status == 0
+    assert printed[0]["cut"][0]["file"] == f"commitlog/{ahead.name}"
+    assert not ahead.exists()
+    assert run("verify", copy)[0] == 0
+
+
+def test_recover_of_a_store_that_is_open_elsewhere_is_refused(run: Run, copy: Path) -> None:
+    from librmq.store import MessageStore
+
+    with MessageStore.open(str(copy)):
+        status, printed, err = run("recover", copy)
+        assert (status, printed) == (2, [])
+        assert "locked" in err
+        assert run("queues", copy)[0] == 0
+
+
+# --- load
+
+
+PUT = {"op": "put", "topic": "T", "queueId": 0, "body": "text"}
+
+
+def test_load_makes_a_store_with_the_settings_given(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(rows(existing("store-basic"), "config")[0]))
+    store = tmp_path / "new"
+    given = f"{json.dumps(PUT)}\n\n{json.dumps(PUT)}\n"
+    status, printed, err = run("load", store, "--config", config, given=given)
+    assert (status, err) == (0, "")
+    assert [(row["op"], row["status"], row["queue_offset"]) for row in printed] == [
+        ("put", "PUT_OK", n) for n in (0, 1)
+    ]
+    assert (store / LOG).stat().st_size == 65536
+    assert not (store / "abort").exists()
+    assert [row["max_offset"] for row in run("queues", store)[1]] == [2]
+
+
+def test_load_goes_on_behind_a_refusal_and_says_why(run: Run, copy: Path) -> None:
+    given = f"{json.dumps(PUT | {'topic': '..'})}\n{json.dumps(PUT)}\n"
+    status, printed, err = run("load", copy, given=given)
+    assert status == 0
+    assert [row["status"] for row in printed] == ["MESSAGE_ILLEGAL", "PUT_OK"]
+    assert printed[0] == {"op": "put", "status": "MESSAGE_ILLEGAL"}
+    assert err.startswith("librmq load: line 1: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"op": "what"}', '{"op": "put", "topic": "T", "queueId": 0}', "\xff"])
+def test_load_ends_at_a_line_that_is_no_operation(run: Run, copy: Path, line: str) -> None:
+    given = f"{json.dumps(PUT)}\n{line}\n{json.dumps(PUT)}\n".encode("latin-1")
+    status, printed, err = run("load", copy, given=given)
+    assert (status, len(printed)) == (2, 1)
+    assert err.startswith("librmq load: line 2: ")
+    assert not (copy / "abort").exists()
+    assert run("verify", copy)[0] == 0
+
+
+def test_a_second_writer_is_refused_before_its_first_line(run: Run, copy: Path) -> None:
+    from librmq.store import MessageStore
+
+    with MessageStore.open(str(copy)):
+        status, printed, err = run("load", copy, given=json.dumps(PUT))
+    assert (status, printed) == (2, [])
+    assert "locked" in err
+
+
+def test_an_interruption_leaves_a_closed_store(run: Run, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines() -> Iterator[bytes]:
+        yield json.dumps(PUT).encode()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("librmq.cli.care.standard_input", lines)
+    status, printed, err = run("load", copy)
+    assert (status, len(printed), err) == (130, 1, "interrupted\n")
+    assert not (copy / "abort").exists()
+
+
+def test_tables_of_every_command(run: Run, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    for words in (
+        ["dump"],
+        ["queues"],
+        ["queue", "TopicTest", "0"],
+        ["query", "--topic", "TopicTest", "--key", "Aa"],
+    ):
+        assert main(["--format", "table", words[0], str(store), *words[1:]]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert "─" in shown.out
+        assert not shown.out.startswith("{")
+
+
+def test_a_copy_is_no_different(run: Run, store: Path, copy: Path) -> None:
+    moved = copy.with_name("moved 订单")
+    shutil.move(copy, moved)
+    assert run("queues", moved) == run("queues", store)

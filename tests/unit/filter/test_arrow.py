@@ -1,0 +1,130 @@
+"""Which Arrow columns are taken, sliced and null ones too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from librmq.filter import SqlFilter
+from librmq.filter.javanumbers import parse_double
+
+pa = pytest.importorskip("pyarrow")
+
+MAPS = pa.map_(pa.string(), pa.string())
+ROWS: list[dict[str, str] | None] = [{"a": "7"}, None, {}, {"b": "x", "a": "3"}, {"a": "x"}, {"a": "9", "b": "x"}]
+SQL = SqlFilter("a > 5 OR b = 'x'")
+
+
+def maps(rows: list[dict[str, str] | None]) -> Any:
+    return pa.array([None if row is None else list(row.items()) for row in rows], MAPS)
+
+
+def test_slices_of_maps() -> None:
+    whole = maps(ROWS)
+    expected = [SQL.matches(row) for row in ROWS]
+    for begin in range(len(ROWS) + 1):
+        for length in range(len(ROWS) + 1 - begin):
+            part = SQL.match_arrow(whole.slice(begin, length))
+            assert part.to_pylist() == expected[begin : begin + length]
+            assert part.null_count == 0
+
+
+def test_nothing_under_a_null_map_counts() -> None:
+    offsets = pa.array([0, 1, 2], pa.int32())
+    array = pa.MapArray.from_arrays(offsets, pa.array(["a", "a"]), pa.array(["7", "7"]), mask=pa.array([True, False]))
+    assert SQL.match_arrow(array).to_pylist() == [False, True]
+
+
+def test_a_name_twice_in_a_map_counts_with_its_last_value() -> None:
+    array = pa.array([[("a", "1"), ("a", "7")], [("a", "7"), ("a", "1")]], MAPS)
+    assert SQL.match_arrow(array).to_pylist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+)
+def test_kinds_of_texts(kind: Any) -> None:
+    given = ["7", None, "+6", "\u0669", "x", "0x7"]
+    batch = pa.RecordBatch.from_arrays([pa.array(given, pa.string()).cast(kind)], names=["a"])
+    sql = SqlFilter("a > 5 AND a < 3000000000 AND (a > 5.5 OR a = a)")
+    assert sql.match_arrow(batch).to_pylist() == [sql.matches({"a": text} if text else {}) for text in given]
+    hexadecimal = SqlFilter("a > 5.5 OR a IN ('x', 'y') OR b > a")
+    expected = [hexadecimal.matches({"a": text} if text else {}) for text in given]
+    assert hexadecimal.match_arrow(batch).to_pylist() == expected
+
+
+def test_texts_that_begin_alike() -> None:
+    given = ["abcdefgh", "abcdefgh1", "abcdefgh2", "abcdefg", None, ""]
+    for text in ("abcdefgh", "abcdefgh1", "abcdefg", ""):
+        sql = SqlFilter(f"name_of_it = '{text}'")
+        expected = [value == text for value in given]
+        whole = pa.array([value and [("name_of_the", "x"), ("name_of_it", value)] for value in given], MAPS)
+        if text:
+            assert sql.match_arrow(whole).to_pylist() == expected
+        batch = pa.RecordBatch.from_arrays([pa.array(given)], names=["name_of_it"])
+        assert sql.match_arrow(batch).to_pylist() == expected
+        assert sql.match_arrow(batch.slice(1)).to_pylist() == expected[1:]
+
+
+def test_large_maps_and_dictionaries_in_maps() -> None:
+    names = pa.array(["a", "b", "a"]).dictionary_encode()
+    array = pa.MapArray.from_arrays(
+        pa.array([0, 2, 3], pa.int32()), names, pa.array(["1", "x", "7"], pa.large_string())
+    )
+    assert SQL.match_arrow(array).to_pylist() == [True, True]
+
+
+def test_hexadecimal_doubles_are_rounded_once() -> None:
+    from librmq.filter.arrow_backend import _doubles
+
+    texts = [
+        *("0x1.00000000000008p0", "0x1.000000000000080000001p0", "0x1.00000000000018p0", "0x1.00000000000017fffffp0"),
+        *(
+            "0x0.8p-1074",
+            "0x0.80000000000000000001p-1074",
+            "0x1.8p-1074",
+            "0x2.8p-1074",
+            "0x2.80000000000000000001p-1074",
+        ),
+        *("0x1p-1075", "0x1.0000000000001p-1075", "0x0.fffffffffffff8p-1022", "0x0.fffffffffffff4p-1022"),
+        *(
+            "0x1.fffffffffffff7p1023",
+            "0x1.fffffffffffff8p1023",
+            "-0x1p1024",
+            "0x0p99999999999",
+            "-0x.0p0",
+            "0x1p-99999999999",
+        ),
+        *(
+            "0xfffffffffffff800p0",
+            "0xfffffffffffffbffp0",
+            "0x00000000000000000000.1p4f",
+            "0X1P+3D",
+            "0x1",
+            "0x.p1",
+            "0x1p",
+        ),
+    ]
+    numbers, _ = _doubles(pa.array(texts))
+    assert list(map(repr, numbers.to_pylist())) == [repr(parse_double(text)) for text in texts]
+
+
+def test_columns_that_are_not_there() -> None:
+    batch = pa.RecordBatch.from_arrays([pa.array(["7", "1"]), pa.nulls(2)], names=["a", "b"])
+    assert SQL.match_arrow(batch).to_pylist() == [True, False]
+    assert SqlFilter("c IS NULL").match_arrow(batch).to_pylist() == [True, True]
+    assert SqlFilter("TRUE").match_arrow(batch).to_pylist() == [True, True]
+    assert SqlFilter("FALSE").match_arrow(batch.slice(0, 0)).to_pylist() == []
+
+
+def test_other_columns_are_refused() -> None:
+    with pytest.raises(TypeError, match="int64"):
+        SQL.match_arrow(pa.RecordBatch.from_arrays([pa.array([1]), pa.array(["x"])], names=["a", "b"]))
+    with pytest.raises(TypeError, match="map array"):
+        SQL.match_arrow(pa.array(["x"]))
+    with pytest.raises(TypeError, match="values of the map"):
+        SQL.match_arrow(pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())))
+    with pytest.raises(TypeError, match="more than one column"):
+        SQL.match_arrow(pa.RecordBatch.from_arrays([pa.array(["1"]), pa.array(["x"])], names=["a", "a"]))

@@ -1,0 +1,290 @@
+"""Tags, bloom bitmaps, registrations, predicates, commands."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.errors import ConfigError, FilterError, FilterSyntaxError
+from librmq.filter import (
+    BROKER_BLOOM,
+    SQL92,
+    TAG,
+    BloomFilter,
+    Policy,
+    Registrations,
+    TagFilter,
+    WatchedPredicate,
+    tags_code,
+)
+from librmq.filter.commands import answer_bloom, answer_case, explain_text
+
+
+def test_tags_with_one_code_are_told_apart_by_text() -> None:
+    tags = TagFilter("Aa || C")
+    assert tags_code("Aa") == tags_code("BB")
+    assert tags.matches_code(tags_code("BB"))
+    assert not tags.matches("BB")
+    assert tags.matches("Aa")
+    assert not tags.matches(None)
+    assert not tags.matches_code(0)
+    assert tags.matches_code(None)
+    negative = TagFilter("v2-2c4")
+    assert negative.matches_code(tags_code("v2-2c4"))
+    assert negative.matches_code(tags_code("v2-2c4") & 0xFFFFFFFF)
+
+
+def test_all_tags() -> None:
+    for expression in ("*", "", None):
+        assert TagFilter(expression).takes_all
+        assert TagFilter(expression).matches_code(17)
+        assert TagFilter(expression).matches(None)
+    assert not TagFilter(" * ").takes_all
+    assert not TagFilter("|| ||").matches_code(0)
+    assert tags_code("") == tags_code(None) == 0
+    for expression in ("||", "||||"):
+        with pytest.raises(FilterSyntaxError):
+            TagFilter(expression)
+
+
+def test_bloom_settings() -> None:
+    assert (BROKER_BLOOM.hash_count, BROKER_BLOOM.bit_count) == (3, 112)
+    assert len(BROKER_BLOOM.bitmap()) == 14
+    for percent, expected in ((0, 1), (100, 1), (-1, 1), (20, 0), (20, 2**31), (float("nan"), 1)):
+        with pytest.raises(ConfigError):
+            BloomFilter(percent, expected)
+    assert BloomFilter(1, 2**31 - 1).bit_count == 2**31 - 1
+    bitmap = BROKER_BLOOM.bitmap("a#b")
+    assert BROKER_BLOOM.hit(bitmap, BROKER_BLOOM.positions("a#b"))
+    assert not BROKER_BLOOM.hit(BROKER_BLOOM.bitmap(), BROKER_BLOOM.positions("a#b"))
+    assert BROKER_BLOOM.positions("\ud800") == BROKER_BLOOM.positions("?")
+
+
+def test_registering() -> None:
+    registrations = Registrations()
+    assert not registrations.register("T", "G", "TagA", TAG, 1, now_ms=1_000)
+    assert not registrations.register("T", "G", "", SQL92, 1, now_ms=1_000)
+    assert not registrations.register("T", "G", "a >", SQL92, 1, now_ms=1_000)
+    assert not registrations.register("T", "G", "a > 1", "XPATH", 1, now_ms=1_000)
+    assert registrations.get("T", "G") is None
+    assert registrations.register("T", "G", "a > 1", SQL92, 5, now_ms=1_000)
+    assert not registrations.register("T", "G", "a > 2", SQL92, 4, now_ms=2_000)
+    assert not registrations.register("T", "G", "a > 2", SQL92, 5, now_ms=2_000)
+    (old,) = registrations
+    assert (old.expression, old.born_timestamp_ms, old.dead) == ("a > 1", 1_000, False)
+    registrations.unregister("G", now_ms=3_000)
+    (gone,) = registrations.of_group("G")
+    assert (gone.dead, gone.dead_timestamp_ms) == (True, 3_000)
+    assert not registrations.register("T", "G", "a > 1", SQL92, 4, now_ms=3_500)
+    assert registrations.register("T", "G", "a > 1", SQL92, 5, now_ms=4_000)
+    (alive,) = registrations.of_topic("T")
+    assert (alive.dead, alive.born_timestamp_ms, alive.dead_timestamp_ms) == (False, 1_000, 0)
+    registrations.unregister("G", now_ms=4_500)
+    assert registrations.register("T", "G", "a > 1", SQL92, 6, now_ms=5_000)
+    (newer,) = registrations
+    assert (newer.client_version, newer.born_timestamp_ms, newer.dead) == (6, 1_000, False)
+    assert registrations.register("T", "G", "a > 2", SQL92, 7, now_ms=6_000)
+    (changed,) = registrations
+    assert (changed.expression, changed.born_timestamp_ms) == ("a > 2", 6_000)
+    assert not registrations.register("T", "G", "a >", SQL92, 8, now_ms=7_000)
+    assert list(registrations) == []
+
+
+def test_topics_no_longer_named_die_and_are_forgotten() -> None:
+    registrations = Registrations()
+    for topic in ("T", "U"):
+        registrations.register(topic, "G", "a > 1", SQL92, 1, now_ms=1_000)
+    registrations.keep_topics("G", {"U"}, now_ms=2_000)
+    assert [(one.topic, one.dead) for one in registrations] == [("T", True), ("U", False)]
+    registrations.keep_topics("G", {"U"}, now_ms=9_000)
+    day = 24 * 3600 * 1000
+    registrations.clean(2_000 + day - 1)
+    assert len(list(registrations)) == 2
+    registrations.clean(2_000 + day)
+    assert [one.topic for one in registrations] == ["U"]
+
+
+def test_bitmaps_never_lose_a_message() -> None:
+    registrations = Registrations()
+    for number in range(10):
+        registrations.register("T", f"G{number}", f"a = {number} OR b > {number}", SQL92, 1, now_ms=1_000)
+    assert registrations.bitmap("U", {"a": "1"}) is None
+    for message in ({"a": "3"}, {"b": "5", "a": "x"}, {"a": "x", "b": "x"}, {}, None):
+        bitmap = registrations.bitmap("T", message)
+        assert bitmap is not None
+        assert len(bitmap) == 14
+        for one in registrations:
+            if one.matches(message):
+                assert one.may_match(bitmap, 2_000, registrations.bloom)
+    (first, *_) = registrations
+    empty = bytes(14)
+    bloom = registrations.bloom
+    assert not first.may_match(empty, 1_001, bloom)
+    assert first.may_match(empty, 1_000, bloom)  # stored before the registration: nobody asked
+    assert first.may_match(empty, None, bloom)
+    assert first.may_match(None, 2_000, bloom)
+    assert first.may_match(bytes(8), 2_000, bloom)
+    assert first.may_match(empty, 2_000, BloomFilter(20, 64))
+
+
+def test_the_file() -> None:
+    registrations = Registrations()
+    registrations.register("T", "G", "a > 1", SQL92, 7, now_ms=100_000)
+    document = registrations.to_document(100_000)
+    data = document["filterDataByTopic"]["T"]["groupFilterData"]["G"]
+    assert data["dead"] is False
+    assert data["bloomFilterData"] == {"bitNum": 112, "bitPos": list(BROKER_BLOOM.positions("G#T"))}
+    loaded = Registrations()
+    assert loaded.load(document, 110_000)
+    (one,) = loaded
+    assert (one.dead, one.dead_timestamp_ms) == (True, 100_000)  # not before it was born
+    assert loaded.load(document, 1_000_000)
+    assert [one.dead_timestamp_ms for one in loaded] == [970_000]
+    assert one.matches({"a": "2"})
+    other = Registrations(BloomFilter(20, 64))
+    assert not other.load(document, 1)
+    assert list(other) == []
+    data["expression"] = "a >"
+    assert loaded.load(document, 1)
+    (broken,) = loaded
+    assert broken.filter is None
+    assert broken.matches({})
+    assert broken.may_match(bytes(14), 10**12, loaded.bloom)
+    assert loaded.bitmap("T", {"a": "2"}) == bytes(14)
+    assert loaded.load({"filterDataByTopic": {"T": None, "U": {"groupFilterData": {"G": None}}}}, 1)
+    assert list(loaded) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bornTime": "1"},
+        {"bornTime": True},
+        {"expression": None},
+        {"expressionType": 5},
+        {"bloomFilterData": []},
+        {"bloomFilterData": {"bitNum": 112, "bitPos": [112, 1, 1]}},
+        {"bloomFilterData": {"bitNum": 112, "bitPos": [-1, 1, 1]}},
+        {"bloomFilterData": {"bitNum": 112, "bitPos": "x"}},
+    ],
+)
+def test_a_spoilt_file_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+    registrations = Registrations()
+    registrations.register("T", "G", "a > 1", SQL92, 7, now_ms=100_000)
+    document = registrations.to_document(100_000)
+    document["filterDataByTopic"]["T"]["groupFilterData"]["G"].update(change)
+    with pytest.raises(ConfigError, match=r"consumerFilter\.json"):
+        registrations.load(document, 1)
+    others: list[Any] = [[], {"filterDataByTopic": 5}, {"filterDataByTopic": {"T": 5}}]
+    for spoilt in others:
+        with pytest.raises(ConfigError):
+            registrations.load(spoilt, 1)
+    assert [one.topic for one in registrations] == ["T"]
+
+
+def test_a_predicate_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+
+    def predicate(message: str) -> object:
+        if message == "bad":
+            raise RuntimeError("what a message")
+        clock.advance(ms=len(message))
+        return "x" in message
+
+    watched = WatchedPredicate(predicate, clock=clock, budget=0.005)
+    with caplog.at_level(logging.WARNING, "librmq.filter"):
+        assert watched.matches("x") is True
+        assert watched.matches("y") is False
+        assert watched.matches("bad", "T-0@17") is False
+        assert watched.matches("xxxxxxx", "T-0@18") is True
+    assert "T-0@17" in caplog.text
+    assert "what a message" in caplog.text
+    assert "T-0@18" in caplog.text
+    counts = watched.counts
+    assert (counts.asked, counts.matched, counts.failed, counts.over_budget) == (4, 2, 1, 1)
+    assert counts.seconds == pytest.approx(0.009, abs=1e-6)
+    assert counts.slowest == pytest.approx(0.007, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "answer", "expected"),
+    [
+        (Policy.SKIP, True, False),
+        (Policy.DELIVER, False, True),
+        (Policy.AS_ANSWERED, True, True),
+        (Policy.AS_ANSWERED, False, False),
+    ],
+)
+def test_policies_over_budget(policy: Policy, answer: bool, expected: bool) -> None:
+    clock = ManualClock()
+
+    def predicate(message: str) -> bool:
+        clock.advance(ms=10)
+        return answer
+
+    watched = WatchedPredicate(predicate, clock=clock, budget=0.005, over_budget=policy)
+    assert watched.matches("m") is expected
+    patient = WatchedPredicate(predicate, clock=clock, budget=0.02, over_budget=policy)
+    assert patient.matches("m") is answer
+    assert patient.counts.over_budget == 0
+
+
+def test_policies_on_errors() -> None:
+    def predicate(message: str) -> bool:
+        raise ValueError(message)
+
+    assert not WatchedPredicate(predicate, clock=ManualClock(), budget=1).matches("m")
+    delivering = WatchedPredicate(predicate, clock=ManualClock(), budget=1, on_error=Policy.DELIVER)
+    assert delivering.matches("m")
+    assert (delivering.counts.matched, delivering.counts.failed) == (1, 1)
+
+    def stopped(message: str) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        WatchedPredicate(stopped, clock=ManualClock(), budget=1).matches("m")
+    with pytest.raises(ConfigError):
+        WatchedPredicate(predicate, clock=ManualClock(), budget=0)
+    with pytest.raises(ConfigError):
+        WatchedPredicate(predicate, clock=ManualClock(), budget=1, on_error=Policy.AS_ANSWERED)
+
+
+def test_filter_cases() -> None:
+    assert answer_case({"expr": "a = 1"}) == {"expr": "a = 1", "result": None, "match": False}
+    assert answer_case({"expr": "a = 1", "props": None}) == {
+        "expr": "a = 1",
+        "props": None,
+        "result": None,
+        "match": False,
+    }
+    answer = answer_case({"expr": "a = 1 x", "props": {"a": "1", "b": None}, "detail": "x"})
+    assert answer == {"expr": "a = 1 x", "props": {"a": "1", "b": None}, "result": True, "match": True}
+    assert answer_case({"expr": "a CONTAINS 'x'", "props": {"a": "x"}}, "5.3")["result"] is True
+    bad: list[Any] = [[], {}, {"expr": 5}, {"expr": "a", "props": []}, {"expr": "a", "props": {"a": 1}}]
+    for row in bad:
+        with pytest.raises(FilterError):
+            answer_case(row)
+
+
+def test_bloom_cases() -> None:
+    assert answer_bloom({"f": 20, "n": 32}) == {"k": 3, "m": 112}
+    assert answer_bloom({"f": 20, "n": 32, "strings": []}) == {"k": 3, "m": 112, "positions": []}
+    bad: list[Any] = [
+        *([], {}, {"f": 20}, {"f": "20", "n": 1}, {"f": 20, "n": 1.5}, {"f": True, "n": 1}),
+        *({"f": 0, "n": 1}, {"f": 20, "n": 0}, {"f": 20, "n": 1, "strings": [1]}, {"f": 20, "n": 1, "strings": 1}),
+    ]
+    for row in bad:
+        with pytest.raises(ConfigError):
+            answer_bloom(row)
+
+
+def test_explained_on_the_command_line() -> None:
+    text = explain_text("a > 5 AND b = 'x'", {"a": "5", "b": "x"})
+    assert "no match" in text
+    assert "a is '5'" in text
+    assert "integer-literal" in text
+    with pytest.raises(FilterSyntaxError):
+        explain_text("a >", {})

@@ -1,0 +1,176 @@
+"""The benchmarks run, at a tiny size; what they measure is nobody's concern here."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.reference import CHECKOUT
+
+ROWS = {
+    "append": {"single append"},
+    "batch": {"batch append 256"},
+    "pull": {"pull 32"},
+    "scan": {"scan", "scan, two processes"},
+    "rebuild": {"rebuild"},
+    "tags": {"tag scan", "read() with a filter, no match"},
+    "memory": {"queue, Python objects held", "queue, mapped and resident"},
+    "import": {"import librmq", "import librmq.store", "librmq --help"},
+}
+OPTIONAL = {"queue, mapped and resident"}  # where the system tells
+LIMITS = {"raw write, unbuffered", "raw slices of records", "raw crc32"}
+
+
+def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """A module of ``benchmarks``, found behind everything that is installed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(CHECKOUT)])
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, "store")
+
+
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, "common")
+
+
+def test_rows_are_the_known_ones(store: ModuleType) -> None:
+    assert list(store.ROWS) == list(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_row_is_measured(store: ModuleType, common: ModuleType, tmp_path: Path, name: str) -> None:
+    bench = common.Bench(rounds=1, scratch=tmp_path, scale=0.001)
+    rows = store.ROWS[name](bench)
+    paths = {row.path for row in rows}
+    assert ROWS[name] - OPTIONAL <= paths <= ROWS[name]
+    for row in rows:
+        assert row.measured > 0, row
+        assert row.limit or row.against not in LIMITS, row
+    if name in ("append", "batch", "pull", "scan", "rebuild"):
+        for path in paths:
+            assert {row.case for row in rows if row.path == path} == {"128 B", "1 KiB"}
+    assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_variants_take_turns_in_fresh_folders(common: ModuleType, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def variant(name: str) -> object:
+        def run(folder: Path) -> float:
+            assert not list(folder.iterdir())
+            (folder / "left").touch()
+            calls.append(name)
+            return float(len(calls))
+
+        return run
+
+    rates = common.Bench(rounds=2, scratch=tmp_path).interleave({"a": variant("a"), "b": variant("b")})
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert rates == {"a": [4.0, 5.0], "b": [3.0, 6.0]}  # the warm-up is dropped
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_ratio_is_the_median_of_the_rounds(common: ModuleType) -> None:
+    row = common.compare("path", "case", "peer", [10.0, 20.0, 90.0], [5.0, 20.0, 10.0])
+    assert (row.measured, row.spread) == (2.0, "1.00–9.00")
+    assert (row.ours, row.other) == ("20 msg/s", "10 msg/s")
+
+
+def test_verdicts(common: ModuleType) -> None:
+    least = common.Target(2, 3)
+    assert [least.verdict(value) for value in (1.9, 2, 2.9, 3)] == ["missed", "met", "met", "reached"]
+    most = common.Target(1.5, at_most=True)
+    assert [most.verdict(value) for value in (1.5, 1.6)] == ["met", "missed"]
+    assert [common.Target(reach=2).verdict(value) for value in (1, 2)] == ["short", "reached"]
+    assert common.NO_TARGET.verdict(1) == ""
+
+
+def test_rates_are_short(common: ModuleType) -> None:
+    assert common.rate(187_432, "msg/s") == "187k msg/s"
+    assert common.rate(1_234_567_890, "B/s") == "1.23 GB/s"
+    assert common.rate(999.9, "msg/s") == "1000 msg/s"
+    assert common.rate(0.1234, "s") == "123 ms"
+
+
+def test_losses_are_said_in_words(common: ModuleType) -> None:
+    won = common.compare("append", "128 B", "slow", [4.0], [1.0], common.Target(2))
+    lost = common.compare("append", "1 KiB", "fast", [1.0], [4.0], common.Target(2))
+    limit = common.compare("append", "1 KiB", "raw", [1.0], [4.0], common.Target(0.2), limit=True)
+    text = common.shortcomings([won, lost, limit])
+    assert "append, 1 KiB, against fast: 0.25× where 2× is required." in text
+    assert "librmq has 1 msg/s, the other 4 msg/s" in text
+    assert "slow" not in text
+    assert "raw" not in text
+    assert common.shortcomings([won, limit]) == (
+        "Every required figure was reached in this run.\n\nNo peer was faster in this run."
+    )
+
+
+def test_markdown_has_a_cell_for_every_title(common: ModuleType) -> None:
+    row = common.compare("append", "128 B", "peer", [4.0], [1.0], common.Target(2, 3))
+    title, line, cells = common.markdown([row]).splitlines()
+    assert title.count("|") == line.count("|") == cells.count("|")
+    assert "| 4.00× | 4.00–4.00 | 2× | 3× | reached |" in cells
+
+
+def test_a_section_is_replaced_and_nothing_else(common: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "performance.md"
+    begin, end = "<!-- store: generated, do not edit -->", "<!-- store: end -->"
+    file.write_text(f"before\n{begin}\nold\n{end}\nafter\n", "utf-8")
+    common.write_section(file, "store", "new\n")
+    common.write_section(file, "store", "newer")
+    assert file.read_text("utf-8") == f"before\n{begin}\n\nnewer\n\n{end}\nafter\n"
+    with pytest.raises(ValueError, match="markers"):
+        common.write_section(file, "filter", "new")
+
+
+def test_the_documentation_has_the_section(common: ModuleType, tmp_path: Path) -> None:
+    copy = tmp_path / "performance.md"
+    copy.write_text(common.PERFORMANCE.read_text("utf-8"), "utf-8")
+    common.write_section(copy, "store", "new")
+
+
+def test_the_table_is_printed_without_rich(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rich", "rich.console", "rich.table"):
+        monkeypatch.setitem(sys.modules, name, None)
+    common.show([common.compare("append", "128 B", "peer", [4.0], [1.0])])
+    title, cells = capsys.readouterr().out.splitlines()
+    assert title.split()[:4] == ["path", "case", "against", "measured"]
+    assert "append  128 B  peer     4.00×" in cells
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rows", "append,none"], ["--rounds", "0"], ["--write", "--quick"], ["--write", "--rows", "pull"]]
+)
+def test_wrong_arguments_are_refused(
+    store: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        store.main(arguments)
+    assert refused.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_the_command_shows_a_table() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.store", "--quick", "--rounds", "1", "--rows", "memory"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={"PYTHONPATH": str(CHECKOUT), "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "50,000 entries" in done.stdout
+    assert "rounds: 1." in done.stdout

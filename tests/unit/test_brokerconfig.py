@@ -1,0 +1,168 @@
+"""The broker's tables: made, changed, written, read back, and what is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from librmq import brokerjson
+from librmq.brokerconfig import BrokerConfig
+from librmq.errors import CorruptionError
+from librmq.files import MemoryFiles
+
+NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "config"
+
+
+def persisted(folder: Path, now_ms: int = 7) -> BrokerConfig:
+    """Tables with one row of each kind, written at ``now_ms``."""
+    config = BrokerConfig.open(str(folder))
+    config.set_topic("T", read_queues=4, write_queues=2, permission=6)
+    config.set_group("G", retry_max_times=3)
+    config.set_consumer_offset("T", "G", 2, 7)
+    config.set_delay_offset(18, 5)
+    config.persist(now_ms)
+    return config
+
+
+def read(folder: Path, name: str) -> str:
+    return (folder / f"{name}.json").read_text()
+
+
+def test_empty_tables_are_files_too(folder: Path) -> None:
+    BrokerConfig.open(str(folder)).persist(1)
+    assert sorted(path.name for path in folder.iterdir()) == [f"{name}.json" for name in NAMES]
+    assert read(folder, "delayOffset") == '{\n\t"offsetTable":{}\n}'
+    assert '"counter":0' in read(folder, "topics")
+
+
+def test_opening_changes_nothing(folder: Path) -> None:
+    BrokerConfig.open(str(folder))
+    assert not folder.exists()
+
+
+def test_rows_are_written_as_the_broker_does(folder: Path) -> None:
+    persisted(folder)
+    assert brokerjson.loads(read(folder, "topics")) == {
+        "dataVersion": {"counter": 1, "timestamp": 7},
+        "topicConfigTable": {
+            "T": {
+                "order": False, "perm": 6, "readQueueNums": 4, "topicFilterType": "SINGLE_TAG",
+                "topicName": "T", "topicSysFlag": 0, "writeQueueNums": 2,
+            }
+        },
+    }  # fmt: skip
+    assert brokerjson.loads(read(folder, "subscriptionGroup"))["subscriptionGroupTable"]["G"]["retryMaxTimes"] == 3
+    assert read(folder, "consumerOffset") == '{\n\t"offsetTable":{\n\t\t"T@G":{2:7\n\t\t}\n\t}\n}'
+    assert read(folder, "delayOffset") == '{\n\t"offsetTable":{18:5\n\t}\n}'
+
+
+def test_offsets_are_read_back(folder: Path) -> None:
+    persisted(folder)
+    config = BrokerConfig.open(str(folder))
+    assert (config.consumer_offset("T", "G", 2), config.consumer_offset("T", "G", 0)) == (7, None)
+    assert config.consumer_offset("G", "T", 2) is None
+    assert (config.delay_offset(18), config.delay_offset(1)) == (5, 0)
+    config.set_consumer_offset("T", "G", 0, 1)
+    assert (config.consumer_offset("T", "G", 2), config.consumer_offset("T", "G", 0)) == (7, 1)
+
+
+def test_offsets_by_text_are_read_as_numbers(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "consumerOffset.json").write_text('{"offsetTable":{"T@G":{"2":7}}}')
+    assert BrokerConfig.open(str(folder)).consumer_offset("T", "G", 2) == 7
+
+
+def test_filters_are_replaced_as_a_whole(folder: Path) -> None:
+    config = BrokerConfig.open(str(folder))
+    config.set_filters({"A": {"topic": "A"}})
+    config.set_filters({"B": {"topic": "B"}})
+    config.persist(1)
+    assert BrokerConfig.open(str(folder)).filters == {"B": {"topic": "B"}}
+
+
+def test_only_what_has_changed_is_written_and_counted(folder: Path) -> None:
+    config = persisted(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    config.persist(8)
+    BrokerConfig.open(str(folder)).persist(9)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    config.set_topic("U", read_queues=1, write_queues=1, permission=6)
+    config.set_topic("T", read_queues=1, write_queues=1, permission=4)
+    config.persist(10)
+    assert brokerjson.loads(read(folder, "topics"))["dataVersion"] == {"counter": 3, "timestamp": 10}
+    assert (folder / "topics.json.bak").read_bytes() == before["topics.json"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "topics.json.bak"])
+
+
+def test_what_is_not_known_is_kept(folder: Path) -> None:
+    text = '{\n\t"dataVersion":{\n\t\t"counter":1,\n\t\t"stateVersion":5,\n\t\t"timestamp":2\n\t},\n\t"new":[1,2],\n\t"topicConfigTable":{\n\t\t"T":{\n\t\t\t"attributes":{}\n\t\t}\n\t}\n}'  # fmt: skip  # noqa: E501
+    folder.mkdir()
+    (folder / "topics.json").write_text(text)
+    config = BrokerConfig.open(str(folder))
+    config.persist(9)
+    assert read(folder, "topics") == text
+    config.set_topic("U", read_queues=1, write_queues=1, permission=6)
+    config.persist(9)
+    document = brokerjson.loads(read(folder, "topics"))
+    assert document["new"] == [1, 2]
+    assert document["topicConfigTable"]["T"] == {"attributes": {}}
+    assert document["dataVersion"] == {"counter": 2, "stateVersion": 5, "timestamp": 9}
+
+
+DAMAGED = ["{", "[]", '{"offsetTable":[]}', '{"offsetTable":{"T@G":5}}', '{"offsetTable":{"T@G":{"x":1}}}',
+           '{"offsetTable":{"T@G":{1:"x"}}}', '{"offsetTable":{"T@G":{1:true}}}']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", *DAMAGED])
+def test_the_backup_stands_in_for_a_damaged_file(folder: Path, text: str) -> None:
+    config = persisted(folder)
+    config.set_consumer_offset("T", "G", 2, 8)
+    config.persist(8)
+    backup = (folder / "consumerOffset.json.bak").read_bytes()
+    (folder / "consumerOffset.json").write_text(text)
+    again = BrokerConfig.open(str(folder))
+    assert again.consumer_offset("T", "G", 2) == 7
+    again.persist(9)
+    assert read(folder, "consumerOffset").encode() == backup
+    assert (folder / "consumerOffset.json.bak").read_bytes() == backup  # not what was damaged
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_without_backup_is_told(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "consumerOffset.json").write_text(text)
+    with pytest.raises(CorruptionError) as told:
+        BrokerConfig.open(str(folder))
+    assert told.value.file == str(folder / "consumerOffset.json")
+    assert told.value.kind == "config"
+
+
+@pytest.mark.parametrize("text", ['{"topicConfigTable":{"T":1}}', '{"dataVersion":{"counter":"x"}}'])
+def test_rows_of_a_wrong_kind(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "topics.json").write_text(text)
+    with pytest.raises(CorruptionError):
+        BrokerConfig.open(str(folder))
+
+
+def test_nulls_count_as_absent(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "topics.json").write_text('{"dataVersion":null,"topicConfigTable":null}')
+    config = BrokerConfig.open(str(folder))
+    config.set_topic("T", read_queues=1, write_queues=1, permission=6)
+    config.persist(3)
+    assert brokerjson.loads(read(folder, "topics"))["dataVersion"] == {"counter": 1, "timestamp": 3}
+
+
+def test_in_memory() -> None:
+    files = MemoryFiles()
+    config = BrokerConfig.open("/store/config", files=files)
+    config.set_delay_offset(1, 2)
+    config.persist(1)
+    assert BrokerConfig.open("/store/config", files=files).delay_offset(1) == 2

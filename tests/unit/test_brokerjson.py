@@ -1,0 +1,161 @@
+"""The JSON of the broker's config files."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq.brokerjson import ObjectKey, dumps, loads
+from librmq.errors import MalformedError
+
+QUEUE = {"brokerName": "broker-a", "queueId": 0, "topic": "T"}
+
+OFFSETS = """{
+\t"offsetTable":{
+\t\t"T@g":{0:21,1:0,-1:5
+\t\t},
+\t\t"消息@g":{}
+\t}
+}"""
+
+BROADCAST = """{
+\t"offsetTable":{{
+\t\t\t"brokerName":"broker-a",
+\t\t\t"queueId":0,
+\t\t\t"topic":"T"
+\t\t}:4,{
+\t\t\t"brokerName":"broker-a",
+\t\t\t"queueId":1,
+\t\t\t"topic":"T"
+\t\t}:5
+\t}
+}"""
+
+
+def test_bare_numbers_as_keys() -> None:
+    value = loads(OFFSETS)
+    assert value == {"offsetTable": {"T@g": {0: 21, 1: 0, -1: 5}, "消息@g": {}}}
+    assert dumps(value) == OFFSETS
+
+
+def test_objects_as_keys() -> None:
+    value = loads(BROADCAST)
+    key, other = value["offsetTable"]
+    assert dict(key) == QUEUE
+    assert key == ObjectKey(QUEUE.items())
+    assert value["offsetTable"][ObjectKey(QUEUE.items())] == 4
+    assert dict(other)["queueId"] == 1
+    assert dumps(value) == BROADCAST
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({}, "{}"),
+        ([], "[]"),
+        ((), "[]"),
+        ("", '""'),
+        (None, "null"),
+        (True, "true"),
+        (False, "false"),
+        (-(2**63), "-9223372036854775808"),
+        (1.5, "1.5"),
+        ([22, 7, 106], "[22,7,106]"),
+        ({"bits": [1, 2], "dead": False}, '{\n\t"bits":[1,2],\n\t"dead":false\n}'),
+        (["a", {"b": None}], '[\n\t"a",\n\t{\n\t\t"b":null\n\t}\n]'),
+        ([[1], []], "[\n\t[1],\n\t[]\n]"),
+        ({1: {2: 3}}, "{1:{2:3\n\t}\n}"),
+        ({"a": 1, 2: 3, "b": 4}, '{\n\t"a":1,2:3,\n\t"b":4\n}'),
+        ({"1": 1, 1: 2}, '{\n\t"1":1,1:2\n}'),
+        ('"\\/\b\f\n\r\t', '"\\"\\\\/\\b\\f\\n\\r\\t"'),
+        (
+            "\0\x0b\x1f\x7f\x9f\xa0\u2028\u2029é中\U0001f600",
+            '"\\u0000\\u000B\\u001F\\u007F\\u009F\xa0\\u2028\\u2029é中\U0001f600"',
+        ),
+        ({"\n": 1}, '{\n\t"\\n":1\n}'),
+    ],
+)
+def test_there_and_back(value: object, text: str) -> None:
+    assert dumps(value) == text
+    read = loads(text)
+    assert read == (list(value) if isinstance(value, tuple) else value)
+    assert dumps(read) == text
+    assert loads(text.encode()) == read
+
+
+def test_other_white_space_and_escapes_are_read() -> None:
+    assert loads(' {\r\n"a" : [ 1 , 2 ] , 0 :\t{ } }\n') == {"a": [1, 2], 0: {}}
+    assert loads('"\\u00e9\\ud83d\\ude00\\/"') == "é\U0001f600/"
+    assert loads("[0, -0, 1e3, -1.5E-2, 0.0]") == [0, 0, 1000.0, -0.015, 0.0]
+
+
+def test_of_equal_keys_the_last_wins() -> None:
+    assert loads('{"a":1,"a":2,0:3,0:4}') == {"a": 2, 0: 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "line 1, column 1: expected a value, found the end"),
+        ("  \n", "line 2, column 1: expected a value, found the end"),
+        ("{", "line 1, column 2: expected a key, found the end"),
+        ('{"a"\n:\n  ?}', "line 3, column 3: expected a value, found '?}'"),
+        ('{"a"}', "line 1, column 5: expected ':', found '}'"),
+        ('{"a":1', "line 1, column 7: expected ',' or '}', found the end"),
+        ('{"a":1 "b":2}', "line 1, column 8: expected ',' or '}', found"),
+        ('{"a":1,}', "line 1, column 8: expected a key, found '}'"),
+        ("[1,]", "line 1, column 4: expected a value, found ']'"),
+        ("[1}", "line 1, column 3: expected ',' or ']', found '}'"),
+        ("{}x", "line 1, column 3: expected the end, found 'x'"),
+        ("nul", "line 1, column 1: expected a value, found 'nul'"),
+        ("NaN", "line 1, column 1: expected a value, found 'NaN'"),
+        ("-", "line 1, column 1: expected a value, found '-'"),
+        ("01", "line 1, column 2: expected the end, found '1'"),
+        ("\uff11", "line 1, column 1: expected a value"),
+        ("9223372036854775808", "line 1, column 1: expected a number of 64 bits"),
+        ("9" * 5000, "line 1, column 1: expected a number of 64 bits"),
+        ("1e999", "line 1, column 1: expected a number of 64 bits"),
+        ("{a:1}", "line 1, column 2: expected a key, found 'a:1}'"),
+        ("{'a':1}", "line 1, column 2: expected a key"),
+        ("{true:1}", "line 1, column 2: expected a key"),
+        ("{1.5:2}", "line 1, column 2: expected a whole number as a key, found '1.5:2}'"),
+        ('{{"a":[]}:1}', "line 1, column 2: expected an object of plain values as a key"),
+        ("{{0:1}:1}", "line 1, column 2: expected an object of plain values as a key"),
+        ('"abc', "line 1, column 1: expected text, found unterminated string starting"),
+        ('"a\nb"', "line 1, column 3: expected text, found invalid control character"),
+        ('"\\x"', "line 1, column 2: expected text, found invalid \\escape"),
+        ('"\\ud800"', "line 1, column 1: expected text, found half a surrogate pair in it"),
+        ("[" * 65 + "]" * 65, "line 1, column 65: expected less than 64 levels"),
+        ('{"a":' * 100_000, "line 1, column 321: expected less than 64 levels"),
+        ("{" * 100_000, "line 1, column 65: expected less than 64 levels"),
+        ("\ufeff{}", "line 1, column 1: expected a value"),
+        (b'{"\xff":1}', "byte 2 is not UTF-8"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(text: str | bytes, reason: str) -> None:
+    with pytest.raises(MalformedError) as caught:
+        loads(text)
+    assert str(caught.value).startswith(reason)
+
+
+def test_64_levels_are_read_and_written() -> None:
+    text = "[\n" * 63 + "[]" + "]" * 63
+    value = loads(text)
+    assert loads(dumps(value)) == value
+    with pytest.raises(MalformedError, match="more than 64 deep"):
+        dumps([value])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"x", {1.5: 1}, {True: 1}, {None: 1}, {("a", 1): 1}, {"a": {1, 2}}, float("nan"), [float("inf")]],
+)
+def test_what_has_no_form_is_refused(value: object) -> None:
+    with pytest.raises(MalformedError, match="expected"):
+        dumps(value)
+
+
+def test_what_contains_itself_is_refused() -> None:
+    value: list[object] = []
+    value.append(value)
+    with pytest.raises(MalformedError, match="more than 64 deep"):
+        dumps(value)

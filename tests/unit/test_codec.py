@@ -1,0 +1,590 @@
+"""Records, properties, batches, hosts, compressed bodies: made by hand, and every way to refuse them."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import struct
+import sys
+import zlib
+
+import pytest
+
+from librmq import codec
+from librmq.codec import Record, check_record, decode_record, encode_record
+from librmq.compression import compression_type
+from librmq.errors import (
+    BodyChecksumError,
+    BodyCompressionError,
+    MalformedError,
+    MessageIllegalError,
+    MissingExtraError,
+    RecordError,
+)
+from librmq.levels import SCHEDULE_TOPIC
+
+V6 = ("fe80:0:0:0:0:0:0:1", 10911)
+
+
+def record(**changes: object) -> Record:
+    """A record with something in every field."""
+    body = changes.pop("body", b"hello")
+    assert isinstance(body, bytes)
+    fields: dict[str, object] = {
+        "topic": "TopicTest",
+        "queue_id": 3,
+        "flag": -7,
+        "queue_offset": 2**40 + 1,
+        "physical_offset": 2**41 + 2,
+        "sys_flag": 0,
+        "born_timestamp_ms": 1_700_000_000_001,
+        "born_host": ("192.168.1.10", 54321),
+        "store_timestamp_ms": 1_700_000_000_002,
+        "store_host": ("127.0.0.1", 10911),
+        "reconsume_times": 4,
+        "prepared_transaction_offset": 2**42 + 3,
+        "body": body,
+        "body_crc": codec.body_checksum(body),
+        "properties_raw": b"TAGS\x01TagA\x02KEYS\x01k1 k2",
+    }
+    return Record(**(fields | changes))  # type: ignore[arg-type]
+
+
+SHAPES = [
+    pytest.param({}, id="plain"),
+    pytest.param({"body": b""}, id="no body"),
+    pytest.param({"properties_raw": b""}, id="no properties"),
+    pytest.param({"topic": ""}, id="no topic"),
+    pytest.param({"topic": "主题", "body": b"\0" * 70_000}, id="large"),
+    pytest.param({"born_host": V6, "sys_flag": codec.BORN_HOST_V6}, id="born v6"),
+    pytest.param({"store_host": V6, "sys_flag": codec.STORE_HOST_V6}, id="store v6"),
+    pytest.param({"born_host": V6, "store_host": V6, "sys_flag": codec.HOSTS_V6 | 8}, id="both v6"),
+    pytest.param({"magic": codec.MESSAGE_MAGIC_V2, "topic": "t" * 300}, id="second magic"),
+    pytest.param({"magic": codec.MESSAGE_MAGIC_V2, "born_host": V6, "sys_flag": 16}, id="second magic, v6"),
+]
+
+
+def test_the_header_is_drawn_right() -> None:
+    raw = encode_record(record())
+    assert codec.HEADER_V4.size == codec.BODY_AT
+    assert codec.HEADER_V4.unpack_from(raw) == (
+        len(raw),
+        codec.MESSAGE_MAGIC,
+        zlib.crc32(b"hello") & 0x7FFFFFFF,
+        3,
+        -7,
+        2**40 + 1,
+        2**41 + 2,
+        0,
+        1_700_000_000_001,
+        bytes((192, 168, 1, 10)) + struct.pack(">i", 54321),
+        1_700_000_000_002,
+        bytes((127, 0, 0, 1)) + struct.pack(">i", 10911),
+        4,
+        2**42 + 3,
+        5,
+    )
+    for at, form, value in [
+        (codec.MAGIC_AT, ">I", codec.MESSAGE_MAGIC),
+        (codec.BODY_CRC_AT, ">i", codec.body_checksum(b"hello")),
+        (codec.QUEUE_ID_AT, ">i", 3),
+        (codec.FLAG_AT, ">i", -7),
+        (codec.QUEUE_OFFSET_AT, ">q", 2**40 + 1),
+        (codec.PHYSICAL_OFFSET_AT, ">q", 2**41 + 2),
+        (codec.SYS_FLAG_AT, ">i", 0),
+        (codec.BORN_TIMESTAMP_AT, ">q", 1_700_000_000_001),
+        (codec.STORE_TIMESTAMP_AT, ">q", 1_700_000_000_002),
+        (codec.RECONSUME_TIMES_AT, ">i", 4),
+        (codec.PREPARED_OFFSET_AT, ">q", 2**42 + 3),
+        (codec.BODY_LENGTH_AT, ">i", 5),
+    ]:
+        assert struct.unpack_from(form, raw, at) == (value,)
+    assert raw[codec.BORN_HOST_AT :].startswith(bytes((192, 168, 1, 10)))
+    assert raw[codec.STORE_HOST_AT :].startswith(bytes((127, 0, 0, 1)))
+    assert raw[codec.BODY_AT :] == b"hello\x09TopicTest\x00\x14TAGS\x01TagA\x02KEYS\x01k1 k2"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_there_and_back(shape: dict[str, object]) -> None:
+    there = record(**shape)
+    raw = encode_record(there)
+    assert len(raw) == there.size
+    assert decode_record(raw) == there
+    assert encode_record(decode_record(raw)) == raw
+    padded = b"\xff" * 7 + raw + b"\xff" * 9
+    assert decode_record(padded, 7) == there
+    assert codec.store_timestamp_ms(padded, 7) == there.store_timestamp_ms
+    for check_body in (False, True):
+        assert check_record(padded, 7, len(padded), check_body=check_body) == len(raw)
+        assert check_record(padded, 7, 7 + len(raw), check_body=check_body) == len(raw)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_record_that_is_cut_short_is_refused_wherever(shape: dict[str, object]) -> None:
+    raw = encode_record(record(**shape))
+    for limit in range(min(len(raw), 500)):
+        with pytest.raises(RecordError):
+            check_record(raw, 0, limit, check_body=True)
+        with pytest.raises(RecordError):
+            decode_record(raw[:limit])
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, "mmap"])
+def test_any_buffer_will_do(kind: object) -> None:
+    raw = encode_record(record())
+    buffer: codec.Raw
+    if kind == "mmap":
+        buffer = mmap.mmap(-1, len(raw))
+        buffer[:] = raw
+    else:
+        buffer = kind(raw)  # type: ignore[operator]
+    assert check_record(buffer, 0, len(raw), check_body=True) == len(raw)
+    assert decode_record(buffer) == record()
+
+
+def patched(raw: bytes, at: int, value: bytes) -> bytes:
+    return raw[:at] + value + raw[at + len(value) :]
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "reason", "position"),
+    [
+        (0, b"\0\0\0\0", "size: expected 91 to 125, found 0", 0),
+        (0, b"\x7f\xff\xff\xff", "size: expected 91 to 125, found 2147483647", 0),
+        (0, b"\xff\xff\xff\xff", "size: expected 91 to 125, found -1", 0),
+        (0, struct.pack(">i", 124), "properties length: expected 19, found 20", 103),
+        (4, b"\xda\xa3\x20\xa8", "magic: expected daa320a7, found daa320a8", 4),
+        (4, b"\xda\xa3\x20\xab", "topic length: expected 28 at most, found 2388", 93),
+        (84, struct.pack(">i", 35), "body length: expected 34 at most, found 35", 84),
+        (84, struct.pack(">i", 2**31 - 1), "body length: expected 34 at most, found 2147483647", 84),
+        (84, struct.pack(">i", 0), "topic length: expected 34 at most, found 104", 88),
+        (93, b"\x80", "topic length: expected 29 at most, found 128", 93),
+        (93, b"\x1e", "topic length: expected 29 at most, found 30", 93),
+        (93, b"\x0a", "properties length: expected 19, found 5204", 104),
+        (103, b"\x00\x13", "properties length: expected 20, found 19", 103),
+        (103, b"\xff\xff", "properties length: expected 20, found 65535", 103),
+    ],
+)
+def test_every_length_is_checked_against_the_others(at: int, value: bytes, reason: str, position: int) -> None:
+    raw = encode_record(record())
+    assert len(raw) == 125
+    for decode in (
+        lambda broken: check_record(broken, 0, len(broken), check_body=False),
+        lambda broken: decode_record(broken, check_body=False),
+    ):
+        with pytest.raises(RecordError) as caught:
+            decode(patched(raw, at, value))
+        assert (caught.value.reason, caught.value.position) == (reason, position)
+        assert not isinstance(caught.value, BodyChecksumError)
+
+
+@pytest.mark.parametrize("flag", [16, 32, 48])
+def test_hosts_that_do_not_fit(flag: int) -> None:
+    raw = encode_record(record(topic="", body=b"", properties_raw=b""))
+    with pytest.raises(RecordError, match=r"sys flag: IPv6 hosts do not fit into 91 bytes \(at byte 36"):
+        decode_record(patched(raw, codec.SYS_FLAG_AT, struct.pack(">i", flag)))
+
+
+def test_a_topic_has_127_bytes_at_most_with_the_first_magic() -> None:
+    raw = encode_record(record(body=b"x" * 300))
+    broken = patched(raw, 88 + 300, b"\x80")
+    with pytest.raises(RecordError, match="topic length: expected 29 at most, found 128"):
+        decode_record(broken)
+    long = encode_record(record(topic="t" * 127, body=b"x" * 300))
+    with pytest.raises(RecordError, match="topic length: expected 127 at most, found 128"):
+        decode_record(patched(long, 88 + 300, b"\x80"))
+
+
+def test_negative_lengths_count_as_0_as_in_the_original() -> None:
+    raw = encode_record(record(body=b"", properties_raw=b""))
+    for at, value in [(84, b"\x80\0\0\0"), (len(raw) - 2, b"\x80\0")]:
+        odd = patched(raw, at, value)
+        assert check_record(odd, 0, len(odd), check_body=True) == len(raw)
+        assert (decode_record(odd).body, decode_record(odd).properties_raw) == (b"", b"")
+        assert encode_record(decode_record(odd)) == raw  # which shows that it was odd
+
+
+def test_only_the_body_has_a_checksum() -> None:
+    raw = encode_record(record())
+    for at in (codec.BODY_AT, codec.BODY_AT + 4, codec.BODY_CRC_AT, codec.BODY_CRC_AT + 3):
+        broken = patched(raw, at, bytes((raw[at] ^ 0x80,)))
+        assert check_record(broken, 0, len(broken), check_body=False) == len(raw)
+        with pytest.raises(BodyChecksumError, match="body checksum: expected"):
+            check_record(broken, 0, len(broken), check_body=True)
+        with pytest.raises(BodyChecksumError):
+            decode_record(broken)
+        assert decode_record(broken, check_body=False).topic == "TopicTest"
+
+
+def test_a_broken_frame_is_told_before_a_broken_body() -> None:
+    broken = patched(patched(encode_record(record()), 88, b"H"), 103, b"\x7f\xff")
+    with pytest.raises(RecordError, match="properties length"):
+        check_record(broken, 0, len(broken), check_body=True)
+
+
+def test_the_checksum_of_an_empty_body_is_not_looked_at() -> None:
+    raw = encode_record(record(body=b"", body_crc=12345))
+    assert check_record(raw, 0, len(raw), check_body=True) == len(raw)
+
+
+def test_a_blank_has_size_0_wherever_8_bytes_are_left() -> None:
+    for rest in (8, 90, 91, 4096):
+        blank = struct.pack(">iI", rest, codec.BLANK_MAGIC) + b"\xee" * (rest - 8)
+        assert check_record(b"\0" + blank, 1, 1 + rest, check_body=True) == 0
+    with pytest.raises(RecordError, match="found 7 bytes"):
+        check_record(blank, 0, 7, check_body=True)
+    with pytest.raises(RecordError, match="magic"):
+        decode_record(blank)
+
+
+def test_zeros_are_no_record() -> None:
+    with pytest.raises(RecordError, match="magic: expected daa320a7, found 00000000"):
+        check_record(bytes(200), 0, 200, check_body=True)
+
+
+@pytest.mark.parametrize(
+    ("level", "sound"),
+    [(b"3", True), (b"-1", True), (b"+3", True), (b"x3", False), (b"3.0", False), (b" 3", False)],
+)
+def test_a_delayed_message_needs_a_level_that_is_a_number(level: bytes, sound: bool) -> None:
+    for topic, needed in [(SCHEDULE_TOPIC, True), (SCHEDULE_TOPIC.lower(), False), ("T", False)]:
+        raw = encode_record(record(topic=topic, properties_raw=b"A\x01b\x02DELAY\x01" + level))
+        if sound or not needed:
+            assert check_record(raw, 0, len(raw), check_body=True) == len(raw)
+        else:
+            with pytest.raises(RecordError, match="DELAY of a delayed message: expected a number"):
+                check_record(raw, 0, len(raw), check_body=True)
+    without = encode_record(record(topic=SCHEDULE_TOPIC, properties_raw=b"A\x01b"))
+    assert check_record(without, 0, len(without), check_body=True) == len(without)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"topic": "t" * 128},
+        {"topic": "中" * 43},
+        {"topic": "\ud800"},
+        {"topic": "t" * 32_768, "magic": codec.MESSAGE_MAGIC_V2},
+        {"properties_raw": bytes(32_768)},
+        {"queue_id": 2**31},
+        {"flag": -(2**31) - 1},
+        {"queue_offset": 2**63},
+        {"reconsume_times": 2**31},
+        {"born_host": ("300.1.1.1", 1)},
+        {"born_host": ("localhost", 1)},
+        {"born_host": ("1.2.3.4", 2**31)},
+        {"store_host": ("fe80:::1", 1), "sys_flag": 32},
+        {"born_host": V6},
+        {"sys_flag": codec.STORE_HOST_V6},
+        {"magic": codec.BLANK_MAGIC},
+    ],
+)
+def test_what_does_not_fit_is_not_written(changes: dict[str, object]) -> None:
+    with pytest.raises(MessageIllegalError):
+        encode_record(record(**changes))
+
+
+def test_the_largest_that_fit() -> None:
+    largest = record(topic="t" * 127, properties_raw=bytes(32_767), queue_id=2**31 - 1, flag=-(2**31))
+    assert decode_record(encode_record(largest)) == largest
+    second = dataclasses.replace(largest, magic=codec.MESSAGE_MAGIC_V2, topic="t" * 32_767)
+    assert decode_record(encode_record(second)) == second
+
+
+# --- properties
+
+
+def test_properties_are_written_in_the_order_of_a_java_map() -> None:
+    properties = {
+        "region": "hz",
+        "50%": "100%s",
+        "TAGS": "TagA",
+        "KEYS": "k1 k2",
+        "UNIQ_KEY": "0A",
+        "DELAY": "3",
+    }
+    raw = codec.encode_properties(properties)
+    assert codec.decode_properties(raw) == properties
+    names = [part.split(b"\x01")[0] for part in raw.split(b"\x02")]
+    real = [b"KEYS", b"UNIQ_KEY", b"DELAY", b"TAGS"]  # as in any store
+    assert [name for name in names if name in real] == real
+    assert len(names) == 6
+
+
+def test_properties_that_share_a_bucket_keep_their_order() -> None:
+    assert codec.encode_properties({"Aa": "1", "BB": "2"}) == b"Aa\x011\x02BB\x012"
+    assert codec.encode_properties({"BB": "2", "Aa": "1"}) == b"BB\x012\x02Aa\x011"
+
+
+def test_few_properties() -> None:
+    assert codec.encode_properties({}) == b""
+    assert codec.encode_properties({"a": ""}) == b"a\x01"
+    assert codec.encode_properties({"%": "%d"}) == b"%\x01%d"
+
+
+def test_text_without_utf8_is_refused() -> None:
+    for properties in ({"a": "\ud800"}, {"\udfff": "a"}):
+        with pytest.raises(MessageIllegalError, match="UTF-8"):
+            codec.encode_properties(properties)
+
+
+@pytest.mark.parametrize(
+    ("raw", "name", "value"),
+    [
+        (b"a\x011\x02b\x012", b"a", b"1"),
+        (b"a\x011\x02b\x012", b"b", b"2"),
+        (b"a\x011\x02b\x012", b"c", None),
+        (b"a\x011\x02a\x012", b"a", b"2"),
+        (b"a\x011\x02a\x01", b"a", b"1"),
+        (b"a\x01\x02a\x01", b"a", None),
+        (b"ba\x011\x02ab\x012", b"a", None),
+        (b"a\x011\x012\x02", b"a", b"1\x012"),
+        (b"x\x01a\x011", b"a", None),
+        (b"\x01v", b"", None),
+        (b"a\x01b\x01v", b"a\x01b", None),
+        (b"k\x01v\x02a\x011", b"k\x01v\x02a", None),
+        (b"", b"a", None),
+        (b"a\x01", b"a", None),
+    ],
+)
+def test_one_property_is_found(raw: bytes, name: bytes, value: bytes | None) -> None:
+    assert codec.find_property(raw, name) == value
+
+
+@pytest.mark.parametrize(
+    ("own", "batch", "joined"),
+    [
+        (b"", b"", b""),
+        (b"a\x011", b"", b"a\x011"),
+        (b"", b"b\x012", b"b\x012"),
+        (b"a\x011", b"b\x012", b"a\x011\x02b\x012"),
+        (b"a\x011\x02", b"b\x012", b"a\x011\x02b\x012"),
+    ],
+)
+def test_properties_of_a_batch_stand_behind_a_messages_own(own: bytes, batch: bytes, joined: bytes) -> None:
+    assert codec.join_properties(own, batch) == joined
+
+
+def test_tags_and_keys() -> None:
+    assert codec.tags_code(None) == codec.tags_code("") == 0
+    assert codec.tags_code("TagA") == 2598919
+    assert codec.split_keys(None) == codec.split_keys("") == codec.split_keys("  ") == []
+    assert codec.split_keys(" k1  k2 k1\tk3 ") == ["k1", "k2", "k1\tk3"]
+
+
+def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
+    names = {value for name, value in vars(codec).items() if name.startswith("PROPERTY_")}
+    assert names - codec.RESERVED_PROPERTIES == {
+        "TRAN_PREPARED_QUEUE_OFFSET",
+        "TRANSACTION_CHECK_TIMES",
+        "CHECK_IMMUNITY_TIME_IN_SECONDS",
+        "INNER_MULTI_DISPATCH",
+    }
+    assert names >= codec.RESERVED_PROPERTIES
+    assert len(names) == 35
+
+
+# --- batches
+
+
+def test_a_batch_there_and_back() -> None:
+    items = [
+        codec.BatchItem(b"one", 1, b"a\x011"),
+        codec.BatchItem(b""),
+        codec.BatchItem(b"three" * 1000, -1),
+    ]
+    raw = codec.encode_batch(items)
+    assert codec.decode_batch(raw) == items
+    assert codec.decode_batch(b"") == []
+    for end in range(1, len(raw)):
+        if end not in (28, 50):  # where a message ends
+            with pytest.raises(MessageIllegalError):
+                codec.decode_batch(raw[:end])
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],
+)
+def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None:
+    raw = codec.encode_batch([codec.BatchItem(b"one")])
+    with pytest.raises(MessageIllegalError, match="batch: message 0"):
+        codec.decode_batch(patched(raw, at, struct.pack(">i", value)))
+
+
+def test_what_does_not_fit_a_batch_is_refused() -> None:
+    for item in (codec.BatchItem(b"", 2**31), codec.BatchItem(b"", 0, bytes(32_768))):
+        with pytest.raises(MessageIllegalError, match="message 1 of the batch is out of range"):
+            codec.encode_batch([codec.BatchItem(b""), item])
+
+
+# --- hosts and ids
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("127.0.0.1:10911", ("127.0.0.1", 10911)),
+        ("255.255.255.255:0", ("255.255.255.255", 0)),
+        ("[fe80:0:0:0:0:0:0:1]:65535", ("fe80:0:0:0:0:0:0:1", 65535)),
+        ("[::1]:1", ("0:0:0:0:0:0:0:1", 1)),
+        ("[::ffff:1.2.3.4]:1", ("0:0:0:0:0:ffff:102:304", 1)),
+    ],
+)
+def test_hosts(text: str, host: codec.Host) -> None:
+    assert codec.parse_host(text) == host
+    assert codec.parse_host(codec.format_host(host)) == host
+    assert codec.decode_host(codec.encode_host(host)) == host
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":1",
+        "1.2.3.4",
+        "1.2.3.4:",
+        "1.2.3.4:65536",
+        "1.2.3.4:-1",
+        "1.2.3.4:+1",
+        "1.2.3.4:\uff11",
+        "1.2.3.4: 1",
+        "1.2.3.4:1x",
+        "1.2.3:1",
+        "1.2.3.256:1",
+        "[1.2.3.4]:1",
+        "fe80::1:1",
+        "[fe80::1]",
+        "[fe80::1:1",
+        "fe80::1]:1",
+        "[fe80::1%eth0]:1",
+        "[:::]:1",
+        "localhost:1",
+        "1.2.3.4\0:1",
+        "中:1",
+        "1.2.3.4:" + "9" * 5000,
+    ],
+)
+def test_no_hosts(text: str) -> None:
+    with pytest.raises(MalformedError, match="expected an address"):
+        codec.parse_host(text)
+
+
+def test_host_flags() -> None:
+    v4 = ("1.2.3.4", 5)
+    assert [codec.host_flags(a, b) for a in (v4, V6) for b in (v4, V6)] == [0, 32, 16, 48]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7F", "x" * 32, "7F00000100002A9F000000000000000", " " * 32, "7f 0" * 8, "٣" * 32, "0" * 40]
+)
+def test_no_message_ids(text: str) -> None:
+    with pytest.raises(MalformedError, match="message id of 32 or 56 hex digits"):
+        codec.parse_offset_message_id(text)
+
+
+def test_message_ids_in_either_case() -> None:
+    text = codec.offset_message_id(V6, 2**40)
+    assert text == "FE80000000000000000000000000000100002A9F0000010000000000"
+    assert codec.parse_offset_message_id(text.lower()) == (V6, 2**40)
+
+
+# --- compression
+
+ZLIB = codec.COMPRESSED | codec.COMPRESSION_ZLIB
+LZ4 = codec.COMPRESSED | codec.COMPRESSION_LZ4
+ZSTD = codec.COMPRESSED | codec.COMPRESSION_ZSTD
+SENT = b"".join(b"order %d shipped; " % number for number in range(40))
+
+# As the classes write them that the original uses: LZ4FrameOutputStream, ZstdOutputStream at level 5.
+WRITTEN = {
+    LZ4: bytes.fromhex(
+        "04224d18607073bb000000f2026f72646572203020736869707065643b2011001c3111001c3211001c3311001c3411001c351100"
+        "1c3611001c3711001c3811001c3911001e31ab000dac002d313236000dae001d31af001d31b0001d31b1001d31b2001d31b3001d"
+        "31b4001d32b4001d32b4001d32b4002c3233c6001d32b4001d32b4001d32b4001d32b4001d32b4001d32b4001d33b4001d33b400"
+        "1d33b4001d33b4002c3334c6001d33b4001d33b4001d33b4001d33b400c0333920736869707065643b2000000000"
+    ),
+    ZSTD: bytes.fromhex(
+        "28b52ffd005804040022440d14a0a5e9041c9c79aa1aeae45b6bad4cbcd8ff340145acdc1d936ab46ddbb6ffff4f9224"
+        "c901288841e82c62e5ee985441a1622810272080a3d203b3cc7766b3986f666799cfcc6631dfcccc32dfccce329f993d"
+        "cb8df96ccdacd62cb4e69b353359b3c49a0fd6ccaf6673792c22c845182290431844906388a5218201010000"
+    ),
+    ZLIB: codec.compress_body(SENT),
+    codec.COMPRESSED: codec.compress_body(SENT),
+}
+KINDS = [pytest.param(flag, id=f"{flag:#x}-{compression_type(flag)}") for flag in (codec.COMPRESSED, ZLIB, LZ4, ZSTD)]
+
+
+@pytest.fixture
+def written(request: pytest.FixtureRequest) -> tuple[int, bytes]:
+    """A sys flag, and the same body compressed as it says."""
+    flag: int = request.param
+    module = {"lz4": "lz4.frame", "zstd": "zstandard"}.get(compression_type(flag))
+    if module:
+        pytest.importorskip(module)
+    return flag, WRITTEN[flag]
+
+
+@pytest.mark.parametrize("written", KINDS, indirect=True)
+def test_compressed_bodies(written: tuple[int, bytes]) -> None:
+    flag, body = written
+    assert codec.decompress_body(body, flag, len(SENT)) == SENT
+    assert codec.decompress_body(body, flag | 12 | 48, 1 << 30) == SENT
+    assert codec.decompress_body(body, flag & ~codec.COMPRESSED, 0) == body
+    assert codec.decompress_body(b"", flag, 0) == b""
+    with pytest.raises(BodyCompressionError, match="more than the 709 bytes that are allowed"):
+        codec.decompress_body(body, flag, len(SENT) - 1)
+
+
+@pytest.mark.parametrize("written", KINDS, indirect=True)
+def test_damaged_compressed_bodies(written: tuple[int, bytes]) -> None:
+    flag, body = written
+    for end in range(1, len(body)):
+        with pytest.raises(BodyCompressionError):
+            codec.decompress_body(body[:end], flag, 1 << 20)
+    with pytest.raises(BodyCompressionError, match="3 bytes behind its end"):
+        codec.decompress_body(body + b"end", flag, 1 << 20)
+    with pytest.raises(BodyCompressionError):
+        codec.decompress_body(b"\xff" + body, flag, 1 << 20)
+    with pytest.raises(BodyCompressionError):
+        codec.decompress_body(body + body, flag, 1 << 20)
+
+
+def bomb(kind: str) -> bytes:
+    """64 MiB of zeros."""
+    if kind == "lz4":
+        return bytes(pytest.importorskip("lz4.frame").compress(bytes(1 << 26)))
+    if kind == "zstd":
+        stream = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+        return b"".join(stream.compress(bytes(1 << 20)) for _ in range(64)) + bytes(stream.flush())
+    deflate = zlib.compressobj(9)
+    return b"".join(deflate.compress(bytes(1 << 20)) for _ in range(64)) + deflate.flush()
+
+
+@pytest.mark.parametrize("flag", [ZLIB, LZ4, ZSTD])
+def test_a_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
+    import tracemalloc
+
+    body = bomb(compression_type(flag))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BodyCompressionError, match="more than the 1,000,000 bytes"):
+            codec.decompress_body(body, flag, 1_000_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < (16 << 20) + 3 * len(body)
+
+
+@pytest.mark.parametrize("kind", [4, 5, 6, 7])
+def test_an_unknown_compression_is_refused(kind: int) -> None:
+    with pytest.raises(BodyCompressionError, match="unknown way"):
+        codec.decompress_body(b"x", codec.COMPRESSED | kind << 8, 100)
+
+
+@pytest.mark.parametrize(("flag", "module"), [(LZ4, "lz4.frame"), (ZSTD, "zstandard")])
+def test_a_missing_extra_is_named(flag: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"librmq\[compression\]") as caught:
+        codec.decompress_body(WRITTEN[flag], flag, 1 << 20)
+    assert caught.value.extra == "compression"

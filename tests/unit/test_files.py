@@ -1,0 +1,340 @@
+"""The file seam: one contract for files on disk, in memory, recorded and failing; locks; forks."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
+from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.testing import Event, FailingFiles, RecordingFiles
+
+Make = Callable[[], Files]
+
+
+@pytest.fixture(
+    params=[DiskFiles, MemoryFiles, RecordingFiles, lambda: FailingFiles(DiskFiles())],
+    ids=["disk", "memory", "recording", "failing"],
+)
+def files(request: pytest.FixtureRequest) -> Files:
+    made: Files = request.param()
+    return made
+
+
+@pytest.fixture
+def root(files: Files, tmp_path: Path) -> str:
+    root = str(tmp_path / "a" / "b")
+    files.make_folder(root)
+    return root
+
+
+def names(files: Files, path: str) -> list[tuple[str, int, bool]]:
+    return [(entry.name, entry.size, entry.is_folder) for entry in files.list(path)]
+
+
+# ------------------------------------------------------------------------------------------------- one contract
+
+
+def test_a_made_file_is_zero_and_keeps_what_is_written(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    file = files.create(path, 5000)
+    assert (file.path, file.size, file.writable, len(file.buffer)) == (path, 5000, True, 5000)
+    assert file.buffer[:] == bytes(5000)
+    files.reserve(file, 100, 200)
+    file.buffer[100:105] = b"hello"
+    files.flush(file)
+    files.flush_folder(root)
+    assert files.open(path).buffer[99:106] == b"\0hello\0"
+    assert files.size(path) == 5000
+    assert files.read(path)[100:105] == b"hello"
+
+
+def test_all_mappings_of_a_file_see_the_same(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    one = files.create(path, 100)
+    other = files.open(path)
+    another = files.open(path, writable=True, keep_descriptor=True)
+    another.buffer[3:5] = b"xy"
+    assert one.buffer[3:5] == other.buffer[3:5] == b"xy"
+    assert (other.writable, another.writable) == (False, True)
+
+
+def test_a_deleted_file_stays_readable_for_whoever_holds_it(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    file = files.create(path, 100)
+    file.buffer[0:4] = b"data"
+    view = memoryview(file.buffer)[0:4]
+    files.delete(path)
+    assert files.size(path) is None
+    assert (file.buffer[0:4], bytes(view)) == (b"data", b"data")
+    del file
+    gc.collect()
+    assert bytes(view) == b"data"
+    again = files.create(path, 50)
+    assert again.buffer[0:4] == bytes(4)
+
+
+def test_a_file_is_made_once(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    files.create(path, 10).buffer[0:1] = b"x"
+    with pytest.raises(StoreIOError) as told:
+        files.create(path, 20)
+    assert (told.value.errno, told.value.filename, told.value.call) == (errno.EEXIST, path, "create")
+    assert files.read(path) == b"x" + bytes(9)
+
+
+@pytest.mark.parametrize("call", ["open", "create", "read", "write", "rename"])
+def test_what_is_not_there(files: Files, root: str, call: str) -> None:
+    path = os.path.join(root, "none", "f")
+    calls: dict[str, Callable[[], object]] = {
+        "open": lambda: files.open(path),
+        "create": lambda: files.create(path, 10),
+        "read": lambda: files.read(path),
+        "write": lambda: files.write(path, b"x"),
+        "rename": lambda: files.rename(path, os.path.join(root, "g")),
+    }
+    with pytest.raises(StoreIOError) as told:
+        calls[call]()
+    assert told.value.errno == errno.ENOENT
+    assert str(told.value.filename).startswith(root)
+    assert str(path) in str(told.value)
+    assert names(files, root) == []
+
+
+def test_an_empty_file_is_not_mapped(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    files.write(path, b"")
+    with pytest.raises(CorruptionError) as told:
+        files.open(path)
+    assert (told.value.file, told.value.offset, told.value.kind) == (path, 0, "size")
+
+
+def test_lists_are_sorted_and_know_lengths(files: Files, root: str) -> None:
+    assert names(files, os.path.join(root, "none")) == []
+    files.create(os.path.join(root, "b"), 10)
+    files.write(os.path.join(root, "c"), b"")
+    files.make_folder(os.path.join(root, "a", "x"))
+    files.make_folder(os.path.join(root, "a", "x"))
+    files.write(os.path.join(root, "a", "y"), b"123")
+    assert names(files, root) == [("a", 0, True), ("b", 10, False), ("c", 0, False)]
+    assert names(files, os.path.join(root, "a")) == [("x", 0, True), ("y", 3, False)]
+    assert [files.is_folder(os.path.join(root, name)) for name in "abz"] == [True, False, False]
+    assert [files.size(os.path.join(root, name)) for name in "bcz"] == [10, 0, None]
+    assert files.size(os.path.join(root, "b", "below-a-file")) is None
+
+
+def test_delete_takes_files_folders_and_nothing(files: Files, root: str) -> None:
+    for name in ("f", "folder/x/y", "folderish"):
+        path = os.path.join(root, name)
+        files.make_folder(os.path.dirname(path))
+        files.write(path, b"data")
+    files.delete(os.path.join(root, "folder"))
+    files.delete(os.path.join(root, "f"))
+    files.delete(os.path.join(root, "f"))
+    assert names(files, root) == [("folderish", 4, False)]
+
+
+def test_rename_replaces_and_moves_folders(files: Files, root: str) -> None:
+    for name in ("a", "b", "folder/x"):
+        files.make_folder(os.path.dirname(os.path.join(root, name)))
+        files.write(os.path.join(root, name), name.encode())
+    files.rename(os.path.join(root, "a"), os.path.join(root, "b"))
+    files.rename(os.path.join(root, "folder"), os.path.join(root, "moved"))
+    assert names(files, root) == [("b", 1, False), ("moved", 0, True)]
+    assert files.read(os.path.join(root, "b")) == b"a"
+    assert files.read(os.path.join(root, "moved", "x")) == b"folder/x"
+
+
+def test_write_replaces_a_small_file(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    files.write(path, b"longer than the next")
+    files.write(path, b"short")
+    assert files.read(path) == b"short"
+    assert names(files, root) == [("f", 5, False)]
+
+
+def test_reading_is_bounded(files: Files, root: str) -> None:
+    path = os.path.join(root, "f")
+    files.write(path, b"12345")
+    assert files.read(path, 5) == b"12345"
+    with pytest.raises(CorruptionError) as told:
+        files.read(path, 4)
+    assert (told.value.file, told.value.kind) == (path, "size")
+
+
+def test_one_lock_at_a_time(files: Files, root: str) -> None:
+    path = os.path.join(root, "lock")
+    assert files.lock_holder(path) is None
+    held = files.lock(path)
+    assert files.read(path) == b"lock"
+    holder = files.lock_holder(path)
+    assert holder is not None
+    assert str(os.getpid()) in holder
+    with pytest.raises(StoreLockedError, match=str(os.getpid())):
+        files.lock(path)
+    held.release()
+    held.release()
+    assert files.lock_holder(path) is None
+    files.lock(path).release()
+
+
+# --------------------------------------------------------------------------------------------------------- on disk
+
+
+def test_no_descriptor_is_lost(tmp_path: Path) -> None:
+    files = DiskFiles()
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for n in range(20):
+        file = files.create(str(tmp_path / str(n)), 100, keep_descriptor=n % 2 == 0)
+        files.reserve(file, 0, 100)
+        files.flush(file)
+        del file
+    with pytest.raises(StoreIOError):
+        files.create(str(tmp_path / "0"), 100)
+    files.write(str(tmp_path / "empty"), b"")
+    with pytest.raises(CorruptionError):
+        files.open(str(tmp_path / "empty"))
+    files.lock(str(tmp_path / "lock")).release()
+    gc.collect()
+    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert after == before
+
+
+def test_a_folder_is_not_mapped(tmp_path: Path) -> None:
+    for writable in (False, True):
+        with pytest.raises((CorruptionError, StoreIOError)) as told:
+            DiskFiles().open(str(tmp_path), writable=writable)
+        assert str(tmp_path) in str(told.value)
+
+
+def test_links_are_followed_and_those_that_lead_nowhere_told(tmp_path: Path) -> None:
+    files = DiskFiles()
+    (tmp_path / "s").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "s" / "a").symlink_to(tmp_path / "folder")
+    (tmp_path / "s" / "b").symlink_to(tmp_path / "file")
+    assert names(files, str(tmp_path / "s")) == [("a", 0, True), ("b", 5, False)]
+    (tmp_path / "s" / "c").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="leads nowhere"):
+        files.list(str(tmp_path / "s"))
+
+
+def test_a_link_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "loop").symlink_to(tmp_path / "s" / "loop")
+    with pytest.raises(StoreError, match="loop"):
+        DiskFiles().list(str(tmp_path / "s"))
+
+
+HOLD = """
+import sys
+from librmq.files import DiskFiles
+held = DiskFiles().lock(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def in_another_process(program: str, *words: str) -> subprocess.Popen[str]:
+    import librmq
+
+    folder = str(Path(librmq.__path__[0]).parent)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": folder},
+    )
+
+
+def test_a_lock_held_by_another_process_names_it(tmp_path: Path) -> None:
+    path, files = str(tmp_path / "lock"), DiskFiles()
+    with in_another_process(HOLD, path) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert files.lock_holder(path) == f"process {other.pid}"
+        with pytest.raises(StoreLockedError, match=str(other.pid)):
+            files.lock(path)
+        other.communicate()
+    assert other.returncode == 0
+    assert files.lock_holder(path) is None
+    files.lock(path).release()
+
+
+def test_asking_who_holds_a_lock_does_not_release_it(tmp_path: Path) -> None:
+    path, files = str(tmp_path / "lock"), DiskFiles()
+    held = files.lock(path)
+    assert files.lock_holder(path) is not None
+    with pytest.raises(StoreLockedError):
+        files.lock(path)
+    program = "import sys; from librmq.files import DiskFiles; print(DiskFiles().lock_holder(sys.argv[1]))"
+    with in_another_process(program, path) as other:
+        assert other.communicate()[0] == f"process {os.getpid()}\n"
+    held.release()
+
+
+def test_a_lock_is_the_same_through_links(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "s")
+    held = DiskFiles().lock(str(tmp_path / "s" / "lock"))
+    with pytest.raises(StoreLockedError):
+        DiskFiles().lock(str(tmp_path / "linked" / "lock"))
+    held.release()
+
+
+# ------------------------------------------------------------------------------------------ recording and failing
+
+
+def test_a_trace_tells_all_that_changes_files_in_order() -> None:
+    files = RecordingFiles()
+    files.make_folder("/s")
+    file = files.create("/s/f", 8)
+    file.buffer[2:4] = b"ab"
+    file.buffer[7] = 0x21
+    files.flush(file)
+    files.flush_folder("/s")
+    files.write("/s/g", b"small")
+    files.rename("/s/g", "/s/h")
+    files.open("/s/h", writable=True).buffer[0:1] = b"S"
+    files.delete("/s/f")
+    files.open("/s/h")
+    files.list("/s")
+    assert [event for event in files.trace if (event.call, event.data) != ("write", b"small")] == [
+        Event("make_folder", "/s"),
+        Event("create", "/s/f", 8),
+        Event("write", "/s/f", 2, b"ab"),
+        Event("write", "/s/f", 7, b"!"),
+        Event("flush", "/s/f"),
+        Event("flush_folder", "/s"),
+        Event("replace", "/s/g", 0, b"small"),
+        Event("rename", "/s/g", 0, b"/s/h"),
+        Event("write", "/s/h", 0, b"S"),
+        Event("delete", "/s/f"),
+    ]
+
+
+def test_failing_files_fail_when_told_and_once() -> None:
+    files = FailingFiles(MemoryFiles())
+    files.make_folder("/s")
+    files.fail("create", 2)
+    files.fail("flush", code=errno.EIO)
+    file = files.create("/s/a", 10)
+    with pytest.raises(StoreIOError, match=re.escape(os.strerror(errno.ENOSPC))) as told:
+        files.create("/s/b", 10)
+    assert (told.value.errno, told.value.filename) == (errno.ENOSPC, "/s/b")
+    assert files.size("/s/b") is None
+    files.create("/s/b", 10)
+    with pytest.raises(StoreIOError, match=re.escape(os.strerror(errno.EIO))):
+        files.flush(file)
+    files.flush(file)
+    assert (files.calls["create"], files.calls["flush"], files.calls["open"]) == (3, 2, 0)

@@ -1,0 +1,212 @@
+"""Java's hashes, map order, UTF-8 and integers, against slow definitions and vectors taken from a JDK."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from librmq.errors import MessageIllegalError
+from librmq.javahash import (
+    hash_append,
+    hash_map_order,
+    index_key_hash,
+    index_key_hashes,
+    java_decode,
+    java_int,
+    string_hash,
+    string_hashes,
+)
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()))
+
+
+def slow_hash(text: str) -> int:
+    code = 0
+    data = text.encode("utf-16-be", "surrogatepass")
+    for at in range(0, len(data), 2):
+        code = (31 * code + int.from_bytes(data[at : at + 2], "big")) % 2**32
+    return code - 2**32 if code >= 2**31 else code
+
+
+@given(ANY_TEXT)
+@example("")
+@example("\0")
+@example("polygenelubricants")
+@example("\U0001f600\ud800")
+def test_string_hash_is_the_polynomial_over_utf16(text: str) -> None:
+    assert string_hash(text) == slow_hash(text)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 5000])
+@pytest.mark.parametrize("character", ["\0", "z", "\x7f", "é", "\U0001f600"])
+def test_long_texts(length: int, character: str) -> None:
+    text = "a" + character * (length - 1)
+    assert string_hash(text) == slow_hash(text)
+    assert hash_append(string_hash("topic#"), text) == slow_hash("topic#" + text)
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_a_hash_can_be_continued(prefix: str, text: str) -> None:
+    # Two halves of a pair, joined, are one character to Python and still two units to Java.
+    assert hash_append(string_hash(prefix), text) == slow_hash(prefix + text)
+    assert hash_append(string_hash(prefix) % 2**32, text) == slow_hash(prefix + text)
+
+
+def test_the_one_hash_without_an_absolute_value() -> None:
+    assert string_hash("TopicTest#zp1Axdzf") == -(2**31)
+    assert index_key_hash("TopicTest", "zp1Axdzf") == 0
+
+
+@given(st.lists(ANY_TEXT))
+def test_many_at_once_are_the_same_as_one_by_one(keys: list[str]) -> None:
+    hashes = string_hashes(keys)
+    assert hashes.dtype == np.int32
+    assert hashes.tolist() == [slow_hash(key) for key in keys]
+
+
+@given(st.lists(st.text(st.characters(max_codepoint=127))))
+def test_many_of_ascii(keys: list[str]) -> None:
+    assert string_hashes(keys).tolist() == [slow_hash(key) for key in keys]
+    assert string_hashes([key.encode() for key in keys]).tolist() == [slow_hash(key) for key in keys]
+
+
+def test_many_byte_strings_that_are_not_ascii() -> None:
+    assert string_hashes(["é".encode(), b"a", b"\xff"]).tolist() == [slow_hash(s) for s in ("é", "a", "\ufffd")]
+
+
+@given(st.lists(st.tuples(ANY_TEXT, ANY_TEXT)))
+@example([("TopicTest", "zp1Axdzf"), ("", ""), ("T", "k" * 300)])
+def test_many_index_keys_are_the_same_as_one_by_one(pairs: list[tuple[str, str]]) -> None:
+    expected = [index_key_hash(topic, key) for topic, key in pairs]
+    prefixes = [string_hash(topic + "#") for topic, _ in pairs]
+    keys = [key for _, key in pairs]
+    assert index_key_hashes(prefixes, keys).tolist() == expected
+    assert index_key_hashes([prefix % 2**32 for prefix in prefixes], keys).tolist() == expected
+
+
+# --- HashMap
+
+
+def spread(name: str) -> int:
+    code = slow_hash(name)
+    return code ^ ((code % 2**32) >> 16)
+
+
+@given(st.lists(ANY_TEXT, unique=True, max_size=8))
+def test_a_small_map_is_sorted_by_bucket_and_keeps_insertion_within(names: list[str]) -> None:
+    by_bucket = sorted(range(len(names)), key=lambda at: spread(names[at]) & 15)
+    assert hash_map_order(names) == tuple(by_bucket)
+
+
+@given(st.lists(ANY_TEXT, unique=True, max_size=200))
+def test_a_large_map_is_a_permutation_sorted_by_bucket(names: list[str]) -> None:
+    order = hash_map_order(names)
+    assert sorted(order) == list(range(len(names)))
+    buckets = [spread(names[at]) & 15 for at in order]
+    if len(names) <= 12 and max((buckets.count(bucket) for bucket in buckets), default=0) <= 8:
+        assert buckets == sorted(buckets)
+
+
+def test_a_map_doubles_when_three_quarters_are_exceeded() -> None:
+    names = [f"k{at}" for at in range(13)]
+    assert [spread(names[at]) & 31 for at in hash_map_order(names)] == sorted(spread(n) & 31 for n in names)
+    twelve = names[:12]
+    assert [spread(twelve[at]) & 15 for at in hash_map_order(twelve)] == sorted(spread(n) & 15 for n in twelve)
+
+
+EQUAL = ["".join(parts) for parts in itertools.product(("Aa", "BB"), repeat=4)]  # sixteen names, one hash
+NINE = ["n15", "n26", "n37", "n48", "n1", "n609", "n708", "n719", "n807"]  # one bucket of 16, two of 32
+
+
+def test_a_ninth_name_in_a_bucket_doubles_the_map_early() -> None:
+    assert hash_map_order(NINE[:8]) == (0, 1, 2, 3, 4, 5, 6, 7)
+    assert hash_map_order(NINE) == (4, 5, 6, 7, 8, 0, 1, 2, 3)  # as a JDK says
+
+
+def test_a_bucket_that_became_a_tree_has_its_root_first() -> None:
+    assert hash_map_order(EQUAL[:10]) == tuple(range(10))
+    assert hash_map_order(EQUAL) == (3, 0, 1, 2, *range(4, 16))  # as a JDK says
+
+
+def test_a_tree_survives_doubling() -> None:
+    names = [f"k{at}" for at in range(40)] + EQUAL[::-1] + [f"m{at}" for at in range(150)]
+    equal = [at - 40 for at in hash_map_order(names) if 40 <= at < 56]
+    assert equal == [4, 3, 2, 0, 1, *range(5, 16)]  # as a JDK says
+
+
+def test_trees_of_different_hashes_are_split_by_doubling() -> None:
+    # 1,024 names that fall into one bucket of 64 but into several later: slow, and still a permutation.
+    names = [name for name in (f"x{at}" for at in range(60_000)) if spread(name) & 63 == 7]
+    assert sorted(hash_map_order(names)) == list(range(len(names)))
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    with pytest.raises(MessageIllegalError, match="'b' comes twice"):
+        hash_map_order(["a", "b", "c", "b"])
+
+
+# --- text and numbers
+
+
+@given(ANY_TEXT)
+def test_what_is_utf8_is_read_as_it_is(text: str) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    assert java_decode(text.encode()) == text
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),  # as a JDK reads them
+    [
+        (b"a\xffb", "a\ufffdb"),
+        (b"\xe4\xb8", "\ufffd"),
+        (b"\xe4\xb8-", "\ufffd-"),
+        (b"\xe4-\xad", "\ufffd-\ufffd"),
+        (b"\xed\xa0\x80", "\ufffd"),
+        (b"\xed\xb8\xad\xed\xa0", "\ufffd\ufffd"),
+        (b"\xed\xa0A", "\ufffdA"),
+        (b"\xc0\x80", "\ufffd\ufffd"),
+        (b"\xf4\x90\x80\x80", "\ufffd\ufffd\ufffd\ufffd"),
+        (b"\xf0\x9f\x98", "\ufffd"),
+    ],
+)
+def test_malformed_bytes_are_replaced_as_java_does(raw: bytes, text: str) -> None:
+    assert java_decode(raw) == text
+
+
+@given(st.binary())
+def test_reading_never_fails(raw: bytes) -> None:
+    assert isinstance(java_decode(raw), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("-0", 0),
+        ("+5", 5),
+        ("0005", 5),
+        ("0" * 20_000 + "7", 7),
+        ("\uff12\uff13", 23),
+        ("2147483647", 2**31 - 1),
+        ("-2147483648", -(2**31)),
+        ("2147483648", None),
+        ("-2147483649", None),
+        ("9" * 5000, None),
+        ("", None),
+        ("-", None),
+        ("+-5", None),
+        (" 5", None),
+        ("5 ", None),
+        ("1_0", None),
+        ("5.0", None),
+        ("0x1", None),
+        ("\U0001d7d8", None),  # a digit beyond 16 bits
+        ("0" * 50_000 + "x", None),
+    ],
+)
+def test_integers_as_java_takes_them(text: str, number: int | None) -> None:
+    assert java_int(text) == number

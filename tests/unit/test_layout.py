@@ -1,0 +1,314 @@
+"""What kind of store a folder holds, which settings its files tell, which queues it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from librmq import layout
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError
+from librmq.files import DiskFiles, MemoryFiles
+from librmq.layout import StoreKind
+from tests.reference import existing, rows, store_folders
+
+ROOT = os.sep + "store"
+TINY = StoreConfig.tiny()
+
+
+def files_with(*names: str, sizes: dict[str, int] | None = None) -> MemoryFiles:
+    """A store folder with some files of no bytes (a name that ends in / is a folder), and some of a size."""
+    files = MemoryFiles()
+    files.make_folder(ROOT)
+    for name in [*names, *(sizes or {})]:
+        path = os.path.join(ROOT, *name.rstrip("/").split("/"))
+        if name.endswith("/"):
+            files.make_folder(path)
+        else:
+            files.make_folder(os.path.dirname(path))
+            files.write(path, b"\0" * (sizes or {}).get(name, 0))
+    return files
+
+
+def log_files(*starts: int, size: int = 1000) -> dict[str, int]:
+    return {f"commitlog/{start:020d}": size for start in starts}
+
+
+# --- kinds
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        (MemoryFiles(), StoreKind.NEW),
+        (files_with("config/topics.json", "lock", "abort", "notes.txt"), StoreKind.NEW),
+        (files_with("consumequeue/", "index/"), StoreKind.NEW),
+        (files_with("commitlog/"), StoreKind.V4),
+        (files_with("commitlog/", "dledger-of-mine", "dledger-backup/old/"), StoreKind.V4),
+        (files_with("commitlog/", "consumequeue/CURRENT"), StoreKind.V4),
+        (files_with("commitlog/", "timerlog/"), StoreKind.V5),
+        (files_with("commitlog/", "config/timercheck"), StoreKind.V5),
+        (files_with("commitlog/", "consumequeue/rmq_sys_wheel_timer/0/"), StoreKind.V5),
+        (
+            files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-000004"),
+            StoreKind.V5_ROCKSDB,
+        ),
+    ],
+)
+def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
+    assert layout.recognise(ROOT, files) is kind
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (files_with("commitlog/", "dledger-n0/data/"), "DLedger (dledger-n0)"),
+        (files_with("dledger-n0/index/"), "DLedger (dledger-n0)"),
+        (files_with("consumequeue/T/0/"), "a folder consumequeue but no commitlog"),
+        (files_with("index/20240101000000000"), "a folder index but no commitlog"),
+        (files_with("commitlog"), "commitlog is a file"),
+        (files_with(sizes=log_files(0, 2000, 4000)), "every 2th file"),
+        (files_with(sizes=log_files(1000, 4000, 7000, 10000)), "every 3th file"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(files: MemoryFiles, said: str) -> None:
+    with pytest.raises(NotAStoreError) as caught:
+        layout.recognise(ROOT, files)
+    assert said in str(caught.value)
+
+
+def test_a_file_is_no_store() -> None:
+    files = MemoryFiles()
+    files.write(ROOT, b"text")
+    with pytest.raises(NotAStoreError, match="a file, not the folder"):
+        layout.recognise(ROOT, files)
+
+
+@pytest.mark.parametrize("starts", [(0, 1000, 3000), (0, 2000), (0, 1000, 2000, 5000)])
+def test_a_gap_in_the_log_is_damage_rather_than_several_paths(starts: tuple[int, ...]) -> None:
+    assert layout.recognise(ROOT, files_with(sizes=log_files(*starts))) is StoreKind.V4
+
+
+def test_what_can_be_opened_how() -> None:
+    nothing, rocks = (
+        MemoryFiles(),
+        files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-1"),
+    )
+    assert layout.check_kind(ROOT, nothing, writable=True) is StoreKind.NEW
+    with pytest.raises(NotAStoreError, match="no folder commitlog"):
+        layout.check_kind(ROOT, nothing)
+    assert layout.check_kind(ROOT, rocks, log_only=True) is StoreKind.V5_ROCKSDB
+    with pytest.raises(NotAStoreError, match="RocksDB"):
+        layout.check_kind(ROOT, rocks)
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_stores_of_the_original(folder: Path) -> None:
+    assert layout.recognise(str(folder / "store"), DiskFiles()) is StoreKind.V4
+
+
+def test_a_store_of_5() -> None:
+    assert layout.recognise(str(existing("timer-5.3.3", "store")), DiskFiles()) is StoreKind.V5
+
+
+# --- queues
+
+
+def test_queues_are_sorted_by_topic_and_number() -> None:
+    files = files_with(
+        "consumequeue/b/10/", "consumequeue/b/9/", "consumequeue/a/2147483647/", "consumequeue/%RETRY%g/0/",
+        "consumequeue/empty/", "consumequeue/.DS_Store", "consumequeue/a/.DS_Store",
+    )  # fmt: skip
+    assert layout.list_queues(ROOT, files) == [("%RETRY%g", 0), ("a", 2147483647), ("b", 9), ("b", 10)]
+
+
+@pytest.mark.parametrize(
+    "name", ["T/x", "T/01", "T/-1", "T/2147483648", "T/99999999999999999999999", "T/٣", "t" * 128, "主" * 43]
+)
+def test_a_folder_that_is_no_queue_is_damage(name: str) -> None:
+    files = files_with(f"consumequeue/{name}/" if "/" in name else f"consumequeue/{name}/0/", "consumequeue/T/0/")
+    with pytest.raises(CorruptionError) as caught:
+        layout.list_queues(ROOT, files)
+    assert (caught.value.file, caught.value.kind) == (
+        os.path.join(ROOT, "consumequeue", *name.split("/")),
+        "name",
+    )
+
+
+def test_the_longest_topic() -> None:
+    files = files_with(f"consumequeue/{'t' * 127}/0/", f"consumequeue/{'主' * 42}/0/")
+    assert len(layout.list_queues(ROOT, files)) == 2
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_queues_of_the_original(folder: Path) -> None:
+    queues = rows(folder, "store")[0]["queues"]
+    told = [(row["topic"], row["queue_id"]) for row in queues if row["max_offset"]]
+    assert layout.list_queues(str(folder / "store"), DiskFiles()) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "topics"),
+    [
+        (b'{"dataVersion":{},"topicConfigTable":{"T":{"perm":6},"%RETRY%g":{}}}', {"T", "%RETRY%g"}),
+        (b"{}", set()),
+        (b"", set()),
+        (b"{", set()),
+        (b"[]", set()),
+        (b'{"topicConfigTable":5}', set()),
+        (b"[" * 100_000, set()),
+        (b"\xff", set()),
+        (None, set()),
+    ],
+)
+def test_topics_of_the_broker(text: bytes | None, topics: set[str]) -> None:
+    files = files_with("config/")
+    if text is not None:
+        files.write(os.path.join(ROOT, "config", "topics.json"), text)
+    assert layout.known_topics(ROOT, files) == topics
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_settings_of_the_original(folder: Path) -> None:
+    store, files = str(folder / "store"), DiskFiles()
+    expected = StoreConfig.from_row(rows(folder, "config")[0])
+    assert layout.infer_config(store, files) == expected
+    layout.check_config(store, expected, files)
+
+
+def test_an_empty_store_has_the_defaults() -> None:
+    files = files_with("commitlog/", "consumequeue/T/0/", "consumequeue_ext/", "index/")
+    assert layout.infer_config(ROOT, files) == StoreConfig()
+    assert layout.infer_config(ROOT, files, TINY) == TINY
+    layout.check_config(ROOT, TINY, files)
+
+
+def test_each_setting_is_told_by_its_files() -> None:
+    sizes = log_files(2000, 3000) | {
+        "consumequeue/T/0/00000000000000000040": 40,
+        "consumequeue_ext/T/0/00000000000000000000": 512,
+        "index/20240101000000000": 40 + 84 * 7,
+    }
+    assert layout.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig(
+        commitlog_file_size=1000,
+        consumequeue_file_size=40,
+        enable_consumequeue_ext=True,
+        consumequeue_ext_file_size=512,
+        max_hash_slot_num=7,
+        max_index_num=28,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length"),
+    [
+        (log_files(0, 1000, 2000) | log_files(3000, size=500), 1000),  # cut short
+        (log_files(0, 1000) | log_files(2000, size=0), 1000),  # a crash before it had a length
+        (log_files(0, 1000, size=0), 1000),  # names tell
+        (log_files(0, size=700), 700),  # nothing else tells
+        (log_files(0, size=0), StoreConfig().commitlog_file_size),
+        (log_files(700, size=1000), StoreConfig().commitlog_file_size),  # no file of that length starts there
+        (log_files(0, size=100), StoreConfig().commitlog_file_size),  # shorter than any record
+    ],
+)
+def test_where_files_disagree_or_tell_nothing(sizes: dict[str, int], length: int) -> None:
+    assert layout.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
+
+
+def test_extension_files_of_no_length_tell_that_there_are_any() -> None:
+    config = layout.infer_config(ROOT, files_with("consumequeue_ext/T/0/00000000000000000000"))
+    assert config == StoreConfig(enable_consumequeue_ext=True)
+
+
+def test_lengths_that_no_setting_leads_to_tell_nothing() -> None:
+    sizes = {"consumequeue/T/0/00000000000000000000": 3999, "index/20240101000000000": 5000, "index/x": 40}
+    assert layout.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"commitlog_file_size": 2000},
+        {"consumequeue_file_size": 60},
+        {"enable_consumequeue_ext": False},
+        {"consumequeue_ext_file_size": 1024},
+        {"max_hash_slot_num": 8},
+        {"max_index_num": 27},
+    ],
+)
+def test_settings_that_disagree_are_refused(change: dict[str, Any]) -> None:
+    sizes = log_files(0, 1000) | {
+        "consumequeue/T/0/00000000000000000000": 40,
+        "consumequeue_ext/T/0/00000000000000000000": 512,
+        "index/20240101000000000": 40 + 84 * 7,
+    }
+    files = files_with(sizes=sizes)
+    config = layout.infer_config(ROOT, files)
+    layout.check_config(ROOT, config, files)
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        layout.check_config(ROOT, dataclasses.replace(config, **change), files)
+
+
+def test_another_ratio_of_slots_to_entries_is_taken_if_it_leads_to_the_same_length() -> None:
+    files = files_with("commitlog/", sizes={"index/20240101000000000": 40 + 84 * 10})
+    layout.check_config(ROOT, StoreConfig(max_hash_slot_num=5, max_index_num=41), files)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["commitlog/", "consumequeue/T/0/", "consumequeue_ext/T/0/", "index/"]).flatmap(
+            lambda folder: st.one_of(
+                st.integers(0, 10**20 - 1).map(lambda start: f"{folder}{start:020d}"),
+                st.text("0123456789abc.-", min_size=1, max_size=22).map(lambda name: f"{folder}n{name}"),
+            )
+        ),
+        st.integers(0, 3000),
+        max_size=8,
+    )
+)
+def test_any_names_and_lengths_lead_to_settings(sizes: dict[str, int]) -> None:
+    files = files_with(sizes=sizes)
+    config = layout.infer_config(ROOT, files)
+    layout.check_config(ROOT, config, files)
+
+
+# --- broker.conf
+
+
+def properties(text: str) -> dict[str, str]:
+    """As ``java.util.Properties`` reads ASCII lines without escapes of its own (but \\uXXXX and \\\\)."""
+    text.encode("ascii")
+    pairs = (line.split("=", 1) for line in text.splitlines())
+    return {name: json.loads(f'"{value}"') for name, value in pairs}
+
+
+def test_broker_conf_names_what_shapes_files() -> None:
+    conf = properties(layout.broker_conf(ROOT, TINY))
+    assert conf == {
+        "storePathRootDir": os.path.abspath(ROOT),
+        "storePathCommitLog": os.path.join(os.path.abspath(ROOT), "commitlog"),
+        "mappedFileSizeCommitLog": "65536",
+        "mappedFileSizeConsumeQueue": "4000",
+        "enableConsumeQueueExt": "false",
+        "enableCalcFilterBitMap": "false",
+        "mappedFileSizeConsumeQueueExt": "1024",
+        "maxHashSlotNum": "64",
+        "maxIndexNum": "256",
+        "maxMessageSize": str(TINY.max_message_size),
+        "messageDelayLevel": TINY.message_delay_level,
+    }
+
+
+def test_broker_conf_survives_any_path() -> None:
+    path = os.path.abspath(os.path.join(ROOT, "订单 𝄞 back\\slash\nline"))
+    assert properties(layout.broker_conf(path, TINY))["storePathRootDir"] == path

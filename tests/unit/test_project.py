@@ -1,0 +1,230 @@
+"""The checkout itself: its commands, its part of the reference data, and what the tests have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import SlowBudget, StoreCopy
+from tests.data.cut import cut, spread, spread_each
+from tests.reference import CHECKOUT, COMPACT, jsonl, reference, rows, store_folders, unpack_compact
+
+POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
+
+
+def project() -> ModuleType:
+    """``tools/project.py``, loaded as a module."""
+    spec = importlib.util.spec_from_file_location("librmq_project", CHECKOUT / "tools" / "project.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
+    """A program that answers ``tools/python`` as such a Python would, and then says who it is."""
+    script = folder / name
+    script.write_text(
+        "#!/bin/sh\n"
+        'case "$2" in\n'
+        f"*version_info[*) echo {version} ;;\n"
+        f"*exit*) exit {int(not is_new)} ;;\n"
+        f"*ensurepip*) exit {int(not has_venv)} ;;\n"
+        f'*) echo "{name}: $*" ;;\n'
+        "esac\n"
+    )
+    script.chmod(0o755)
+
+
+def run_finder(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/sh", CHECKOUT / "tools" / "python", "x.py", "two words"],
+        env={"PATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@POSIX
+@pytest.mark.platform
+def test_commands_can_be_started() -> None:
+    for name in ("demo", "check", "tools/python", ".ci/run"):
+        if (CHECKOUT / name).exists():  # a source distribution is unpacked without the rest at times
+            assert os.access(CHECKOUT / name, os.X_OK), name
+
+
+@POSIX
+@pytest.mark.platform
+def test_the_first_python_that_will_do_is_taken(tmp_path: Path) -> None:
+    fake_python(tmp_path, "python3", "3.9.2", is_new=False, has_venv=True)
+    fake_python(tmp_path, "python3.13", "3.13.0", is_new=True, has_venv=False)
+    fake_python(tmp_path, "python3.12", "3.12.1", is_new=True, has_venv=True)
+    assert run_finder(tmp_path).stdout == "python3.12: x.py two words\n"
+
+
+@POSIX
+@pytest.mark.platform
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "Python 3.11 or later is needed, and this machine has none at all"),
+        ("3.9.2", "Python 3.11 or later is needed, and this machine has python3 (3.9.2)"),
+        ("3.12.1", "python3 (3.12.1) has no venv module"),
+    ],
+)
+def test_a_missing_python_is_told_in_a_sentence(tmp_path: Path, version: str | None, said: str) -> None:
+    if version:
+        fake_python(tmp_path, "python3", version, is_new=version != "3.9.2", has_venv=False)
+    found = run_finder(tmp_path)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert said in found.stderr
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_an_environment_of_someone_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pyvenv.cfg").write_text("")
+    monkeypatch.setenv("LIBRMQ_VENV", str(tmp_path))
+    assert project().main(["check"]) == 2
+    assert "was not made by this command" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
+
+
+def test_a_wheel_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert project().main(["check", "--wheel", str(tmp_path / "no.whl")]) == 2
+    assert "there is no wheel" in capsys.readouterr().err
+
+
+def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
+        "from tests.conftest import pytest_make_collect_report, pytest_runtest_makereport\n"
+    )
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.skip('all of it', allow_module_level=True)\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_skips(): pytest.skip('no reason at all')\n"
+        "@pytest.mark.platform\n"
+        "def test_may_skip(): pytest.skip('another system')\n"
+        "@pytest.mark.xfail\n"
+        "def test_may_fail(): assert False\n"
+        "def test_passes(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    platform\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        ".",
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    tallies = []
+    for ci in ("true", ""):
+        child = subprocess.run(command, cwd=tmp_path, env={**environment, "CI": ci}, capture_output=True, text=True)
+        tallies.append(child.stdout.splitlines()[-1].strip("= ").rpartition(" in ")[0])
+    assert tallies == ["1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error", "1 passed, 3 skipped, 1 xfailed"]
+
+
+def test_the_budget_of_a_slow_test_has_a_floor_and_a_ceiling() -> None:
+    nothing, plenty = SlowBudget(0), SlowBudget(1000)
+    assert list(nothing.rounds(10, at_least=3)) == [0, 1, 2]
+    assert list(plenty.rounds(10, "points")) == list(range(10))
+    assert nothing.reached[0].startswith("3 of 10 rounds in ")
+    assert plenty.reached[0].startswith("10 of 10 points in ")
+
+
+def test_rows_are_spread_from_first_to_last() -> None:
+    assert spread(list(range(100)), 4) == [0, 33, 66, 99]
+    assert spread([1, 2], 4) == [1, 2]
+    assert spread_each(list(range(10)), lambda number: number % 2, 2) == [0, 1, 8, 9]
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_store_folders_hold_a_store_and_what_is_expected_of_it(folder: Path) -> None:
+    assert (folder / "store" / "commitlog").is_dir()
+    assert len(rows(folder, "config")) == 1
+    assert sum(len(rows(folder, kind)) for kind in {row["type"] for row in jsonl(folder / "expected.jsonl")}) == len(
+        jsonl(folder / "expected.jsonl")
+    )
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_a_copy_of_a_store_can_be_spoilt(folder: Path, store_copy: StoreCopy) -> None:
+    copy = store_copy(folder)
+    assert copy != store_copy(folder)
+    log = sorted((copy / "commitlog").iterdir())[0]
+    original = (folder / "store" / "commitlog" / log.name).read_bytes()
+    with log.open("r+b") as file:
+        file.write(b"spoilt")
+    (copy / "commitlog" / "new").touch()
+    assert (folder / "store" / "commitlog" / log.name).read_bytes() == original
+    assert not (folder / "store" / "commitlog" / "new").exists()
+
+
+class TestCompactPart:
+    """``tests/data`` is what its README says, whichever reference data this run uses."""
+
+    @pytest.fixture
+    def unpacked(self, tmp_path: Path) -> Path:
+        unpack_compact(COMPACT, tmp_path / "compact")
+        return tmp_path / "compact"
+
+    def test_it_is_small(self) -> None:
+        assert sum(path.stat().st_size for path in COMPACT.rglob("*") if path.is_file()) < 300 * 1024
+
+    def test_it_has_the_layout_of_the_whole(self, unpacked: Path) -> None:
+        names = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+        assert names >= {
+            "allocate.jsonl",
+            "bloom.json",
+            "encoding.json",
+            "filter/cases-5.3.3.jsonl",
+            "filter/cases.jsonl",
+            "store-basic/expected.jsonl",
+            "store-basic/ops.jsonl",
+            "store-basic/put_results.jsonl",
+            "store-basic/store/checkpoint",
+            "store-basic/store/commitlog/00000000000000000000",
+            "store-basic/store/consumequeue/订单主题/0/00000000000000000000",
+        }
+
+    def test_its_store_is_complete(self, unpacked: Path) -> None:
+        store = unpacked / "store-basic"
+        (after_load, _) = rows(store, "store")
+        assert len(rows(store, "cq")) == sum(
+            queue["max_offset"] - queue["min_offset"] for queue in after_load["queues"]
+        )
+        assert len(jsonl(store / "ops.jsonl")) == len(jsonl(store / "put_results.jsonl"))
+        assert sum(log.stat().st_size for log in (store / "store/commitlog").iterdir()) >= after_load["max_phy_offset"]
+
+    def test_cutting_it_again_changes_nothing(self, unpacked: Path, tmp_path: Path) -> None:
+        again = tmp_path / "again"
+        cut(unpacked, again)
+        for path in again.rglob("*"):
+            if path.is_file() and path.suffix != ".xz":  # how well xz packs is its version's affair
+                assert path.read_bytes() == (COMPACT / path.relative_to(again)).read_bytes(), path.name
+        with (
+            tarfile.open(again / "store-basic.tar.xz") as new,
+            tarfile.open(COMPACT / "store-basic.tar.xz") as old,
+        ):
+            assert new.getnames() == old.getnames()
+            for name in old.getnames():
+                contents = [archive.extractfile(name) for archive in (new, old)]
+                assert len({content.read() for content in contents if content}) == 1, name
+
+
+def test_reference_data_are_named_in_the_header() -> None:
+    assert reference().folder.is_dir()
+    assert reference().origin

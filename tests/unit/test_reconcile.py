@@ -1,0 +1,311 @@
+"""Queues and index held against the log: what differs is told, and with ``mend`` rewritten."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from librmq import codec
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import CorruptionError
+from librmq.files import MemoryFiles
+from librmq.keyindex import KeyIndex
+from librmq.levels import DelayLevels
+from librmq.reconcile import Damage, GapError, reconcile
+from tests.stores import START_MS
+
+LEVELS = DelayLevels.parse("1s 5s")
+LOG_SIZE = 4096
+
+
+class Parts:
+    """A log, its queues and its index, each on its own path."""
+
+    def __init__(self, *, ext: bool = False) -> None:
+        self.files = MemoryFiles()
+        self.ext = ext
+        self.log = CommitLog.open("/log", LOG_SIZE, files=self.files)
+        self.queues: dict[tuple[str, int], ConsumeQueue] = {}
+        self.index = self.open_index()
+        self.stored = START_MS
+
+    def open_index(self) -> KeyIndex:
+        return KeyIndex.open("/index", slots=4, entries=16, files=self.files, now_ms=lambda: START_MS)
+
+    def open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
+        ext = f"/ext/{topic}/{queue_id}" if self.ext else None
+        return ConsumeQueue.open(
+            f"/queues/{topic}/{queue_id}", 100, files=self.files, ext_folder=ext, ext_file_size=128
+        )
+
+    def record(self, queue_offset: int, topic: str = "T", queue_id: int = 0, **fields: object) -> int:
+        """Append a record; returns where it is."""
+        self.stored += 700
+        record = codec.Record(
+            topic=topic,
+            queue_id=queue_id,
+            queue_offset=queue_offset,
+            store_timestamp_ms=self.stored,
+            properties_raw=b"KEYS\x01k%d\x02TAGS\x01A" % queue_offset,
+        )
+        for name, value in fields.items():
+            setattr(record, name, value)
+        record.physical_offset = place = self.log.claim(record.size)
+        self.log.append(codec.encode_record(record))
+        return place
+
+    def reconcile(self, begin: int = 0, *, mend: bool = True) -> list[Damage]:
+        return list(reconcile(self.log, self.queues, self.open_queue, self.index, LEVELS, begin, mend=mend))
+
+    def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
+        """Queue offset and place in the log of the entries of a queue, filler left out."""
+        queue = self.queues[topic, queue_id]
+        return [
+            (number, place)
+            for number, (place, size, _) in enumerate(queue.entries().tolist(), queue.min_offset)
+            if size != 0x7FFFFFFF
+        ]
+
+    def settled(self) -> None:
+        """What was mended stays so."""
+        assert self.reconcile(mend=False) == []
+        assert self.reconcile() == []
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "ext"])
+def parts(request: pytest.FixtureRequest) -> Parts:
+    return Parts(ext=request.param)
+
+
+def test_all_is_made_from_the_log(parts: Parts) -> None:
+    places = [parts.record(n) for n in range(12)]
+    other = parts.record(0, "U", 7)
+    found = parts.reconcile()
+    assert {damage.kind for damage in found} == {"missing"}
+    assert parts.entries() == list(enumerate(places))
+    assert parts.entries("U", 7) == [(0, other)]
+    assert [parts.index.query("T", f"k{n}") for n in range(12)] == [[place] for place in places]
+    parts.settled()
+
+
+def test_without_mending_nothing_is_made(parts: Parts) -> None:
+    parts.record(0)
+    before = len(parts.files.list("/"))
+    assert {damage.kind for damage in parts.reconcile(mend=False)} == {"missing"}
+    assert (len(parts.files.list("/")), parts.queues) == (before, {})
+
+
+def test_a_queue_that_begins_above_0(parts: Parts) -> None:
+    places = [parts.record(n) for n in (7, 8, 9)]
+    parts.reconcile()
+    assert parts.entries() == [(7, places[0]), (8, places[1]), (9, places[2])]
+    assert parts.queues["T", 0].min_offset == 7
+    parts.settled()
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 99, 1 << 60, -1, 7])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int) -> None:
+    """The records of a queue count on: a single one that does not is wrong, not the others."""
+    places = [parts.record(n) for n in range(7)]
+    parts.reconcile()
+    if wrong == at:
+        return
+    parts.log.patch(places[at] + codec.QUEUE_OFFSET_AT, struct.pack(">q", wrong))
+    damage = parts.reconcile(mend=False)
+    assert [(one.offset, one.kind) for one in damage] == [(places[at], "record")]
+    assert f"expected {at}, found {wrong}" in damage[0].what
+    assert parts.reconcile() == damage
+    assert parts.entries() == list(enumerate(places))
+    message = parts.log.message(places[at])
+    assert message is not None
+    assert message.queue_offset == at
+    parts.settled()
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_misaddressed_record_at_either_end_is_told_by_the_queue(parts: Parts, at: int) -> None:
+    places = [parts.record(n) for n in range(7)]
+    parts.reconcile()
+    parts.log.patch(places[at] + codec.QUEUE_OFFSET_AT, struct.pack(">q", 40))
+    assert [(one.offset, one.kind) for one in parts.reconcile()] == [(places[at], "record")]
+    assert parts.entries() == list(enumerate(places))
+    parts.settled()
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 1 << 62, -1])
+def test_a_record_with_a_wrong_address_is_put_right(parts: Parts, wrong: int) -> None:
+    places = [parts.record(n) for n in range(5)]
+    parts.reconcile()
+    parts.log.patch(places[2] + codec.PHYSICAL_OFFSET_AT, struct.pack(">q", wrong))
+    assert [(one.offset, one.kind) for one in parts.reconcile()] == [(places[2], "record")]
+    parts.settled()
+
+
+def test_a_gap_is_filled_so_that_the_later_keep_their_offsets(parts: Parts) -> None:
+    places = {n: parts.record(n) for n in (0, 1, 4, 5, 6)}
+    parts.reconcile()
+    assert parts.entries() == list(places.items())
+    assert parts.queues["T", 0].max_offset == 7
+    parts.settled()
+
+
+def test_a_gap_beyond_reason_begins_the_queue_anew(parts: Parts) -> None:
+    for n in (0, 1):
+        parts.record(n)
+    places = {n: parts.record(n) for n in (10_000_000, 10_000_001)}
+    parts.reconcile()
+    assert parts.entries() == list(places.items())
+    parts.settled()
+
+
+def test_a_gap_needs_all_of_the_log(parts: Parts) -> None:
+    places = [parts.record(n) for n in range(6)]
+    with pytest.raises(GapError):
+        parts.reconcile(places[3])
+    parts.reconcile()
+    assert parts.reconcile(places[3]) == []
+    parts.queues["T", 0].truncate_to(2)
+    with pytest.raises(GapError):
+        parts.reconcile(places[3])
+    parts.reconcile(places[2])
+    assert parts.entries() == list(enumerate(places))
+
+
+def test_the_end_of_the_log_alone_is_looked_at(parts: Parts) -> None:
+    places = [parts.record(n) for n in range(6)]
+    parts.reconcile()
+    later = [parts.record(n) for n in (6, 7)]
+    damage = parts.reconcile(later[0])
+    assert {one.kind for one in damage} == {"missing"}
+    assert parts.entries() == list(enumerate(places + later))
+    parts.settled()
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("entry", [(1, 91, 5), (0, 0, 0), (-1, 91, 0), (1 << 50, 91, 0), (0, 0x7FFFFFFF, 0)])
+def test_a_wrong_entry_is_rewritten(parts: Parts, at: int, entry: tuple[int, int, int]) -> None:
+    places = [parts.record(n) for n in range(6)]
+    parts.reconcile()
+    queue = parts.queues["T", 0]
+    path, position = queue.place_of(at)
+    parts.files.open(path, writable=True).buffer[position : position + 20] = struct.pack(">qiq", *entry)
+    queue.close()
+    parts.queues["T", 0] = parts.open_queue("T", 0)
+    damage = parts.reconcile(mend=False)
+    assert damage
+    assert all(one.file.startswith("/queues/T/0/") for one in damage)
+    parts.reconcile()
+    assert parts.entries() == list(enumerate(places))
+    parts.settled()
+
+
+def test_entries_of_messages_that_are_gone_stay(parts: Parts) -> None:
+    places: list[int] = []
+    while len(parts.log.sequence.starts) < 3:
+        places.append(parts.record(len(places)))
+    parts.reconcile()
+    parts.log.delete_before(LOG_SIZE)
+    assert parts.reconcile() == []
+    assert parts.entries() == list(enumerate(places))
+    first = next(n for n, place in enumerate(places) if place >= LOG_SIZE)
+    queue = parts.queues["T", 0]
+    for at in (0, first - 1):  # one that points into the log, at another's record
+        path, position = queue.place_of(at)
+        parts.files.open(path, writable=True).buffer[position : position + 8] = struct.pack(">q", places[-1])
+        damage = parts.reconcile(LOG_SIZE)
+        assert {one.kind for one in damage} == {"entry"}
+        assert parts.reconcile(LOG_SIZE) == []
+        assert [place for n, place in parts.entries() if n >= first] == places[first:]
+
+
+@pytest.mark.parametrize("topic", ["", "a/b", "..", "x" * 120 + "消息消"])
+def test_a_record_that_names_no_queue(parts: Parts, topic: str) -> None:
+    parts.record(0)
+    encoded = topic.encode()
+    if len(encoded) > 127:
+        return
+    place = parts.record(0, topic)
+    with pytest.raises(CorruptionError) as told:
+        parts.reconcile()
+    assert (told.value.offset, told.value.kind) == (place, "record")
+
+
+def test_a_negative_queue_id(parts: Parts) -> None:
+    place = parts.record(0, queue_id=-1)
+    with pytest.raises(CorruptionError) as told:
+        parts.reconcile()
+    assert told.value.offset == place
+
+
+def rot(parts: Parts, at: int, new: bytes) -> None:
+    file = parts.index.files[0]
+    parts.files.open(file.path, writable=True).buffer[at : at + len(new)] = new
+
+
+ROTTEN: dict[str, Callable[[Parts], None]] = {
+    "hash": lambda parts: rot(parts, 40 + 16 + 20 * 3, b"\0\0\0\7"),
+    "place": lambda parts: rot(parts, 40 + 16 + 20 * 3 + 4, struct.pack(">q", 1)),
+    "time": lambda parts: rot(parts, 40 + 16 + 20 * 3 + 12, b"\0\0\1\0"),
+    "previous": lambda parts: rot(parts, 40 + 16 + 20 * 3 + 16, b"\0\0\0\7"),
+    "slot": lambda parts: rot(parts, 40, b"\0\0\0\1"),
+    "begin time": lambda parts: rot(parts, 0, struct.pack(">q", 1)),
+    "end time": lambda parts: rot(parts, 8, struct.pack(">q", START_MS * 2)),
+    "begin place": lambda parts: rot(parts, 16, struct.pack(">q", 1)),
+    "slots": lambda parts: rot(parts, 32, b"\0\0\0\1"),
+    "count": lambda parts: rot(parts, 36, b"\0\0\0\5"),
+}
+
+
+@pytest.mark.parametrize("what", ROTTEN)
+def test_a_wrong_index_is_made_again(parts: Parts, what: str) -> None:
+    places = [parts.record(n) for n in range(10)]
+    parts.reconcile()
+    ROTTEN[what](parts)
+    damage = parts.reconcile(mend=False)
+    assert damage
+    assert {one.file for one in damage} <= {file.path for file in parts.index.files} | {"/index"}
+    parts.index = parts.open_index()
+    parts.reconcile()
+    parts.settled()
+    assert [parts.index.query("T", f"k{n}") for n in range(10)] == [[place] for place in places]
+
+
+def test_an_index_that_ends_between_the_keys_of_a_record(parts: Parts) -> None:
+    raw = b"KEYS\x01a b c d\x02UNIQ_KEY\x01U"
+    first = parts.record(0, properties_raw=raw)
+    hashes = [codec_hash("T", key) for key in ("U", "a", "b")]
+    parts.index.append(first, parts.stored, hashes)
+    second = parts.record(1, properties_raw=raw)
+    parts.reconcile()
+    for key in "Uabcd":
+        assert parts.index.query("T", key) == [second, first]
+    parts.settled()
+
+
+def codec_hash(topic: str, key: str) -> int:
+    from librmq.javahash import index_key_hash
+
+    return index_key_hash(topic, key)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_mixture_settles(parts: Parts, seed: int) -> None:
+    """Whatever the queues and index say, once mended there is nothing left to mend."""
+    rng = random.Random(seed)
+    counts: dict[tuple[str, int], int] = {}
+    for _ in range(150):
+        name = rng.choice(["T", "U", "消"]), rng.randrange(2)
+        offset = counts.get(name, rng.choice([0, 0, 3]))
+        counts[name] = offset + 1 if rng.random() < 0.95 else rng.choice([0, offset + 5, offset + 200_000])
+        parts.record(
+            offset if rng.random() < 0.97 else rng.randrange(-5, 1000), *name, sys_flag=rng.choice([0, 0, 0, 4, 8, 12])
+        )
+        if rng.random() < 0.05:
+            parts.reconcile()
+    parts.reconcile()
+    parts.settled()

@@ -1,0 +1,452 @@
+"""What opening makes of a store that was not closed, or that lacks what can be made again."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from librmq import codec
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import CorruptionError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.reconcile import Damage
+from librmq.store import MessageStore
+from librmq.testing import RecordingFiles
+from librmq.verify import verify
+from tests.stores import (
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    START_MS,
+    Contents,
+    contents,
+    derived,
+    died,
+    fill,
+    filled,
+    in_memory,
+    opened,
+    served,
+)
+
+configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+
+
+def last_log_file(found: Contents) -> str:
+    return max(path for path in found if path.startswith("commitlog/"))
+
+
+def records_of(found: Contents, config: StoreConfig = SMALL) -> int:
+    """How many records its log has."""
+    with opened(in_memory(found), config, read_only=True) as store:
+        return len(list(store))
+
+
+def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
+    """What was found wrong in which part."""
+    parts: dict[str, set[str]] = {}
+    for cut in cuts:
+        parts.setdefault(os.path.relpath(cut.file, ROOT).split("/")[0], set()).add(cut.kind)
+    return parts
+
+
+# ------------------------------------------------------------------------------------------------- after a kill
+
+
+@configs
+@pytest.mark.parametrize("count", [0, 1, 3, 30, 300])
+def test_what_was_acknowledged_survives_a_kill(config: StoreConfig, count: int) -> None:
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    results = fill(store, clock, random.Random(count), count)
+    killed = died(files)
+    assert "abort" in contents(killed)
+    with opened(killed, config) as again:
+        assert sorted(served(again)) == [result.physical_offset for result in results]
+        assert "abort" in contents(killed)
+    assert "abort" not in contents(killed)
+    assert verify(ROOT, config, killed).sound
+
+
+@configs
+def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
+    """Killed between any two writes, a store recovers every record that was whole, and goes on."""
+    files = RecordingFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    fill(store, clock, random.Random(7), 12)
+    store.flush()
+    fill(store, clock, random.Random(8), 25)
+    store.close()
+    replay = MemoryFiles()
+    whole: set[int] = set()
+    for number, event in enumerate(files.trace):
+        if event.call == "make_folder":
+            replay.make_folder(event.path)
+        elif event.call == "create":
+            replay.create(event.path, event.offset)
+        elif event.call == "replace":
+            replay.write(event.path, event.data)
+        elif event.call == "delete":
+            replay.delete(event.path)
+        elif event.call == "write":
+            replay.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
+            if "/commitlog/" in event.path and len(event.data) > 8:
+                whole.add(int(os.path.basename(event.path)) + event.offset)
+        if (number % 3 and event.call == "write") or not replay.is_folder(f"{ROOT}/commitlog"):
+            continue
+        copy = died(replay)
+        with opened(copy, config) as again:
+            assert whole <= set(served(again))
+            again.append(Message("TopicA", b"more"))
+        verdict = verify(ROOT, config, copy)
+        assert verdict.sound, (number, event, verdict.damage)
+    assert replay.size(f"{ROOT}/abort") is None
+
+
+def torn(found: Contents) -> tuple[Contents, int]:
+    """The contents with a further record, torn in its body, and where that begins."""
+    files = in_memory(found)
+    store = opened(files)
+    result = store.append(Message("TopicA", b"z" * 200))
+    found = {**found, **{path: data for path, data in contents(files).items() if path.startswith("commitlog/")}}
+    path = f"commitlog/{result.physical_offset - result.physical_offset % 4096:020d}"
+    data = found[path]
+    assert data is not None
+    at = result.physical_offset % 4096
+    found[path] = data[: at + 150] + bytes(len(data) - at - 150)
+    return found, result.physical_offset
+
+
+def test_a_torn_record_ends_the_log() -> None:
+    before = filled(SMALL, 40, clean=False)
+    found, place = torn(before)
+    files = in_memory(found)
+    with opened(files) as store:
+        assert store.log.end == place
+        assert len(served(store)) == records_of(before)
+        (cut,) = (cut for cut in store.recovered if "commitlog" in cut.file)
+        assert (cut.file, cut.offset, cut.kind) == (f"{ROOT}/{last_log_file(found)}", place, "record")
+        assert cut.bytes == 150
+        assert store.log.data_behind(store.log.end) == 0
+        assert store.append(Message("TopicA", b"more")).physical_offset == place
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_later_files_go_with_what_is_cut() -> None:
+    found = filled(SMALL, 120, clean=False)
+    paths = sorted(path for path in found if path.startswith("commitlog/"))
+    data = found[paths[-2]]
+    assert data is not None
+    found[paths[-2]] = b"\xff" * 8 + data[8:]
+    files = in_memory(found)
+    with opened(files) as store:
+        assert store.log.end == int(paths[-2].split("/")[1])
+        served(store)
+    assert last_log_file(contents(files)) == paths[-2]
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("checkpoint", [b"", bytes(4096), b"\0\0\0\x7f" * 1024], ids=["none", "zero", "ahead"])
+def test_any_checkpoint_will_do(checkpoint: bytes) -> None:
+    found = filled(SMALL, 80, clean=False)
+    wanted = records_of(found)
+    if checkpoint:
+        found["checkpoint"] = checkpoint
+    else:
+        del found["checkpoint"]
+    files = in_memory(found)
+    with opened(files) as store:
+        assert len(served(store)) == wanted
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_missing_abort_marker_hides_no_torn_end() -> None:
+    before = filled(SMALL, 80, clean=False)
+    found, place = torn(before)
+    del found["abort"]
+    files = in_memory(found)
+    with opened(files) as store:
+        assert store.log.end == place
+        assert len(served(store)) == records_of(before)
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) -> None:
+    found = filled(SMALL, 80, clean=False)
+    with opened(in_memory(found), read_only=True) as store:
+        *_, last = store
+    path = last_log_file(found)
+    data = found[path]
+    assert data is not None
+    at = last.physical_offset % 4096 + (56 if not last.sys_flag & codec.BORN_HOST_V6 else 68)
+    found[path] = data[:at] + b"\x80" + data[at + 1 :]
+    files = in_memory(found)
+    with opened(files, thorough=thorough) as store:
+        assert len(served(store)) == records_of(found)
+    assert verify(ROOT, SMALL, files).sound
+    with opened(files) as store:
+        assert store.recovered == []
+
+
+# ------------------------------------------------------------------------------------------------ what is derived
+
+
+@configs
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize(
+    "gone",
+    [("consumequeue",), ("index",), ("consumequeue", "index"), ("consumequeue", "index", "checkpoint")],
+    ids="+".join,
+)
+def test_queues_and_index_are_made_again(config: StoreConfig, clean: bool, gone: tuple[str, ...]) -> None:
+    found = filled(config, 80, seed=4, clean=clean)
+    left = {path: data for path, data in found.items() if not path.startswith(gone)}
+    files = in_memory(left)
+    with opened(files, config) as store:
+        assert len(served(store)) == records_of(found, config)
+        assert "missing" in set().union(*kinds(store.recovered).values())
+    assert verify(ROOT, config, files).sound
+    if clean and "index" not in gone and config is SMALL:
+        assert {path: data for path, data in contents(files).items() if path.startswith("consumequeue/")} == {
+            path: data for path, data in found.items() if path.startswith("consumequeue/")
+        }
+
+
+@configs
+def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
+    """The derived files of an earlier moment, and the log of a later one."""
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    fill(store, clock, random.Random(1), 40)
+    store.flush()
+    early = contents(files)
+    fill(store, clock, random.Random(2), 40)
+    store.close()
+    late = contents(files)
+    mixed = {**early, **{path: data for path, data in late.items() if path.startswith("commitlog")}}
+    for abort in (True, False):
+        if not abort:
+            mixed.pop("abort", None)
+        again = in_memory(mixed)
+        with opened(again, config) as store:
+            assert len(served(store)) == 80
+        assert verify(ROOT, config, again).sound
+
+
+@configs
+def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
+    """The log of an earlier moment, and the derived files of a later one."""
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    fill(store, clock, random.Random(1), 40)
+    store.flush()
+    early = contents(files)
+    fill(store, clock, random.Random(2), 40)
+    store.close()
+    late = contents(files)
+    mixed = {path: data for path, data in late.items() if not path.startswith("commitlog/")}
+    mixed |= {path: data for path, data in early.items() if path.startswith("commitlog/")}
+    for abort in (False, True):
+        again = in_memory({**mixed, **({"abort": b""} if abort else {})})
+        with opened(again, config) as store:
+            assert len(served(store)) == 40
+            assert "ahead" in kinds(store.recovered)["consumequeue"]
+            fill(store, clock, random.Random(3), 20)
+        assert verify(ROOT, config, again).sound
+
+
+def test_a_clean_store_is_not_walked_again() -> None:
+    files = in_memory(filled(SMALL, 300))
+    before = contents(files)
+    with opened(files) as store:
+        assert store.recovered == []
+    assert contents(files) == before
+
+
+# ------------------------------------------------------------------------------------- files that can't be right
+
+
+def spoil_length(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def spoil_header(data: bytes) -> bytes:
+    return data[:36] + b"\x7f\xff\xff\xff" + data[40:]
+
+
+@pytest.mark.parametrize(
+    ("part", "spoil"),
+    [
+        ("index/", spoil_length),
+        ("index/", spoil_header),
+        ("consumequeue/", spoil_length),
+        ("consumequeue_ext/", spoil_length),
+        ("checkpoint", spoil_length),
+    ],
+)
+@pytest.mark.parametrize("which", [0, -1])
+def test_thoroughly_recovering_makes_again_what_can_not_be_opened(
+    part: str, spoil: Callable[[bytes], bytes], which: int
+) -> None:
+    found = filled(SMALL_EXT, 80, seed=6)
+    wanted = records_of(found, SMALL_EXT)
+    path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]
+    data = found[path]
+    assert data is not None
+    found[path] = spoil(data)
+    files = in_memory(found)
+    with pytest.raises(CorruptionError) as told:
+        opened(files, SMALL_EXT)
+    assert told.value.file == f"{ROOT}/{path}"
+    assert contents(files) == found
+    with opened(files, SMALL_EXT, thorough=True) as store:
+        assert len(served(store)) == wanted
+        cut = next(cut for cut in store.recovered if cut.file == f"{ROOT}/{path}")
+        assert (cut.kind, cut.offset) == (told.value.kind, told.value.offset)
+    assert verify(ROOT, SMALL_EXT, files).sound
+
+
+def test_a_gap_between_queue_files_is_mended_by_recovering() -> None:
+    found = filled(SMALL, 120, seed=6)
+    wanted = records_of(found)
+    folder = next(os.path.dirname(path) for path in found if path.endswith(f"/{320:020d}"))
+    del found[f"{folder}/{160:020d}"]
+    files = in_memory(found)
+    with pytest.raises(CorruptionError):
+        opened(files)
+    with opened(files, thorough=True) as store:
+        assert len(served(store)) == wanted
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "consumequeue/TopicA/0/x",
+        f"consumequeue/TopicA/0/{0:019d}",
+        "consumequeue/TopicA/x/y",
+        "index/123",
+        "index/20239999221320001",
+    ],
+)
+def test_foreign_names_are_not_removed(name: str) -> None:
+    found = {**filled(SMALL, 40), name: b"mine"}
+    files = in_memory(found)
+    before = contents(files)
+    for thorough in (False, True):
+        with pytest.raises(CorruptionError) as told:
+            opened(files, thorough=thorough)
+        assert told.value.kind == "name"
+    assert contents(files) == before
+
+
+def test_recovering_an_open_store_mends_what_was_spoilt_meanwhile() -> None:
+    files = in_memory(filled(SMALL, 60))
+    with opened(files) as store:
+        assert store.recover() == []
+        path = next(f"{ROOT}/{path}" for path in contents(files) if path.startswith("index/") and "/" in path)
+        files.open(path, writable=True).buffer[100:104] = b"\xff\xff\xff\xff"
+        assert not store.verify().sound
+        assert {cut.file for cut in store.recover()} >= {path}
+        assert store.verify().sound
+        assert len(served(store)) >= 60
+        store.append(Message("TopicA"))
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_recovery_that_is_refused_ends_the_handle() -> None:
+    files = in_memory(filled(SMALL, 60))
+    store = opened(files)
+    files.write(f"{ROOT}/commitlog/x", b"")
+    with pytest.raises(CorruptionError):
+        store.recover()
+    for call in (
+        lambda: store.append(Message("TopicA")),
+        lambda: store.read("TopicA", 0, 0),
+        store.flush,
+        store.verify,
+    ):
+        with pytest.raises(Exception, match="recover"):
+            call()
+    store.close()
+    files.delete(f"{ROOT}/commitlog/x")
+    with opened(files) as again:
+        assert len(served(again)) == records_of(contents(files))
+
+
+# ------------------------------------------------------------------------------------------ leftovers of a kill
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"commitlog/{8 * 4096:020d}",
+        "index/20300101000000000",
+        "consumequeue/TopicA/0/00000000000000000160",
+        "consumequeue/New/0/00000000000000000000",
+    ],
+)
+def test_files_of_length_zero_are_cleared_away(name: str) -> None:
+    found = filled(SMALL, 100, seed=12, clean=False)
+    wanted = records_of(found)
+    ends = sorted(path for path in found if path.startswith("commitlog/"))
+    if name.startswith("commitlog"):
+        name = f"commitlog/{int(ends[-1].split('/')[1]) + 4096:020d}"
+    found = {
+        path: data for path, data in found.items() if not (path.startswith("consumequeue/TopicA/0/") and path >= name)
+    }
+    files = in_memory({**found, name: b""})
+    with opened(files) as store:
+        assert any(cut.file == f"{ROOT}/{name}" and cut.kind == "size" for cut in store.recovered)
+        assert len(served(store)) == wanted
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
+    found = filled(SMALL, 100)
+    paths = sorted(path for path in found if path.startswith("commitlog/"))
+    files = in_memory({**found, paths[1]: b""})
+    with pytest.raises(CorruptionError) as told:
+        opened(files)
+    assert (told.value.file, told.value.kind) == (f"{ROOT}/{paths[1]}", "size")
+    assert files.size(f"{ROOT}/{paths[1]}") == 0
+
+
+def test_what_a_clean_exit_vouched_for_is_cut_only_on_demand() -> None:
+    """Damage in an old log file is met while the index is made again: opening tells, recovering cuts."""
+    found = filled(SMALL, 120)
+    paths = sorted(path for path in found if path.startswith("commitlog/"))
+    assert len(paths) > 5
+    data = found[paths[1]]
+    assert data is not None
+    found[paths[1]] = b"\xff" * 8 + data[8:]
+    found = {path: data for path, data in found.items() if not path.startswith("index/")}
+    files = in_memory(found)
+    with pytest.raises(CorruptionError) as told:
+        opened(files)
+    assert (told.value.file, told.value.offset) == (f"{ROOT}/{paths[1]}", 4096)
+    assert len([path for path in contents(files) if path.startswith("commitlog/")]) == len(paths)
+    with opened(files, thorough=True) as store:
+        assert store.log.end == 4096
+        served(store)
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_recovering_leaves_derived_files_of_a_sound_store() -> None:
+    for config in (SMALL, SMALL_EXT):
+        files = in_memory(filled(config, 90))
+        before = derived(contents(files))
+        with opened(files, config, thorough=True) as store:
+            assert store.recovered == []
+            assert store.recover() == []
+        assert derived(contents(files)) == before

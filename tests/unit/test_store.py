@@ -1,0 +1,1019 @@
+"""The composed store: limits, order of writes, reading, handles, full disks, many queues, rubbish directories."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import librmq
+from librmq import codec
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.consumequeue import ExtUnit
+from librmq.errors import (
+    ConfigError,
+    FlushFailedError,
+    MessageIllegalError,
+    NotAStoreError,
+    ReadOnlyError,
+    RmqError,
+    StoreClosedError,
+    StoreError,
+    StoreIOError,
+    StoreLockedError,
+)
+from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.store import GetStatus, MessageStore
+from librmq.testing import FailingFiles, RecordingFiles
+from librmq.verify import verify
+from tests.stores import (
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    START_MS,
+    V4,
+    V6,
+    contents,
+    derived,
+    died,
+    fill,
+    filled,
+    in_memory,
+    opened,
+    served,
+)
+
+
+@pytest.fixture
+def files() -> MemoryFiles:
+    return MemoryFiles()
+
+
+@pytest.fixture
+def store(files: MemoryFiles) -> MessageStore:
+    store = opened(files)
+    store.append(Message("TopicA", b"first", keys="k"))
+    return store
+
+
+# --------------------------------------------------------------------------------------------------------- limits
+
+
+LIMITS: dict[str, Callable[[MessageStore], object]] = {
+    "topic empty": lambda store: store.append(Message("")),
+    "topic of 128 bytes": lambda store: store.append(Message("t" * 128)),
+    "topic of 129 bytes in 43 characters": lambda store: store.append(Message("消" * 43)),
+    "topic .": lambda store: store.append(Message(".")),
+    "topic ..": lambda store: store.append(Message("..")),
+    "topic with /": lambda store: store.append(Message("a/b")),
+    "topic with NUL": lambda store: store.append(Message("a\0b")),
+    "topic with half a pair": lambda store: store.append(Message("a\ud800")),
+    "body of 3001 bytes": lambda store: store.append(Message("T", bytes(3001))),
+    "record that fits no file": lambda store: store.append(Message("T", bytes(2990), properties={"a": "b" * 1020})),
+    "properties of 32768 bytes": lambda store: store.append(Message("T", properties={"a": "b" * 32766})),
+    "raw properties of 32768 bytes": lambda store: store.append(Message("T"), properties_raw=bytes(32768)),
+    "half a pair in tags": lambda store: store.append(Message("T", tags="\udfff")),
+    "half a pair in keys": lambda store: store.append(Message("T", keys="\ud800")),
+    "half a pair in a property": lambda store: store.append(Message("T", properties={"a\ud800": "b"})),
+    "queue id below 0": lambda store: store.append(Message("T"), -1),
+    "queue id of 2^31": lambda store: store.append(Message("T"), 1 << 31),
+    "sys flag for hosts that are not": lambda store: store.append(Message("T"), sys_flag=codec.STORE_HOST_V6),
+    "batch for hosts that are not": lambda store: store.append_batch([Message("T")], sys_flag=codec.BORN_HOST_V6),
+    "born time beyond 64 bits": lambda store: store.append(Message("T"), born_timestamp_ms=1 << 63),
+    "sys flag beyond 32 bits": lambda store: store.append(Message("T"), sys_flag=1 << 31),
+    "reconsume times beyond 32 bits": lambda store: store.append(Message("T"), reconsume_times=1 << 31),
+    "prepared offset beyond 64 bits": lambda store: store.append(Message("T"), prepared_transaction_offset=1 << 63),
+    "host that is none": lambda store: store.append(Message("T"), born_host=("nowhere", 1)),
+    "port beyond 32 bits": lambda store: store.append(Message("T"), store_host=("1.2.3.4", 1 << 31)),
+    "batch of nothing": lambda store: store.append_batch([]),
+    "batch of two topics": lambda store: store.append_batch([Message("T"), Message("U")]),
+    "batch with a delay": lambda store: store.append_batch([Message("T"), Message("T", delay_level=1)]),
+    "batch of two wait flags": lambda store: store.append_batch([Message("T"), Message("T", wait_store_ok=False)]),
+    "batch that is prepared": lambda store: store.append_batch([Message("T")], sys_flag=4),
+    "batch that is rolled back": lambda store: store.append_batch([Message("T")], sys_flag=12),
+    "batch that commits": lambda store: store.append_batch([Message("T")], sys_flag=8),
+    "batch of over 3000 bytes": lambda store: store.append_batch([Message("T", bytes(1000)) for _ in range(3)]),
+    "batch that fits no file": lambda store: store.append_batch([Message("t" * 100) for _ in range(40)]),
+    "batch with a bad topic": lambda store: store.append_batch([Message("a/b")]),
+    "batch with a bad queue id": lambda store: store.append_batch([Message("T")], -1),
+    "batch with long properties": lambda store: store.append_batch(
+        [Message("T", properties={"a": "b" * 20000})], properties={"c": "d" * 20000}
+    ),
+    "batch with half a pair": lambda store: store.append_batch([Message("T"), Message("T", keys="\ud800")]),
+    "batch with half a pair in its own": lambda store: store.append_batch([Message("T")], properties={"a": "\ud800"}),
+    "batch of too large a time": lambda store: store.append_batch([Message("T")], born_timestamp_ms=1 << 63),
+}
+
+
+def flag_beyond_32_bits(store: MessageStore) -> None:
+    message = Message("T")
+    message.flag = 1 << 31
+    store.append(message)
+
+
+LIMITS["flag beyond 32 bits"] = flag_beyond_32_bits
+
+
+@pytest.mark.parametrize("used", [0, 3800, 4088], ids=["fresh", "before a roll", "full"])
+@pytest.mark.parametrize("breach", LIMITS)
+def test_what_breaks_a_limit_is_refused_before_a_byte_is_written(files: MemoryFiles, breach: str, used: int) -> None:
+    store = opened(files)
+    if used:
+        size = store.append(Message("TopicA", b"x")).size
+        body = bytes(min(used - 2 * size + 1, 3000))
+        store.append(Message("TopicA", body))
+        if store.log.end < used:
+            store.append(Message("TopicA", bytes(used - store.log.end - size + 1)))
+        assert store.log.end == used
+    store.flush()
+    before, end = contents(files), store.log.end
+    with pytest.raises(RmqError) as told:
+        LIMITS[breach](store)
+    assert isinstance(told.value, ValueError)
+    assert str(told.value)
+    assert contents(files) == before
+    assert store.log.end == end
+    result = store.append(Message("T", b"after"))
+    assert result.queue_offset == 0
+    store.close()
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        (Message("t" * 127), 91 + 127),
+        (Message("消" * 42), 91 + 126),
+        (Message("T", bytes(3000)), 92 + 3000),
+        (Message("T", bytes(2000), properties={"a": "b" * 1986}), 4088 - 8),
+        (Message("T", bytes(2000), properties={"a": "b" * 1994}), 4088),
+    ],
+    ids=["topic", "topic of 126 bytes", "body", "record", "longest record"],
+)
+def test_what_just_fits_is_taken(files: MemoryFiles, message: Message, size: int) -> None:
+    with opened(files) as store:
+        result = store.append(message, (1 << 31) - 1)
+        assert result.size == size
+        (found,) = store.read(message.topic, (1 << 31) - 1, 0).messages
+        assert (found.body, found.topic) == (message.body, message.topic)
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_the_longest_properties(files: MemoryFiles) -> None:
+    config = StoreConfig.tiny()
+    with opened(files, config) as store:
+        store.append(Message("T", properties={"a": "b" * 32765}))
+        (found,) = store.read("T", 0, 0).messages
+        assert len(found.properties_raw) == 32767
+    assert verify(ROOT, config, files).sound
+
+
+def test_a_large_batch_just_fits(files: MemoryFiles) -> None:
+    with opened(files) as store:
+        messages = [Message("T", bytes(978)) for _ in range(3)]  # 22 more each, as a client encodes them
+        assert [result.queue_offset for result in store.append_batch(messages)] == [0, 1, 2]
+        with pytest.raises(MessageIllegalError, match="3001"):
+            store.append_batch([*messages[:2], Message("T", bytes(979))])
+        assert [result.queue_offset for result in store.append_batch(messages)] == [3, 4, 5]
+
+
+# ---------------------------------------------------------------------------------------------- records and queues
+
+
+@pytest.mark.parametrize("born_host", [V4, V6])
+@pytest.mark.parametrize("store_host", [V4, V6])
+def test_the_bits_for_hosts_are_those_of_the_hosts(
+    files: MemoryFiles, born_host: codec.Host, store_host: codec.Host
+) -> None:
+    with opened(files) as store:
+        store.append(Message("T", b"x"), born_host=born_host, store_host=store_host)
+        store.append_batch([Message("T", b"y")], born_host=born_host, store_host=store_host)
+        for message in store:
+            assert message.sys_flag == codec.host_flags(born_host, store_host)
+            assert message.body in (b"x", b"y")
+            assert (message.born_host[1], message.store_host[1]) == (born_host[1], store_host[1])
+            assert store.find_by_id(message.offset_id) == [message]
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("sys_flag", [codec.TRANSACTION_PREPARED, codec.TRANSACTION_ROLLBACK])
+def test_prepared_and_rollback_records_have_no_entry(files: MemoryFiles, sys_flag: int) -> None:
+    with opened(files) as store:
+        store.append(Message("T", b"1"))
+        store.append(Message("T", b"2", keys="k", delay_level=3), sys_flag=sys_flag)
+        store.append(Message("T", b"3"))
+        assert [message.body for message in store.read("T", 0, 0).messages] == [b"1", b"3"]
+        assert [(message.topic, message.queue_offset) for message in store] == [("T", 0), ("T", 0), ("T", 1)]
+        found = store.find_by_key("T", "k")
+        assert len(found) == (sys_flag == codec.TRANSACTION_PREPARED)
+        assert (SCHEDULE_TOPIC, 2) not in store.queues
+
+
+def test_a_delayed_message_waits_in_the_queue_of_its_level(files: MemoryFiles) -> None:
+    with opened(files) as store:
+        for level in (1, 18, 30, 0, -3):
+            store.append(Message("T", b"x", tags="A", delay_level=level), 3)
+        now = store.clock.now_ms()
+        store.flush()
+        assert store.queues["T", 3].max_offset == 2
+        for level, delay_ms, count in ((1, 1000, 1), (18, 7_200_000, 2)):
+            queue = store.queues[SCHEDULE_TOPIC, level - 1]
+            assert queue.max_offset == count
+            entry = queue.entry(0)
+            assert entry is not None
+            assert entry.tags_code == now + delay_ms
+            for message in store.read(SCHEDULE_TOPIC, level - 1, 0).messages:
+                assert message.properties["DELAY"] == str(level)
+                assert (message.properties["REAL_TOPIC"], message.properties["REAL_QID"]) == ("T", "3")
+
+
+def test_properties_of_a_batch_follow_those_of_its_messages(files: MemoryFiles) -> None:
+    with opened(files) as store:
+        store.append_batch(
+            [Message("T", b"1", keys="k1"), Message("T", b"2"), Message("T", b"3", tags="mine")],
+            properties={"KEYS": "all", "TAGS": "batch"},
+        )
+        raws = [message.properties_raw for message in store]
+        assert raws[0].startswith(b"KEYS\x01k1\x02")
+        assert sorted(raws[1].split(b"\x02")) == [b"KEYS\x01all", b"TAGS\x01batch"]
+        assert [message.body for message in store.find_by_key("T", "all")] == [b"1", b"2", b"3"]
+        assert store.find_by_key("T", "k1") == []
+        assert [message.tags for message in store] == ["batch"] * 3
+        codes = [code for _, _, code in store.queues["T", 0].entries().tolist()]
+        assert codes == [codec.tags_code("batch")] * 3
+
+
+def test_raw_properties_are_stored_as_they_are(files: MemoryFiles) -> None:
+    raw = b"TAGS\x01A\x02\x02KEYS\x01k1  k2\x02x\x01\x02UNIQ_KEY\x01U\x02"
+    with opened(files) as store:
+        store.append(Message("T", b"x"), properties_raw=raw)
+        (found,) = store.find_by_key("T", "k2")
+        assert found.properties_raw == raw
+        assert store.find_by_id("U") == [found]
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_records_stand_in_the_log_before_what_is_derived_from_them() -> None:
+    """No prefix of the writes has an entry or a key without its record."""
+    files = RecordingFiles()
+    clock = ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        fill(store, clock, random.Random(5), 60)
+        ends = {message.physical_offset: message.physical_offset + message.size for message in store}
+    written = 0
+    for event in files.trace:
+        if event.call != "write":
+            continue
+        if "/commitlog/" in event.path:
+            written = max(written, int(os.path.basename(event.path)) + event.offset + len(event.data))
+        elif "/consumequeue/" in event.path:
+            for at in range(0, len(event.data), 20):
+                place = int.from_bytes(event.data[at : at + 8], "big")
+                assert ends[place] <= written
+
+
+def test_flushing_reaches_log_queues_index_and_checkpoint_in_this_order() -> None:
+    files = RecordingFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    fill(store, clock, random.Random(6), 40)
+    files.trace.clear()
+    store.flush()
+    order = [event.path[len(ROOT) + 1 :].split("/")[0] for event in files.trace if event.call == "flush"]
+    assert [name for name, _ in itertools.groupby(order)] == ["commitlog", "consumequeue", "index", "checkpoint"]
+    found = contents(files)["checkpoint"]
+    assert found is not None
+    assert int.from_bytes(found[:8], "big") == clock.now_ms()
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+class ByTag:
+    """A filter as a broker has for tags: by code, then by text."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+    def match_entries(self, tags_codes: npt.NDArray[np.int64], units: Any) -> npt.NDArray[np.bool_]:
+        self.units: list[ExtUnit | None] | None = units
+        wanted: npt.NDArray[np.bool_] = tags_codes == codec.tags_code(self.tag)
+        return wanted
+
+    def match_message(self, message: StoredMessage) -> bool:
+        return message.tags == self.tag
+
+
+def test_a_filtered_read_goes_on_behind_what_it_looked_at(files: MemoryFiles) -> None:
+    with opened(files) as store:
+        for n in range(8):
+            store.append(Message("T", bytes([n]), tags="Aa" if n % 3 == 0 else "BB"))  # codes collide
+        result = store.read("T", 0, 0, 32, ByTag("Aa"))
+        assert [message.body[0] for message in result.messages] == [0, 3, 6]
+        assert (result.status, result.next_offset) == (GetStatus.FOUND, 8)
+        result = store.read("T", 0, 1, 1, ByTag("Aa"))
+        assert ([message.body[0] for message in result.messages], result.next_offset) == ([3], 4)
+        result = store.read("T", 0, 0, 32, ByTag("none"))
+        assert (result.status, result.messages, result.next_offset) == (GetStatus.NO_MATCHED_MESSAGE, [], 8)
+
+
+def test_a_filter_sees_extension_units(files: MemoryFiles) -> None:
+    with opened(files, SMALL_EXT) as store:
+        for n in range(5):
+            store.append(Message("T", bytes([n]), tags="A" if n % 2 else "B"))
+        matching = ByTag("A")
+        result = store.read("T", 0, 0, 32, matching)
+        assert [message.body[0] for message in result.messages] == [1, 3]
+        assert matching.units is not None
+        assert [unit is not None and unit.store_timestamp_ms for unit in matching.units] == [store.clock.now_ms()] * 5
+
+
+def test_a_read_is_bounded_by_count_and_bytes(files: MemoryFiles) -> None:
+    config = StoreConfig.tiny(max_transfer_count_in_memory=4, max_transfer_bytes_in_memory=1000)
+    with opened(files, config) as store:
+        for n in range(10):
+            store.append(Message("T", bytes(10 if n < 6 else 600)))
+        assert len(store.read("T", 0, 0, 32).messages) == 4
+        assert len(store.read("T", 0, 0, 2).messages) == 2
+        assert len(store.read("T", 0, 6, 32).messages) == 1
+        assert store.read("T", 0, 6, 32).next_offset == 7
+        for start in range(10):  # the same with a filter that takes all
+            one, other = store.read("T", 0, start, 32), store.read("T", 0, start, 32, ByTagless())
+            assert (one.messages, one.next_offset, one.total_size) == (
+                other.messages,
+                other.next_offset,
+                other.total_size,
+            )
+
+
+class ByTagless(ByTag):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def match_entries(self, tags_codes: npt.NDArray[np.int64], units: Any) -> npt.NDArray[np.bool_]:
+        return np.ones(len(tags_codes), np.bool_)
+
+    def match_message(self, message: StoredMessage) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_at_least_one_message_is_read(store: MessageStore, most: int) -> None:
+    result = store.read("TopicA", 0, 0, most)
+    assert len(result.messages) <= 1
+    assert result.next_offset == len(result.messages)
+
+
+def test_messages_that_are_gone_from_the_log_are_passed_over() -> None:
+    files = in_memory(filled(SMALL, 60, seed=11))
+    with opened(files) as store:
+        store.log.delete_before(9000)
+        begin = store.log.begin
+        assert begin == 8192
+        for topic, queue_id in sorted(store.queues):
+            queue_offset, read = 0, []
+            while (result := store.read(topic, queue_id, queue_offset)).status is not GetStatus.OFFSET_OVERFLOW_ONE:
+                if result.status is GetStatus.NO_MESSAGE_IN_QUEUE:
+                    break
+                assert result.next_offset > queue_offset
+                read += result.messages
+                queue_offset = result.next_offset
+            assert read == [
+                message
+                for message in store
+                if (message.topic, message.queue_id) == (topic, queue_id)
+                and message.sys_flag & codec.TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT)
+            ]
+
+
+def test_finding_by_id(store: MessageStore) -> None:
+    result = store.append(Message("TopicB", b"second", unique_key="0" * 32))
+    store.append(Message("TopicC", b"third", unique_key="0" * 32))
+    assert [message.body for message in store.find_by_id(result.offset_id)] == [b"second"]
+    assert [message.body for message in store.find_by_id(result.offset_id.lower())] == [b"second"]
+    assert [message.body for message in store.find_by_id("0" * 32)] == [b"second", b"third"]
+    other = codec.offset_message_id(("10.0.0.1", 10911), result.physical_offset)
+    assert store.find_by_id(other) == []
+    for unknown in ("", "x", "F" * 32, "7F00000100002A9F0000000000000001", "é", "\ud800", "F" * 56):
+        assert store.find_by_id(unknown) == []
+
+
+# -------------------------------------------------------------------------------------------------- large numbers
+
+
+@pytest.mark.parametrize("start", [(1 << 31) - 4096, 1 << 40, 1 << 61])
+@pytest.mark.parametrize("queue_offset", [0, (1 << 31) + 3, 1 << 40])
+def test_offsets_beyond_2_31_and_2_40(tmp_path: Path, start: int, queue_offset: int) -> None:
+    """A log and a queue that begin far from 0, as they do on an old broker."""
+    (tmp_path / "commitlog").mkdir()
+    log = tmp_path / "commitlog" / f"{start:020d}"
+    raw = codec.encode_record(
+        codec.Record(
+            topic="T", queue_offset=queue_offset, physical_offset=start, store_timestamp_ms=START_MS, body=b"0",
+            body_crc=codec.body_checksum(b"0"),
+        )
+    )  # fmt: skip
+    log.write_bytes(raw + bytes(4096 - len(raw)))
+    (tmp_path / "abort").touch()
+    clock = ManualClock(START_MS + 5)
+    with MessageStore.open(tmp_path, SMALL, clock=clock) as store:
+        queue = store.queues["T", 0]
+        assert (queue.min_offset, queue.max_offset) == (queue_offset, queue_offset + 1)
+        results = [store.append(Message("T", b"x" * 500, keys="k")) for n in range(20)]
+        assert [result.queue_offset for result in results] == [queue_offset + 1 + n for n in range(20)]
+        assert results[-1].physical_offset > start + 4096
+    assert verify(str(tmp_path), SMALL).sound
+    with MessageStore.open(tmp_path, SMALL, clock=clock) as store:
+        assert store.recovered == []
+        assert store.log.begin == start
+        assert store.read("T", 0, queue_offset, 1).messages[0].raw == raw
+        assert store.read("T", 0, queue_offset + 20).messages[-1].physical_offset == results[-1].physical_offset
+        assert len(store.find_by_key("T", "k", max_messages=100)) == 20
+        assert store.find_by_id(results[-1].offset_id)[0].body == b"x" * 500
+        assert store.queue_offset_at("T", 0, START_MS) == queue_offset
+
+
+MANY = """
+import resource, sys, tempfile
+from librmq.config import StoreConfig
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.verify import verify
+queues, limit = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+config = StoreConfig.tiny(commitlog_file_size=1 << 20, max_hash_slot_num=1000, max_index_num=100_000)
+with tempfile.TemporaryDirectory() as path:
+    with MessageStore.open(path, config) as store:
+        for turn in range(2):
+            for n in range(queues):
+                store.append(Message(f"T{n % 100}", b"%d" % turn), n // 100)
+        for n in range(0, queues, 7):
+            found = store.read(f"T{n % 100}", n // 100, 0).messages
+            assert [message.body for message in found] == [b"0", b"1"], n
+    with MessageStore.open(path, config) as store:
+        assert store.recovered == [] and len(store.queues) == queues
+        store.append(Message("T0", b"2"), 0)
+        assert store.read("T0", 0, 2).messages[0].body == b"2"
+    assert verify(path, config).sound
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.platform
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
+def test_20_000_queues_with_1024_descriptors() -> None:
+    many_queues(20_000)
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
+def test_more_queues_than_descriptors() -> None:
+    many_queues(1_200)
+
+
+def many_queues(queues: int) -> None:
+    folder = str(Path(librmq.__path__[0]).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, str(queues), "1024"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": folder},
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- what is opened
+
+
+class Touched(FailingFiles):
+    """Notes which files are mapped and read."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files)
+        self.paths: list[str] = []
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        self.paths.append(path[len(ROOT) + 1 :])
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> None:
+    """Of the log three files, of each queue the first and the last in use, whatever its length."""
+    files = in_memory(filled(SMALL, 400, seed=3))
+    touched = Touched(files)
+    store = opened(touched, read_only=read_only)
+    log = [path for path in touched.paths if path.startswith("commitlog/")]
+    every = sorted(path for path in contents(files) if path.startswith("commitlog/"))
+    assert len(every) > 20
+    assert set(log) <= set(every[-3:])
+    by_queue: dict[str, set[str]] = {}
+    for path in touched.paths:
+        if path.startswith("consumequeue/"):
+            by_queue.setdefault(os.path.dirname(path), set()).add(os.path.basename(path))
+    assert max(len(names) for names in by_queue.values()) <= 2
+    assert len(by_queue) == len(store.queues)
+    store.close()
+
+
+def test_opening_after_a_kill_maps_what_the_checkpoint_does_not_vouch_for() -> None:
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    results = fill(store, clock, random.Random(3), 200)
+    store.flush()
+    clock.advance(seconds=10)
+    results += fill(store, clock, random.Random(4), 30)
+    touched = Touched(died(files))
+    with opened(touched) as again:
+        log = sorted({path for path in touched.paths if path.startswith("commitlog/")})
+        every = sorted(path for path in contents(files) if path.startswith("commitlog/"))
+        assert len(served(again)) == len(results)
+    assert log == every[-len(log) :]
+    assert len(log) < len(every) / 2
+
+
+# --------------------------------------------------------------------------------------------------------- handles
+
+
+def test_one_writer_at_a_time(files: MemoryFiles, store: MessageStore) -> None:
+    with pytest.raises(StoreLockedError):
+        opened(files)
+    with opened(files, read_only=True) as reader:
+        assert [message.body for message in reader] == [b"first"]
+    store.close()
+    opened(files).close()
+
+
+def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom librmq.store import MessageStore\nfrom librmq.config import StoreConfig\n"
+        "with MessageStore.open(sys.argv[1], StoreConfig.tiny()):\n"
+        "    print('open', flush=True)\n    sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__path__[0]).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "s")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(StoreLockedError, match=str(other.pid)):
+            MessageStore.open(tmp_path / "s", StoreConfig.tiny())
+        assert any(str(other.pid) in note for note in verify(str(tmp_path / "s"), StoreConfig.tiny()).notes)
+        other.communicate()
+    MessageStore.open(tmp_path / "s", StoreConfig.tiny()).close()
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_handle_is_of_no_use_after_a_fork(tmp_path: Path) -> None:
+    store = MessageStore.open(tmp_path, SMALL)
+    store.append(Message("T", b"parent"))
+    before = derived(contents(DiskFiles(), str(tmp_path)))
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            failed = 0
+            for call in (
+                lambda: store.append(Message("T", b"child")),
+                lambda: store.append_batch([Message("T", b"child")]),
+                lambda: store.read("T", 0, 0),
+                lambda: store.find_by_key("T", "k"),
+                lambda: list(store),
+                lambda: store.flush(),
+                lambda: store.recover(),
+                lambda: store.verify(),
+            ):
+                try:
+                    call()
+                except StoreClosedError as error:
+                    failed += "fork" in str(error)
+            store.close()  # does nothing
+            try:
+                MessageStore.open(tmp_path, SMALL)
+            except StoreLockedError as error:
+                failed += str(os.getppid()) in str(error)
+            status = 0 if failed == 9 else 2
+        finally:
+            os._exit(status)
+    _, state = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(state) == 0
+    after = contents(DiskFiles(), str(tmp_path))
+    assert "abort" in after
+    assert {path: after[path] for path in before} == before
+    store.append(Message("T", b"parent again"))
+    with pytest.raises(StoreLockedError):
+        MessageStore.open(tmp_path, SMALL)
+    store.close()
+    with MessageStore.open(tmp_path, SMALL) as store:
+        assert [message.body for message in store] == [b"parent", b"parent again"]
+
+
+def test_a_closed_handle_refuses(store: MessageStore) -> None:
+    store.close()
+    store.close()
+    for call in (
+        lambda: store.append(Message("T")),
+        lambda: store.append_batch([Message("T")]),
+        lambda: store.read("TopicA", 0, 0),
+        lambda: store.find_by_key("TopicA", "k"),
+        lambda: store.find_by_id("k"),
+        lambda: store.message_at(0),
+        lambda: store.queue_offset_at("TopicA", 0, 0),
+        lambda: next(iter(store)),
+        lambda: store.flush(),
+        lambda: store.recover(),
+        lambda: store.verify(),
+    ):
+        with pytest.raises(StoreClosedError):
+            call()
+
+
+def test_a_reader_writes_nothing(files: MemoryFiles, store: MessageStore) -> None:
+    store.close()
+    before = contents(files)
+    with opened(files, read_only=True) as reader:
+        for call in (
+            lambda: reader.append(Message("TopicA")),
+            lambda: reader.append(Message("New")),
+            lambda: reader.append_batch([Message("TopicA")]),
+            lambda: reader.flush(),
+            lambda: reader.recover(),
+        ):
+            with pytest.raises(ReadOnlyError):
+                call()
+        assert reader.verify().sound
+        assert len(reader.read("TopicA", 0, 0).messages) == 1
+    assert contents(files) == before
+
+
+def test_a_store_is_opened_by_open_alone() -> None:
+    with pytest.raises(TypeError):
+        MessageStore()
+
+
+def test_a_new_store_is_a_store(files: MemoryFiles) -> None:
+    with opened(files) as store:
+        assert list(store) == []
+        assert store.read("T", 0, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
+        assert store.find_by_key("T", "k") == []
+        assert store.queue_offset_at("T", 0, 0) == 0
+        assert store.message_at(0) is None
+    assert verify(ROOT, SMALL, files).sound
+    with opened(files, read_only=True) as store:
+        assert list(store) == []
+    with opened(files) as store:
+        assert store.recovered == []
+        assert store.recover() == []
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+def test_sizes_are_told_by_the_files(config: StoreConfig) -> None:
+    found = filled(config, 60)
+    with MessageStore.open(ROOT, files=in_memory(found)) as store:
+        for name in ("commitlog_file_size", "consumequeue_file_size", "enable_consumequeue_ext", "max_index_num"):
+            assert getattr(store.config, name) == getattr(config, name)
+
+
+def test_a_config_that_disagrees_is_refused() -> None:
+    files = in_memory(filled(SMALL, 60))
+    before = contents(files)
+    with pytest.raises(ConfigError, match="commitlog_file_size"):
+        opened(files, StoreConfig.tiny())
+    assert contents(files) == before
+    opened(files).close()
+
+
+def test_iterating_while_appending(store: MessageStore) -> None:
+    found = []
+    for number, message in enumerate(store):
+        found.append(message.body)
+        if number < 50:
+            store.append(Message("TopicA", b"%d" % number))
+    assert found[0] == b"first"
+    assert len(found) <= 51
+
+
+# ------------------------------------------------------------------------------------------------------ full disks
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
+def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
+    """Whatever call fails, the error is told, what was acknowledged stays, and the store goes on."""
+    for number in itertools.count(1):
+        memory = MemoryFiles()
+        files = FailingFiles(memory)
+        clock = ManualClock(START_MS)
+        store = MessageStore.open(ROOT, config, files=files, clock=clock)
+        files.fail(call, number)
+        rng = random.Random(9)
+        acknowledged: dict[int, bytes] = {}
+        failed = 0
+        for n in range(50):
+            topic, queue_id, size = rng.choice(["A", "B"]), rng.randrange(2), rng.choice([10, 300])
+            message = Message(topic, b"%d" % n * size, keys=f"k{n}", tags="T")
+            try:
+                if n % 5 == 4:
+                    results = store.append_batch([message, message], queue_id)
+                else:
+                    results = [store.append(message, queue_id)]
+            except StoreIOError as error:
+                failed += 1 if error.errno == errno.ENOSPC else 100
+                continue
+            acknowledged |= {result.physical_offset: message.body for result in results}
+        try:
+            store.flush()
+        except StoreIOError:
+            failed += 1
+        killed = died(memory)
+        try:
+            store.close()
+        except StoreIOError:
+            failed += 1
+            assert "abort" in contents(memory)
+        assert failed <= 1
+        for again in (memory, killed):
+            with opened(again, config) as reopened:
+                there = {place: message.body for place, message in served(reopened).items()}
+                assert there.items() >= acknowledged.items()
+            verdict = verify(ROOT, config, again)
+            assert verdict.sound, (number, verdict.damage)
+        if not failed:
+            assert number > 2
+            break
+
+
+@pytest.mark.parametrize("call", ["flush", "flush_folder", "write", "list", "lock", "open"])
+def test_errors_of_the_system_are_told(call: str) -> None:
+    files = FailingFiles(in_memory(filled(SMALL, 40)))
+    files.fail(call, 1, errno.EIO)
+
+    def use() -> None:
+        with opened(files) as store:
+            store.append(Message("New"))
+            store.flush()
+
+    with pytest.raises((StoreIOError, FlushFailedError)) as told:
+        use()
+    assert os.strerror(errno.EIO) in str(told.value)
+    assert call in str(told.value).replace("flush the folder", "flush_folder")
+    with opened(files) as store:
+        assert len(served(store)) in (40, 41)
+
+
+# --------------------------------------------------------------------------------------------------------- rubbish
+
+
+def refused(path: Path, config: StoreConfig | None = SMALL) -> str:
+    """Opening is refused by an error of librmq, and nothing is changed; returns what it says."""
+    before = sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") if path.is_dir() else []
+    for more in ({}, {"read_only": True}, {"thorough": True}):
+        with pytest.raises(StoreError) as told:
+            MessageStore.open(path, config, **more)  # type: ignore[arg-type]
+    assert str(path) in str(told.value)
+    if path.is_dir():
+        assert sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") == before
+    with suppress(StoreError):
+        assert not verify(str(path), config).sound
+    return str(told.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound store on disk."""
+    path = tmp_path / "store"
+    for name, data in filled(SMALL, 40, seed=8).items():
+        if data is None:
+            (path / name).mkdir(parents=True, exist_ok=True)
+        else:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+    return path
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(NotAStoreError):
+        MessageStore.open(tmp_path / "file")
+    with pytest.raises(NotAStoreError):
+        MessageStore.open(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "half" / "consumequeue" / "T" / "0").mkdir(parents=True)
+    with pytest.raises(NotAStoreError):
+        MessageStore.open(tmp_path / "half")
+    assert os.listdir(tmp_path / "half") == ["consumequeue"]
+    for path in ("file", "none", "half"):
+        with pytest.raises(NotAStoreError):
+            verify(str(tmp_path / path))
+
+
+@pytest.mark.parametrize("name", ["commitlog/x", "commitlog/00000000000000000001", "index/123"])
+def test_foreign_files_are_refused(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(bytes(4096))
+    assert name in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commitlog/folder",
+        "index/1234",
+        "consumequeue/TopicA/x",
+        "consumequeue/TopicA/01",
+        "consumequeue/TopicA/-1",
+        "consumequeue/TopicA/2147483648",
+        "consumequeue/" + "t" * 128,
+        "consumequeue/TopicA/0/folder",
+    ],
+)
+def test_foreign_folders_are_refused(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    assert name in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["README", "consumequeue/note.txt", "consumequeue/TopicA/note.txt", "index/note.txt", "config/x", "other/y"]
+)
+def test_what_does_no_harm_is_left_alone(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"")
+    assert verify(str(folder), SMALL).sound
+    with MessageStore.open(folder, SMALL) as store:
+        assert len(served(store)) == 40
+    with MessageStore.open(folder, SMALL, thorough=True) as store:
+        assert store.recovered == []
+    assert (folder / name).read_bytes() == b""
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(sys.platform == "win32", reason="names are no bytes")
+def test_names_that_are_no_text(folder: Path) -> None:
+    os.mkdir(os.fsencode(folder) + b"/consumequeue/\xff\xfe")
+    refused(folder)
+    assert not verify(str(folder), SMALL).sound
+
+
+@pytest.mark.parametrize("part", ["commitlog", "consumequeue", "index", "consumequeue/TopicA", "consumequeue/TopicA/0"])
+def test_parts_may_be_links(folder: Path, part: str, tmp_path: Path) -> None:
+    (folder / part).rename(tmp_path / "elsewhere")
+    (folder / part).symlink_to(tmp_path / "elsewhere")
+    with MessageStore.open(folder, SMALL) as store:
+        assert store.recovered == []
+        assert len(served(store)) == 40
+        store.append(Message("TopicA", b"more"))
+    assert verify(str(folder), SMALL).sound
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "commitlog/00000000000000999424",
+        "index/20200101000000000",
+        "consumequeue/T",
+        "consumequeue/TopicA/9",
+        "consumequeue/TopicA/0/00000000000000099840",
+    ],
+)
+def test_links_that_lead_nowhere_are_refused(folder: Path, place: str) -> None:
+    (folder / place).symlink_to(folder / "nowhere")
+    refused(folder)
+    assert (folder / place).is_symlink()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["commitlog/00000000000000000000", "consumequeue/TopicA/0/00000000000000000000", "checkpoint", "lock", "index"],
+)
+def test_a_folder_or_file_in_place_of_the_other(folder: Path, place: str) -> None:
+    path = folder / place
+    if path.is_dir():
+        path.rename(folder / "old")
+        path.write_bytes(b"x")
+    else:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    with pytest.raises(StoreError, match=place.split("/")[0]):
+        MessageStore.open(folder, SMALL)
+    with pytest.raises(StoreError, match=place.split("/")[0]):
+        MessageStore.open(folder, SMALL, thorough=True)
+    try:
+        verdict = verify(str(folder), SMALL)
+    except StoreError:
+        pass
+    else:
+        assert place == "lock" or not verdict.sound
+    assert path.exists()
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize(
+    "place", ["commitlog/00000000000000999424", "index/20200101000000000", "lock", "checkpoint", "abort"]
+)
+def test_a_pipe_does_not_hang(folder: Path, place: str) -> None:
+    (folder / place).unlink(missing_ok=True)
+    os.mkfifo(folder / place)
+    with suppress(StoreError):
+        verify(str(folder), SMALL)
+    with suppress(StoreError):
+        MessageStore.open(folder, SMALL, read_only=True).close()
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="everything is readable to root")
+@pytest.mark.parametrize("place", ["commitlog", "commitlog/00000000000000000000", "consumequeue/TopicA/0", "index"])
+def test_what_may_not_be_read_is_told(folder: Path, place: str) -> None:
+    (folder / place).chmod(0)
+    try:
+        with pytest.raises(StoreIOError) as told, MessageStore.open(folder, SMALL) as store:
+            list(store)
+        assert told.value.errno == errno.EACCES
+    finally:
+        (folder / place).chmod(0o755)
+
+
+# --------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None:
+    """Readers see a queue grow without a hole, and nothing that is half written."""
+    clock = ManualClock(START_MS)
+    failures: list[BaseException] = []
+    seen = [0, 0]
+    done = threading.Event()
+    with MessageStore.open(tmp_path, config, clock=clock) as store:
+
+        def read(reader: int) -> None:
+            rng = random.Random(reader)
+            while not done.is_set():
+                for topic, queue_id in list(store.queues):
+                    queue_offset = 0
+                    while messages := store.read(topic, queue_id, queue_offset, rng.choice([1, 32])).messages:
+                        offsets = [message.queue_offset for message in messages]
+                        assert offsets == list(range(queue_offset, queue_offset + len(messages)))
+                        assert all(message.crc_ok and message.topic == topic for message in messages)
+                        queue_offset += len(messages)
+                        seen[reader] += len(messages)
+                assert all("key1" in message.keys for message in store.find_by_key("TopicA", "key1"))
+                assert sum(1 for _ in store) <= 700
+
+        def guarded(reader: int) -> None:
+            try:
+                read(reader)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(reader,)) for reader in range(2)]
+        for thread in threads:
+            thread.start()
+        fill(store, clock, random.Random(1), 600)
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert min(seen) > 0
+    assert verify(str(tmp_path), config).sound
+
+
+def test_producers_in_many_threads(files: MemoryFiles) -> None:
+    with opened(files) as store:
+        results: list[list[tuple[int, int]]] = [[] for _ in range(4)]
+
+        def produce(number: int) -> None:
+            for n in range(60):
+                result = store.append(Message("T", b"%d %d" % (number, n), keys=f"p{number}"), n % 2)
+                results[number].append((n % 2, result.queue_offset))
+
+        threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken = sorted(place for found in results for place in found)
+        assert taken == [(queue_id, n) for queue_id in range(2) for n in range(120)]
+        for number in range(4):
+            bodies = [message.body for message in store.find_by_key("T", f"p{number}", max_messages=100)]
+            assert bodies == [b"%d %d" % (number, n) for n in range(60)]
+    assert verify(ROOT, SMALL, files).sound

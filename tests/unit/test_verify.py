@@ -1,0 +1,243 @@
+"""What `verify` says of sound and unsound stores, of writers and markers; it changes nothing."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from librmq import codec
+from librmq.errors import NotAStoreError
+from librmq.files import MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message
+from librmq.verify import UNKNOWABLE, Verdict, verify
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
+
+
+@pytest.fixture
+def found() -> Contents:
+    """Two messages in T/0, one in U/3, one that waits; the records stand one behind the other from 0 on."""
+    files = MemoryFiles()
+    with opened(files) as store:
+        store.append(Message("T", b"first", tags="A", keys="k1 k2", unique_key="U1"))
+        store.append(Message("T", b"second", tags="B", keys="k1"))
+        store.append(Message("U", b"third", flag=5), 3)
+        store.append(Message("U", b"", delay_level=2))
+    return contents(files)
+
+
+LOG, T, U = f"commitlog/{0:020d}", f"consumequeue/T/0/{0:020d}", f"consumequeue/U/3/{0:020d}"
+FIRST = 91 + 1 + len("first") + len("TAGS.A.KEYS.k1 k2.UNIQ_KEY.U1")
+
+
+def judged(found: Contents, spoil: dict[tuple[str, int], bytes] | None = None) -> Verdict:
+    """The verdict on the contents with some bytes replaced; nothing may change."""
+    found = dict(found)
+    for (path, at), new in (spoil or {}).items():
+        data = found[path]
+        assert data is not None
+        assert data[at : at + len(new)] != new
+        found[path] = data[:at] + new + data[at + len(new) :]
+    files = in_memory(found)
+    before = contents(files)
+    verdict = verify(ROOT, SMALL, files)
+    assert contents(files) == before
+    assert verify(ROOT, None, files).sound == verdict.sound
+    return verdict
+
+
+def places(verdict: Verdict) -> list[tuple[str, int, str]]:
+    return [(damage.file[len(ROOT) + 1 :], damage.offset, damage.kind) for damage in verdict.damage]
+
+
+def test_a_sound_store(found: Contents) -> None:
+    verdict = judged(found)
+    assert (verdict.sound, verdict.damage, verdict.notes) == (True, (), (UNKNOWABLE,))
+    assert verify(ROOT, SMALL_EXT, in_memory(filled(SMALL_EXT, 60))).sound
+
+
+def test_the_record_stands_where_this_test_thinks(found: Contents) -> None:
+    data = found[LOG]
+    assert data is not None
+    assert struct.unpack(">I", data[:4]) == (FIRST,)
+    assert struct.unpack(">I", data[FIRST + 4 : FIRST + 8]) == (codec.MESSAGE_MAGIC,)
+
+
+# Every byte of the first record, by field: what one changed bit leads to.
+FIELDS = {
+    "size": (0, 4, "record"),
+    "magic": (4, 4, "record"),
+    "body crc": (8, 4, "checksum"),
+    "queue id": (12, 4, ""),
+    "queue offset": (20, 8, ""),
+    "physical offset": (28, 8, ""),
+    "body length": (84, 4, "record"),
+    "body": (88, 5, "checksum"),
+    "topic length": (93, 1, "record"),
+    "topic": (94, 1, ""),
+    "properties length": (95, 2, "record"),
+    "tags": (97 + 5, 1, ""),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> None:
+    begin, length, kind = FIELDS[field]
+    data = found[LOG]
+    assert data is not None
+    for bit in range(8 * length):
+        at = begin + bit // 8
+        verdict = judged(found, {(LOG, at): bytes([data[at] ^ 1 << bit % 8])})
+        assert not verdict.sound, (field, bit)
+        if kind:
+            assert (LOG, 0, kind) in places(verdict), (field, bit, verdict.damage)
+
+
+@pytest.mark.parametrize(("begin", "length"), [(16, 4), (40, 8), (48, 8), (64, 8), (72, 4), (76, 8)])
+def test_what_can_not_be_known_is_said(found: Contents, begin: int, length: int) -> None:
+    """Flag, born time, hosts, reconsume times, prepared offset."""
+    data = found[LOG]
+    assert data is not None
+    for at in range(begin, begin + length):
+        verdict = judged(found, {(LOG, at): bytes([data[at] ^ 1])})
+        assert verdict.sound
+        assert "checksum" in verdict.notes[0]
+
+
+def test_every_byte_of_queue_and_index(found: Contents) -> None:
+    index = next(path for path in found if path.startswith("index/"))
+    used = {T: 40, U: 20, index: 40 + 4 * 8 + 20 * 5}
+    for path, length in used.items():
+        data = found[path]
+        assert data is not None
+        for at in [*range(length), len(data) - 1]:
+            if path == index and 104 <= at < 108:
+                continue  # the first entry's time counts from a file that may be gone
+            assert not judged(found, {(path, at): bytes([data[at] ^ 0x10])}).sound, (path, at)
+
+
+def test_bytes_behind_the_end(found: Contents) -> None:
+    data = found[LOG]
+    assert data is not None
+    end = len(data.rstrip(b"\0"))
+    for at in (end, end + 1, 4000, 4095):
+        ((path, place, kind),) = places(judged(found, {(LOG, at): b"\x01"}))
+        assert (path, kind) == (LOG, "record" if at < end + 8 else "tail")
+        assert end <= place <= at
+
+
+@pytest.mark.parametrize(("timestamp", "sound"), [(0, True), (START_MS, True), (1 << 60, False)])
+@pytest.mark.parametrize("field", [0, 8, 16])
+def test_a_checkpoint_later_than_the_last_record(found: Contents, field: int, timestamp: int, sound: bool) -> None:
+    data = found["checkpoint"]
+    assert data is not None
+    found["checkpoint"] = data[:field] + struct.pack(">q", timestamp) + data[field + 8 :]
+    verdict = judged(found)
+    assert verdict.sound == sound
+    assert places(verdict) == ([] if sound else [("checkpoint", field, "checkpoint")])
+
+
+def test_a_store_without_a_checkpoint(found: Contents) -> None:
+    del found["checkpoint"]
+    assert judged(found).sound
+
+
+@pytest.mark.parametrize(
+    "gone", [T, U, "consumequeue/T/0", "consumequeue/T", "consumequeue", "index", f"consumequeue/{SCHEDULE_TOPIC}"]
+)
+def test_what_is_missing(found: Contents, gone: str) -> None:
+    left = {path: data for path, data in found.items() if path != gone and not path.startswith(gone + "/")}
+    verdict = judged(left)
+    assert not verdict.sound
+    assert {kind for _, _, kind in places(verdict)} == {"missing"}
+
+
+def test_what_is_ahead(found: Contents) -> None:
+    files = in_memory(found)
+    with opened(files) as store:
+        store.append(Message("T", b"later", keys="k9"))
+    later = contents(files)
+    verdict = judged({**later, LOG: found[LOG]})
+    assert (T, 40, "ahead") in places(verdict)
+    assert any(path.startswith("index/") for path, _, _ in places(verdict))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "consumequeue/a:b/x",
+        "consumequeue/" + "t" * 128,
+        "consumequeue/T/-1",
+        "consumequeue/T/00",
+        "commitlog/x",
+        "index/77",
+    ],
+)
+def test_foreign_folders(found: Contents, name: str) -> None:
+    verdict = judged({**found, name: None})
+    assert not verdict.sound
+    assert {kind for _, _, kind in places(verdict)} == {"name"}
+
+
+@pytest.mark.parametrize("path", [LOG, T, "index/", "checkpoint"])
+@pytest.mark.parametrize("change", [-1, 1, -4096])
+def test_files_of_another_length(found: Contents, path: str, change: int) -> None:
+    path = next(name for name, data in found.items() if name.startswith(path) and data is not None)
+    data = found[path]
+    assert data is not None
+    found[path] = data[: len(data) + change] if change < 0 else data + b"\0"
+    verdict = verify(ROOT, SMALL, in_memory(found))
+    assert not verdict.sound
+    assert any(name == path and kind == "size" for name, _, kind in places(verdict))
+
+
+def test_an_abort_marker_alone_is_told_and_sound(found: Contents) -> None:
+    verdict = judged({**found, "abort": b""})
+    assert verdict.sound
+    assert any("abort" in note for note in verdict.notes)
+
+
+def test_beside_a_writer_what_is_behind_is_no_damage() -> None:
+    files = MemoryFiles()
+    store = opened(files)
+    store.append(Message("T", b"x", keys="k"))
+    verdict = verify(ROOT, SMALL, files)
+    assert verdict.sound
+    assert any("writing" in note for note in verdict.notes)
+    assert store.verify().sound
+    files.open(f"{ROOT}/{LOG}", writable=True).buffer[88:89] = b"?"
+    assert [damage.kind for damage in verify(ROOT, SMALL, files).damage] == ["checksum"]
+
+
+@pytest.mark.parametrize("left", [[], ["config/topics.json"], ["consumequeue/T/0/x"]])
+def test_what_is_no_store(left: list[str]) -> None:
+    with pytest.raises(NotAStoreError):
+        verify(ROOT, SMALL, in_memory(dict.fromkeys(left, b"x")))
+
+
+def test_an_empty_log_is_sound() -> None:
+    assert verify(ROOT, SMALL, in_memory({"commitlog": None})).sound
+
+
+def test_a_topic_that_was_made_anew_is_sound() -> None:
+    """Deleted and made again: two generations of queue offsets stand in the log, the queue has the later."""
+    files = MemoryFiles()
+    for turn, count in enumerate((5, 3)):
+        with opened(files) as store:
+            if turn:
+                store.queues["T", 0].clear()
+            results = [store.append(Message("T", b"%d%d" % (turn, n), keys="k")) for n in range(count)]
+            assert [result.queue_offset for result in results] == list(range(count))
+    assert verify(ROOT, SMALL, files).sound
+    with opened(files, thorough=True) as store:
+        assert store.recovered == []
+        assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
+        assert len(store.find_by_key("T", "k")) == 8
+    for path in contents(files):
+        if path.startswith("consumequeue/"):
+            files.delete(f"{ROOT}/{path}")
+    assert not verify(ROOT, SMALL, files).sound
+    with opened(files, thorough=True) as store:
+        assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
+    assert verify(ROOT, SMALL, files).sound
