@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq import brokerjson
 from librmq.errors import CorruptionError, MalformedError
 from librmq.files import DiskFiles, Files
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
 
 __all__ = ["BrokerConfig"]
 
@@ -119,6 +122,14 @@ class BrokerConfig:
     def filters(self) -> Mapping[str, Any]:
         """What consumer groups have registered, by topic, as `librmq.filter.Registrations` reads it."""
         return self._filters.rows
+
+    def registrations(self, now_ms: int) -> Registrations:
+        """These filters, as a store makes bitmaps of them; `ConfigError` for what is no filter."""
+        from librmq.filter.registrations import Registrations  # a grammar comes with it, which few need
+
+        registrations = Registrations()
+        registrations.load({"filterDataByTopic": self.filters}, now_ms)
+        return registrations
 
     def set_filters(self, filters: Mapping[str, Any]) -> None:
         """Take these filters in place of all."""

@@ -80,6 +80,8 @@ class CommitLog:
         self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
         self._prepared = -1  # up to this physical offset pages are ready
         self.found_end = LogEnd(self.end, None)
+        self.last_write: int | None = None
+        """Where the last write begins, of one record or several, as far as this handle knows."""
 
     @classmethod
     def open(
@@ -103,6 +105,7 @@ class CommitLog:
         if sequence.starts:
             log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log))
             log.end = log.found_end.physical_offset
+            log.last_write = log.found_end.last_record
         log._resume()
         return log
 
@@ -163,6 +166,7 @@ class CommitLog:
         if upto > self._reserved:
             self._reserved = self._sequence.reserve(self._file_start, at, upto)
         self._buffer[at:upto] = data  # type: ignore[index]
+        self.last_write = self.end
         self.end += size
 
     def _next_file(self) -> int:
@@ -234,6 +238,7 @@ class CommitLog:
         if physical_offset < self._sequence.end:
             self._sequence.zero_from(physical_offset)
         self._prepared = -1
+        self.last_write = None
         self.end = physical_offset
         self._resume()
         return gone
@@ -242,6 +247,8 @@ class CommitLog:
         """Overwrite a field of a record in place; for recovery."""
         start = physical_offset - physical_offset % self.file_size
         at = physical_offset - start
+        if self._sequence.own(start):
+            self._resume()
         self._sequence.file(start).buffer[at : at + len(data)] = data
         self._sequence.mark_dirty(start)
 
@@ -308,6 +315,12 @@ class CommitLog:
         if physical_offset + found > self.end:
             return None
         return file.buffer[at : at + found]
+
+    def data_at(self, physical_offset: int, size: int) -> bytes:
+        """The bytes that stand there, records or not, within one file; empty where no file is."""
+        file = self._sequence.file_at(physical_offset)
+        at = physical_offset % self.file_size
+        return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
     def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:
         """The message at ``physical_offset``, checked whole (but for its body unless ``check_body``).

@@ -37,8 +37,8 @@ _TIMER = {
 
 def parse_hours(text: str) -> frozenset[int]:
     """The hours of the day that ``delete_when`` names; `ConfigError` if it names none, or what is none."""
-    hours = text.split(";") if isinstance(text, str) else []
-    if not hours or not all(hour.isascii() and hour.isdigit() and len(hour) <= 2 and int(hour) < 24 for hour in hours):
+    hours = text.split(";")
+    if not all(hour.isascii() and hour.isdigit() and len(hour) <= 2 and int(hour) < 24 for hour in hours):
         raise ConfigError(f"delete_when: expected hours from 0 to 23, several separated by ';', found {text!r}")
     return frozenset(map(int, hours))
 
@@ -79,6 +79,11 @@ class StoreConfig:
     """Percent above which the oldest log files go whatever their age."""
     disk_refuse_ratio: int = 90
     """Percent above which no message is taken."""
+    enable_property_filter: bool = True
+    """Whether SQL filters are taken; a broker's is off by default. They need nothing else."""
+    enable_calc_filter_bitmap: bool = True
+    """Whether a message gets the bitmap of the filters that match it, by which reads skip it without looking at the
+    log; only with ``enable_consumequeue_ext``, which is where it is kept. A broker's is off by default."""
     store_host: str = "127.0.0.1:10911"
     """The broker's address, as it stands in records and message ids."""
     durability: Literal["async", "sync"] = "async"
@@ -120,16 +125,18 @@ class StoreConfig:
             raise ConfigError(
                 f"consumequeue_file_size: expected a multiple of {ENTRY_SIZE}, found {self.consumequeue_file_size}"
             )
-        if not isinstance(self.enable_consumequeue_ext, bool):
-            raise ConfigError(
-                f"enable_consumequeue_ext: expected true or false, found {self.enable_consumequeue_ext!r}"
-            )
+        for name in ("enable_consumequeue_ext", "enable_property_filter", "enable_calc_filter_bitmap"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}: expected true or false, found {value!r}")
         if self.durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {self.durability!r}")
         if self.compress_from is not None and self.compress_from < 1:
             raise ConfigError(f"compress_from: expected at least 1 byte, found {self.compress_from}")
         if self.max_total_size is not None and self.max_total_size < self.commitlog_file_size:
             raise ConfigError("max_total_size: expected at least one commitlog_file_size")
+        if not isinstance(self.delete_when, str):
+            raise ConfigError(f"delete_when: expected a text of hours, found {self.delete_when!r}")
         parse_hours(self.delete_when)
 
     @classmethod

@@ -7,7 +7,7 @@ again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage
 
 __all__ = [
+    "BitmapOf",
     "Dispatcher",
     "Lane",
     "Pending",
@@ -35,8 +36,8 @@ __all__ = [
 _FEW: Final = 40
 """Below so many records a loop is quicker than arrays."""
 
-BitmapOf = Callable[[str, bytes], bytes | None]
-"""From a topic and stored properties to the bitmap of the filters that match, None where no filter is registered."""
+BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
+"""From a topic and a message's properties to the bitmap of the filters that match, None where none is registered."""
 
 
 def has_queue_entry(sys_flag: int) -> bool:
@@ -118,7 +119,7 @@ class Dispatcher:
 
     def __init__(self, index: KeyIndex, bitmap_of: BitmapOf | None = None) -> None:
         self._index = index
-        self._bitmap_of = bitmap_of
+        self.bitmap_of = bitmap_of
         self.lanes: list[Lane] = []
         """The lanes that have pending entries."""
         self.records: list[tuple[int, int, int, str | None, str | None]] = []
@@ -134,7 +135,9 @@ class Dispatcher:
     def add_unit(self, lane: Lane, tags_code: int, store_timestamp_ms: int, properties: bytes) -> int:
         """Give a record of a queue with extension its unit; returns the unit's address, its entry's tags code."""
         assert lane.queue.ext is not None
-        bitmap = self._bitmap_of(lane.topic, properties) if self._bitmap_of else None
+        bitmap = None
+        if self.bitmap_of is not None:
+            bitmap = self.bitmap_of(lane.topic, codec.decode_properties(properties) if properties else None)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
     def drain(self) -> None:

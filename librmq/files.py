@@ -33,9 +33,12 @@ from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["DiskFiles", "Entry", "File", "FileLock", "Files", "MemoryFiles"]
+__all__ = ["DiskFiles", "Entry", "File", "FileLock", "Files", "MemoryFiles", "copy_file", "link_file"]
 
 Buffer = mmap.mmap
+_CHUNK: Final = 1 << 20
+# Why a file system does not link: it can't, the other name is on another one, there are too many, or it is not allowed.
+_NO_LINKS: Final = {errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES}
 
 
 class File:
@@ -131,6 +134,17 @@ class Files(Protocol):
         """Rename a file or folder within the store, replacing a file."""
         ...
 
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name, under which it is the same bytes; `StoreIOError` where that can't be done."""
+        ...
+
+    def own(self, path: str) -> bool:
+        """Before a file is changed in place: let it share its bytes with no other name.
+
+        One that was linked is replaced by a copy, and the answer is true: what was mapped before is the other's now.
+        """
+        ...
+
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         """The whole of a small file; `CorruptionError` if it is longer than ``limit``."""
         ...
@@ -161,6 +175,35 @@ def _named(call: str, path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StoreIOError(call, path, error) from error
+
+
+def copy_file(
+    files: Files, source: File, target: str, *, begin: int = 0, end: int | None = None, size: int | None = None
+) -> None:
+    """Make the file ``target`` of bytes ``begin`` to ``end`` of another, zeros behind them up to ``size``; flushed.
+
+    What is zero gets no blocks. `StoreIOError` for want of space, among others; ``target`` may be there in part then.
+    """
+    end = source.size if end is None else end
+    file = files.create(target, end - begin if size is None else size)
+    for at in range(begin, end, _CHUNK):
+        data = source.buffer[at : min(at + _CHUNK, end)]
+        if data.count(0) != len(data):
+            place = at - begin
+            files.reserve(file, place, place + len(data))
+            file.buffer[place : place + len(data)] = data
+    files.flush(file)
+
+
+def link_file(files: Files, path: str, target: str) -> bool:
+    """Give a file a second name; false where that can't be done, but a copy may be."""
+    try:
+        files.link(path, target)
+    except StoreIOError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------ real files
@@ -302,6 +345,30 @@ class DiskFiles:
     def rename(self, old: str, new: str) -> None:
         with _named("rename", old):
             os.replace(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        with _named("link", old):
+            os.link(old, new)
+
+    def own(self, path: str) -> bool:
+        with _named("look at", path):
+            if os.stat(path).st_nlink == 1:
+                return False
+            path = os.path.realpath(path)
+        folder = os.path.dirname(path)
+        beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # in a folder of other names
+        try:
+            with _named("copy", path):
+                shutil.copyfile(path, beside)
+                with open(beside, "rb+") as file:
+                    os.fsync(file.fileno())
+                os.replace(beside, path)
+        except StoreIOError:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise
+        self.flush_folder(folder)
+        return True
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         with _named("read", path), open(path, "rb") as file:
@@ -489,6 +556,27 @@ class MemoryFiles:
                 if isinstance(file, File):
                     file.path = path
 
+    def link(self, old: str, new: str) -> None:
+        with self._guard:
+            if self.size(new) is not None:
+                raise StoreIOError("link", new, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+            self._check_parent("link", new)
+            file = self.open(old, writable=True)
+            self._files[new] = File(new, file.buffer, file.size, True)
+
+    def own(self, path: str) -> bool:
+        with self._guard:
+            file = self._files.get(path)
+            others = (other for name, other in self._files.items() if name != path)
+            if not isinstance(file, File) or all(
+                isinstance(other, bytes) or other.buffer is not file.buffer for other in others
+            ):
+                return False
+            buffer = self._new_buffer(path, file.size)
+            buffer[:] = file.buffer[:]
+            self._files[path] = File(path, buffer, file.size, True)
+            return True
+
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         with self._guard:
             file = self._files.get(path)
@@ -525,7 +613,7 @@ class MemoryFiles:
         return len(file) if isinstance(file, bytes) else file.size
 
     def _check_parent(self, call: str, path: str) -> None:
-        if os.path.dirname(path) not in self._folders:
+        if not self.is_folder(os.path.dirname(path)):
             raise _missing(call, path)
 
 

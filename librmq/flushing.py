@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from librmq.errors import FlushFailedError, StoreIOError
+from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 
 __all__ = ["Acknowledgement", "GroupCommit"]
 
@@ -35,14 +35,16 @@ class GroupCommit:
         self._on_failure = on_failure
         self._turn = threading.Condition()
         self._flushing = False
+        self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
         """Return when everything below ``physical_offset`` has reached the device, flushing if nobody else does.
 
-        `FlushFailedError` if that will never be known.
+        `FlushFailedError` if that will never be known, `StoreClosedError` after `stop`.
         """
         if self.flushed >= physical_offset:
             return
+        self.check()
         with self._turn:
             while self._flushing and self.flushed < physical_offset:
                 self._turn.wait()
@@ -63,12 +65,29 @@ class GroupCommit:
                     self.failure = failure
                     self._on_failure()
                 self._turn.notify_all()
-        self.check()
+        if self.flushed < physical_offset:
+            self.check()
 
     def check(self) -> None:
-        """`FlushFailedError` if a flush has failed."""
+        """`FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
         if self.failure is not None:
             raise FlushFailedError(self.failure) from self.failure
+        if self._stopped is not None:
+            raise StoreClosedError(self._stopped)
+
+    def stop(self, why: str) -> None:
+        """Flush no more, since the log is let go: what has not reached the device by now is never said to have.
+
+        Returns when a flush that is under way has ended.
+        """
+        self._stopped = why
+        with self._turn:
+            while self._flushing:
+                self._turn.wait()
+
+    def forget(self, why: str) -> None:
+        """`stop` in a child process after a fork, where nobody may still hold what this waits for."""
+        self._stopped = why
 
 
 class Acknowledgement(Generic[_T]):

@@ -17,7 +17,7 @@ from typing import Final
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import FlushFailedError, StoreIOError
+from librmq.errors import FlushFailedError, StoreError
 from librmq.flushing import GroupCommit
 
 __all__ = ["Background", "Housekeeping"]
@@ -27,13 +27,14 @@ _log = logging.getLogger("librmq.store")
 _AHEAD: Final = 4 << 20
 """So many bytes behind the log's end are made ready."""
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
+_AGAIN_MS: Final = 10_000  # after something failed that may succeed later
 
 
 class Housekeeping:
     """One store's work by time. Not thread-safe: one caller at a time.
 
-    ``alarm`` is the physical offset at or behind which an append must wake whoever calls `run_due`; appends compare
-    with it and nothing else, so that an idle store costs nothing and a busy one a comparison.
+    ``alarm`` is a physical offset: an append that ends at or behind it must wake whoever calls `run_due`. Appends
+    compare with it and nothing else, so that an idle store costs nothing and a busy one a comparison.
     """
 
     def __init__(
@@ -57,29 +58,43 @@ class Housekeeping:
         self._expire = expire
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._expire_at_ms: int | None = now_ms
+        self._expired_end = -1  # the end of the log's files when expiry was last looked at
         self.alarm = -1
 
     def run_due(self, now_ms: int) -> int | None:
         """Do what is due; returns when to be called next (ms), None when only an append can bring something."""
         self.alarm = sys.maxsize  # what comes meanwhile is seen below
+        self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # the clock may have been set back
+        self._derived_at_ms = min(self._derived_at_ms, now_ms)
         log = self._log
         try:
             log.prepare(_AHEAD)
-        except StoreIOError as error:  # the append that needs the room will meet it
+        except StoreError as error:  # the append that needs the room will meet it
             _log.warning("no room could be made ready ahead of the log: %s", error)
         log_due, log_alarm = self._flush_log(now_ms)
-        due = [log_due, self._flush_queues(now_ms)]
+        if self._commit.failure is not None:
+            return None  # nothing is taken any more
+        queues_due = self._flush_queues(now_ms)
+        if log.sequence.end > self._expired_end:  # another file of the log: the total may be too large
+            self._expired_end, self._expire_at_ms = log.sequence.end, now_ms
         if self._expire_at_ms is not None and now_ms >= self._expire_at_ms:
-            self._expire_at_ms = self._expire(now_ms)
-        due.append(self._expire_at_ms)
+            try:
+                self._expire_at_ms = self._expire(now_ms)
+            except StoreError as error:
+                _log.error("log files that are due could not be deleted: %s", error)
+                self._expire_at_ms = now_ms + _AGAIN_MS
         self.alarm = min(log_alarm, log.end + _AHEAD // 2)
-        return min((one for one in due if one is not None), default=None)
+        if log.end > self.alarm or (queues_due is None and self._entries()):
+            return now_ms  # an append came by while the alarm was off
+        return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
         """Flush the log if it is time; when next, and the place of the append that may bring it forward."""
         config, commit = self._config, self._commit
         waiting = self._log.end - commit.flushed
         interval, thorough = round(1000 * config.flush_interval_s), round(1000 * config.flush_thorough_interval_s)
+        if config.durability == "sync":  # those who wait flush for themselves; here it is for those who don't
+            interval = thorough = 0
         if waiting > 0:
             enough = waiting >= config.flush_least_bytes
             due = self._flushed_at_ms + (interval if enough else thorough)
@@ -110,8 +125,9 @@ class Housekeeping:
         self._derived_at_ms = now_ms
         try:
             self._flush_derived()
-        except StoreIOError as error:  # nothing is lost: they can be made again from the log
+        except StoreError as error:  # nothing is lost: they can be made again from the log
             _log.error("queues and index could not be flushed: %s", error)
+            return now_ms + round(1000 * seconds)
         return None
 
 
@@ -138,8 +154,10 @@ class Background:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping:
+        while True:
             self._event.clear()
+            if self._stopping:  # looked at behind `clear`, which may have taken the signal of `stop` away
+                return
             due = self._step(self._clock.now_ms())
             seconds = None if due is None else max(0, due - self._clock.now_ms()) / 1000
             self._clock.wait(self._event, seconds)

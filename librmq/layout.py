@@ -8,6 +8,7 @@
     index/                times of creation  key index
     config/               *.json             topics, groups, offsets: the broker's
     checkpoint abort lock
+    librmq/               ours               what librmq keeps beside a broker's files; can be deleted without loss
     timerlog/ timerwheel compaction/ …       5.x
     dledger-ID/data, dledger-ID/index        a log replicated by DLedger, instead of commitlog/
     consumequeue/CURRENT, MANIFEST-*         5.x with its queues in RocksDB
@@ -42,6 +43,7 @@ __all__ = [
     "CONSUMEQUEUE_EXT",
     "INDEX",
     "LOCK",
+    "OWN",
     "TIMERLOG",
     "TIMERWHEEL",
     "StoreKind",
@@ -64,6 +66,7 @@ CONFIG: Final = "config"
 CHECKPOINT: Final = "checkpoint"
 ABORT: Final = "abort"
 LOCK: Final = "lock"
+OWN: Final = "librmq"
 TIMERLOG: Final = "timerlog"
 TIMERWHEEL: Final = "timerwheel"
 
@@ -345,7 +348,7 @@ def broker_conf(path: str, config: StoreConfig) -> str:
         "mappedFileSizeCommitLog": config.commitlog_file_size,
         "mappedFileSizeConsumeQueue": config.consumequeue_file_size,
         "enableConsumeQueueExt": config.enable_consumequeue_ext,
-        "enableCalcFilterBitMap": config.enable_consumequeue_ext,
+        "enableCalcFilterBitMap": config.enable_consumequeue_ext and config.enable_calc_filter_bitmap,
         "mappedFileSizeConsumeQueueExt": config.consumequeue_ext_file_size,
         "maxHashSlotNum": config.max_hash_slot_num,
         "maxIndexNum": config.max_index_num,

@@ -260,6 +260,17 @@ class MappedFileQueue:
             if folder_dirty:  # what was not flushed stays dirty
                 self._folder_dirty = True
 
+    def own(self, start: int) -> bool:
+        """Before the file at ``start`` is changed where it was written long ago: let it be no snapshot's too.
+
+        True if it is another file now, to be asked for again.
+        """
+        replaced = self._files.own(self.path(start))
+        if replaced:
+            with self._guard:
+                self.mapped.pop(start, None)
+        return replaced
+
     def zero_from(self, position: int) -> None:
         """Fill with zeros from ``position`` to the end of its file, writing only where there is something else."""
         self._check_writable()
@@ -272,6 +283,8 @@ class MappedFileQueue:
             upto = min(self.file_size, at + step)
             zeros = bytes(upto - at)
             if buffer[at:upto] != zeros:
+                if self.own(start):
+                    buffer = self.file(start).buffer
                 self._files.reserve(self.file(start), at, upto)
                 buffer[at:upto] = zeros
                 self._dirty.add(start)

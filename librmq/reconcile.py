@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -23,14 +23,14 @@ from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
-from librmq.dispatch import derived_tags_code, has_queue_entry, index_block, is_indexed, key_hashes
+from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, index_block, is_indexed, key_hashes
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.javahash import java_decode, string_hash
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage
-from librmq.topics import validate_topic
+from librmq.topics import validate_queue
 
 __all__ = ["Damage", "GapError", "OpenQueue", "reconcile"]
 
@@ -70,22 +70,24 @@ OpenQueue = Callable[[str, int], ConsumeQueue]
 
 def reconcile(
     log: CommitLog,
-    queues: dict[tuple[str, int], ConsumeQueue],
+    queues: MutableMapping[tuple[str, int], ConsumeQueue],
     open_queue: OpenQueue,
     index: KeyIndex | None,
     levels: DelayLevels,
     begin: int,
     *,
     mend: bool,
+    bitmap_of: BitmapOf | None = None,
 ) -> Iterator[Damage]:
     """Hold what follows from the records from ``begin`` on against queues and index; yields what differs.
 
-    With ``mend`` what differs is rewritten; without, nothing is changed. ``open_queue`` gives queues that are missing.
+    With ``mend`` what differs is rewritten; without, nothing is changed. ``open_queue`` gives queues that are missing,
+    ``bitmap_of`` the bitmaps of extension units that are made again.
     `GapError` if a queue that is mended lacks entries from before ``begin``. `CorruptionError` at a record that can't
     be read, or that names no possible queue.
     """
     begin = max(begin, log.begin)
-    checks = _QueueChecks(log, queues, open_queue, begin, mend)
+    checks = _QueueChecks(log, queues, open_queue, begin, mend, bitmap_of)
     keys = None if index is None else _IndexCheck(index, begin, log.end, begin <= log.begin, mend)
     tags_codes: dict[bytes | None, int] = {None: 0}
     find = codec.find_keys_and_tags
@@ -173,12 +175,14 @@ class _QueueChecks(dict[tuple[bytes, int], "_QueueCheck"]):
     def __init__(
         self,
         log: CommitLog,
-        queues: dict[tuple[str, int], ConsumeQueue],
+        queues: MutableMapping[tuple[str, int], ConsumeQueue],
         open_queue: OpenQueue,
         begin: int,
         mend: bool,
+        bitmap_of: BitmapOf | None,
     ) -> None:
         super().__init__()
+        self._bitmap_of = bitmap_of
         self._log = log
         self._queues = queues
         self._open_queue = open_queue
@@ -192,9 +196,7 @@ class _QueueChecks(dict[tuple[bytes, int], "_QueueCheck"]):
         check = self._by_name.get((topic, queue_id))  # malformed topics may be read alike
         if check is None:
             try:
-                validate_topic(topic)
-                if queue_id < 0:
-                    raise MessageIllegalError(f"queue id: expected 0 or more, found {queue_id}")
+                validate_queue(topic, queue_id)
             except MessageIllegalError as error:
                 path = self._log.sequence.path_at(physical_offset)
                 raise CorruptionError(path, physical_offset, "record", f"it names no queue: {error}") from None
@@ -208,7 +210,7 @@ class _QueueChecks(dict[tuple[bytes, int], "_QueueCheck"]):
         return check
 
     def _check(self, topic: str, queue_id: int, queue: ConsumeQueue) -> _QueueCheck:
-        check = _QueueCheck(self._log, queue, topic, self._begin, self._mend)
+        check = _QueueCheck(self._log, queue, topic, self._begin, self._mend, self._bitmap_of)
         self._by_name[topic, queue_id] = check
         return check
 
@@ -248,7 +250,17 @@ class _QueueCheck:
     inline: ``expected`` is the queue offset for which that holds, one that no record can have while none does.
     """
 
-    def __init__(self, log: CommitLog, queue: ConsumeQueue, topic: str, begin: int, mend: bool) -> None:
+    def __init__(
+        self,
+        log: CommitLog,
+        queue: ConsumeQueue,
+        topic: str,
+        begin: int,
+        mend: bool,
+        bitmap_of: BitmapOf | None,
+    ) -> None:
+        self._topic = topic
+        self._bitmap_of = bitmap_of
         self.damages: list[Damage] = []
         self.prefix_hash = string_hash(topic + "#")
         self.entries: list[bytes] = []
@@ -391,7 +403,11 @@ class _QueueCheck:
         if entry is None or self._queue.ext is None:
             return packed
         physical_offset, size, tags_code = ENTRY.unpack(packed)
-        return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, None))
+        bitmap = None
+        if self._bitmap_of is not None:
+            properties = entry.properties
+            bitmap = self._bitmap_of(self._topic, codec.decode_properties(properties) if properties else None)
+        return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
 
     def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
         same = 0

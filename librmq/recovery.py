@@ -2,38 +2,45 @@
 
 After a clean exit the last three files of the log are walked; after an unclean one (the abort marker stands) the walk
 begins at the newest file whose first record the checkpoint vouches for, and what it passes is dispatched again. The
-first record that can't be read ends the log; what lies behind is cut. Mirrors 4.9.4's ``recoverNormally`` and
-``recoverAbnormally``, but never loses keys that the log still has, and indexes each key once.
+first record that can't be read ends the log; what lies behind is cut, and kept aside (`librmq.salvage`). Mirrors
+4.9.4's ``recoverNormally`` and ``recoverAbnormally``, but never loses keys that the log still has, indexes each key
+once, and does not cut sound records for a damage that no crash explains, unless it is told to.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from librmq import layout
-from librmq.checkpoint import Checkpoint, has_abort, set_abort
+from librmq import codec, layout, salvage
+from librmq.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.clock import Clock
+from librmq.closedstate import ClosedState, QueueTable, read_closed_state
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.dispatch import Dispatcher, Lane
-from librmq.errors import CorruptionError
+from librmq.dispatch import BitmapOf, Dispatcher, Lane
+from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Files
 from librmq.indexfile import IndexFile
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
+from librmq.message import StoredMessage
 from librmq.reconcile import Damage, GapError, OpenQueue, reconcile
+from librmq.topics import validate_queue
 
-__all__ = ["Parts", "clear_leftovers", "load"]
+__all__ = ["Parts", "clear_leftovers", "load", "settle"]
 
 _T = TypeVar("_T")
 
 _QUEUE_DIGITS: Final = 20  # of the names of files
 _INDEX_DIGITS: Final = 17
+_SECTOR: Final = 512
+_UNWRITTEN: Final = 16  # zeros at the end of a sector by which it is told that it was never written; headers have 15
 
 
 @dataclass(slots=True)
@@ -42,7 +49,7 @@ class Parts:
 
     levels: DelayLevels
     log: CommitLog
-    queues: dict[tuple[str, int], ConsumeQueue]
+    queues: QueueTable
     index: KeyIndex
     checkpoint: Checkpoint
     dispatcher: Dispatcher
@@ -70,7 +77,7 @@ class Parts:
         self.log.close()
         self.index.close()
         self.checkpoint.close()
-        for queue in self.queues.values():
+        for queue in self.queues.opened():
             queue.close()
 
 
@@ -109,6 +116,7 @@ def load(
     *,
     writable: bool,
     thorough: bool = False,
+    bitmap_of: BitmapOf | None = None,
 ) -> Parts:
     """Open the parts of the store in ``path``; if ``writable``, bring them to agree.
 
@@ -116,7 +124,8 @@ def load(
     again whose files have a wrong length or an impossible header. A store that is only read is left as it is: its log
     ends where a recovery would end it.
 
-    `CorruptionError` for what no crash explains: a store that is refused is left as it was.
+    `CorruptionError` for what no crash explains, sound records behind a damage among it, unless ``thorough``: a store
+    that is refused is left as it was.
     """
     clean = not has_abort(files, path)
     cuts: list[Damage] = []
@@ -124,9 +133,16 @@ def load(
     place = os.path.join(path, layout.CHECKPOINT)
     checkpoint = _opened(lambda: Checkpoint.open(place, files=files, writable=writable), files, mend, [place])
 
+    closed = read_closed_state(path, files) if clean and not thorough else None
+    trusted: ClosedState | None = None
+
     def scan_from(log: CommitLog) -> int:
+        nonlocal trusted
         if thorough:
             return log.begin
+        if closed is not None and closed.agrees_with(log):
+            trusted = closed
+            return closed.log_end
         return log.third_last_file() if clean else _vouched_for(log, checkpoint)
 
     log = CommitLog.open(
@@ -156,7 +172,6 @@ def load(
             _QUEUE_DIGITS,
         )
 
-    queues = {key: open_queue(*key) for key in layout.list_queues(path, files)}
     folder = os.path.join(path, layout.INDEX)
     index = _opened(
         lambda: KeyIndex.open(
@@ -172,15 +187,46 @@ def load(
         [folder],
         _INDEX_DIGITS,
     )
-    parts = Parts(levels, log, queues, index, checkpoint, Dispatcher(index), open_queue, cuts)
-    if writable:
+    names = layout.list_queues(path, files)
+    lost = trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index))
+    if lost:  # something went since the store was closed
+        trusted = None
+        log.found_end = log.walk(log.third_last_file())
+        log.last_write = log.found_end.last_record
+    queues = QueueTable(open_queue, trusted.queues if trusted is not None else {})
+    if trusted is None:
+        for name in names:
+            queues[name] = open_queue(*name)
+    else:
+        log.last_write = trusted.last_record
+    parts = Parts(levels, log, queues, index, checkpoint, Dispatcher(index, bitmap_of), open_queue, cuts)
+    if writable and trusted is not None:
+        set_abort(files, path)
+    elif writable:
+        run = _Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost)
+        end, cut = run.cut_at()
         set_abort(files, path)  # only now: a store that is refused is left as it was
         files.make_folder(log.sequence.folder)  # by which it is known as a store
-        _Recovery(parts, scan_from(log), clean, thorough).run()
+        run.run(end, cut)
     else:
-        for queue in queues.values():
+        for queue in queues.opened():
             queue.serve_from(log.begin)
     return parts
+
+
+def settle(path: str, config: StoreConfig, files: Files, clock: Clock) -> tuple[int, int]:
+    """Recover all of the store in ``path``, flush it and mark it as closed; returns where its log begins and ends.
+
+    For a store that nobody else knows of yet: no lock is taken.
+    """
+    set_abort(files, path)
+    parts = load(
+        path, config, DelayLevels.parse(config.message_delay_level), files, clock, writable=True, thorough=True
+    )
+    found = parts.log.begin, parts.log.end
+    parts.close()
+    clear_abort(files, path)
+    return found
 
 
 def _opened(
@@ -225,15 +271,86 @@ def _vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
 class _Recovery:
     """One recovery of the parts of a store that is opened for writing."""
 
-    def __init__(self, parts: Parts, begin: int, clean: bool, thorough: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        files: Files,
+        clock: Clock,
+        parts: Parts,
+        begin: int,
+        clean: bool,
+        thorough: bool,
+        lost: bool,
+    ) -> None:
+        """``lost``: queues or index are known to lack something, wherever it is."""
+        self._path = path
+        self._files = files
+        self._clock = clock
         self._parts = parts
         self._begin = begin
         self._clean = clean
         self._thorough = thorough
+        self._lost = lost
 
-    def run(self) -> None:
+    def cut_at(self) -> tuple[LogEnd, int]:
+        """Where the log is going to end, and how many bytes are going to be cut there; nothing is changed yet.
+
+        `CorruptionError` if that would cut sound records that no crash explains, and nobody asked for it.
+        """
+        log = self._parts.log
+        end = log.found_end
+        if not self._clean and not self._thorough:
+            end = _first_without_queue(log, self._begin) or end
+        cut = self._bytes_behind(end)
+        if not self._thorough:
+            self._check_cut(end, cut)
+        return end, cut
+
+    def _bytes_behind(self, end: LogEnd) -> int:
+        """How many bytes are to be cut; after a clean exit they are looked for only where there is a hint of any."""
         parts = self._parts
-        self._cut_log(parts.log.found_end)
+        log, at = parts.log, end.physical_offset
+        if (
+            end.damage is not None
+            or not self._clean
+            or self._thorough
+            or any(queue.max_physic_offset > at for queue in parts.queues.values())
+            or any(any(log.sequence.file(start).buffer[:8]) for start in log.sequence.starts if start > at)
+        ):
+            return log.data_behind(at)
+        return 0  # nothing but zeros, which may be a gigabyte
+
+    def _check_cut(self, end: LogEnd, cut: int) -> None:
+        """Refuse to cut sound records, unless a crash explains that they stand behind something else.
+
+        It does where what was written last reached the device in another order: then records that nobody vouched for
+        stand behind a page or sector that was never written.
+        """
+        if not cut:
+            return
+        log, at = self._parts.log, end.physical_offset
+        following = salvage.find_record(log.sequence, at + 1, at + cut)
+        if following is None:
+            return
+        place = following % log.file_size
+        stored_ms = codec.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
+        vouched_for = stored_ms <= self._parts.checkpoint.min_timestamp_ms
+        if not self._clean and not vouched_for and _may_be_unwritten(log, at, following):
+            return
+        what = "a stretch of zeros" if end.damage is None else end.damage.what
+        raise CorruptionError(
+            log.sequence.path_at(at),
+            at,
+            "record" if end.damage is None else end.damage.kind,
+            f"{what}, and sound records from {following} on: this is no end that a crash leaves. "
+            f"`librmq recover {self._path}` would cut {cut} bytes here and keep them aside "
+            f"(--dry-run shows it), `librmq salvage {self._path}` gives what is sound",
+        )
+
+    def run(self, end: LogEnd, cut: int) -> None:
+        """Bring the parts to agree, the log ending at ``end`` with ``cut`` bytes cut there."""
+        parts = self._parts
+        self._cut_log(end, cut)
         for queue in parts.queues.values():
             self._cut_queue(queue)
         begin = self._reconcile_from()
@@ -273,12 +390,11 @@ class _Recovery:
         checkpoint.index_timestamp_ms = min(self._parts.index.full_timestamp_ms, stored)
         checkpoint.flush()
 
-    def _cut_log(self, end: LogEnd) -> None:
+    def _cut_log(self, end: LogEnd, cut: int) -> None:
         log = self._parts.log
-        # After a clean exit nothing but zeros is expected, and not looked for in what may be a gigabyte of them.
-        cut = log.data_behind(end.physical_offset) if end.damage or not self._clean or self._thorough else 0
         if cut:
             why = f"no record: {end.damage.what}" if end.damage else "bytes behind the last record"
+            salvage.keep(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
         if cut or log.sequence.end > end.physical_offset + log.file_size:
@@ -296,7 +412,7 @@ class _Recovery:
         """The physical offset from which on records are held against queues and index."""
         parts = self._parts
         log, index = parts.log, parts.index
-        if self._thorough:
+        if self._thorough or self._lost:
             return log.begin
         if self._clean:
             begin = max((queue.max_physic_offset for queue in parts.queues.values()), default=log.begin)
@@ -325,20 +441,66 @@ class _Recovery:
             found: list[Damage] = []
             try:
                 found.extend(
-                    reconcile(parts.log, parts.queues, parts.open_queue, parts.index, parts.levels, begin, mend=True)
+                    reconcile(
+                        parts.log,
+                        parts.queues,
+                        parts.open_queue,
+                        parts.index,
+                        parts.levels,
+                        begin,
+                        mend=True,
+                        bitmap_of=parts.dispatcher.bitmap_of,
+                    )
                 )
             except GapError:
                 begin = parts.log.begin
                 continue
             except CorruptionError as error:
                 path = parts.log.sequence.path_at(error.offset)
-                if error.file != path or (not self._thorough and error.offset < self._begin):
-                    raise  # what an exit vouched for is cut only on demand
+                if error.file != path:
+                    raise
                 # A record that names no queue: the log ends there.
+                end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
+                if not self._thorough:
+                    self._check_cut(end, cut)
+                    if error.offset < self._begin:
+                        raise  # what an exit vouched for is cut only on demand
                 parts.cuts += found
-                self._cut_log(LogEnd(error.offset, error))
+                self._cut_log(end, cut)
                 for queue in parts.queues.values():
                     self._cut_queue(queue)
                 continue
             parts.cuts += found
             return
+
+
+def _first_without_queue(log: CommitLog, begin: int) -> LogEnd | None:
+    """The first record from ``begin`` on that names no possible queue: with it the log ends."""
+    known: set[tuple[bytes, bool]] = set()
+    for physical_offset, size, raw in log.scan(begin, check_body=False):
+        if raw is None:
+            continue
+        _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, size)
+        name = raw[topic_at:topic_end], raw[codec.QUEUE_ID_AT] > 127
+        if name in known:
+            continue
+        message = StoredMessage(raw)
+        try:
+            validate_queue(message.topic, message.queue_id)
+        except MessageIllegalError as error:
+            path, what = log.sequence.path_at(physical_offset), f"it names no queue: {error}"
+            return LogEnd(physical_offset, CorruptionError(path, physical_offset, "record", what))
+        known.add(name)
+    return None
+
+
+def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
+    """Whether between two physical offsets, in the file of the first, a sector ends that never reached the device.
+
+    Files are zero where nothing was written.
+    """
+    start = begin - begin % log.file_size
+    buffer = log.sequence.file(start).buffer
+    at, upto = begin - start, min(end - start, log.file_size)
+    edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
+    return any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges)

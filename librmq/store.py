@@ -14,17 +14,25 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
-from librmq.checkpoint import Checkpoint, clear_abort
+from librmq.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.clock import Clock, SystemClock
+from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ENTRY
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
-from librmq.errors import CorruptionError, FlushFailedError, MessageIllegalError, ReadOnlyError, StoreClosedError
+from librmq.errors import (
+    ConfigError,
+    CorruptionError,
+    FlushFailedError,
+    MessageIllegalError,
+    ReadOnlyError,
+    StoreClosedError,
+)
 from librmq.files import DiskFiles, FileLock, Files
 from librmq.flushing import Acknowledgement, GroupCommit
 from librmq.housekeeping import Background, Housekeeping
@@ -33,8 +41,13 @@ from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.reconcile import Damage
+from librmq.retention import Retention
+from librmq.snapshot import Snapshot, snapshot
 from librmq.topics import validate_topic
 from librmq.verify import Verdict, verify_parts
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations, SqlFilter, WatchedPredicate
 
 __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"]
 
@@ -79,9 +92,11 @@ class MessageStore:
     """
 
     log: CommitLog
-    queues: dict[tuple[str, int], ConsumeQueue]
+    queues: QueueTable
     index: KeyIndex
     checkpoint: Checkpoint
+    filters: Registrations | None
+    """The consumer groups' filters of which bitmaps are made, where there are extension files for them."""
     _in_background: bool
     recovered: list[Damage]
     """What opening and `recover` found and cut."""
@@ -100,6 +115,7 @@ class MessageStore:
         files: Files | None = None,
         clock: Clock | None = None,
         background: bool | None = None,
+        filters: Registrations | None = None,
     ) -> Self:
         """Open the store in ``path``; a new one is made where there is nothing, unless ``read_only``.
 
@@ -107,12 +123,16 @@ class MessageStore:
         closed cleanly is recovered as the broker would; ``thorough`` looks at all of the log and makes again what
         `recover` does. `recovered` lists what was cut. ``background`` lets a thread of the store flush and expire by
         time, from the first append on; None does so unless ``clock`` is given, else `run_due` is the caller's to call.
+        ``filters`` are the groups' SQL filters, by which messages get their bitmaps where the store has extension
+        files; they may change while it is open.
 
         `NotAStoreError` for a directory that holds something else or another kind of store, `ConfigError` for a
         configuration that disagrees with the files, `StoreLockedError` if somebody else writes to it,
-        `CorruptionError` for names and lengths that no crash explains.
+        `CorruptionError` for names, lengths and damage that no crash explains: where sound records follow, they are
+        cut (and kept aside, `librmq.salvage`) only if ``thorough``.
         """
         store = object.__new__(cls)
+        store.filters = filters
         store._in_background = not read_only and (clock is None if background is None else background)
         store._open(os.fspath(path), config, read_only, thorough, files or DiskFiles(), clock or SystemClock())
         return store
@@ -137,6 +157,7 @@ class MessageStore:
         self.clock = clock
         self._now_ms = clock.now_ms
         self._lock = threading.Lock()
+        self._deriving = threading.RLock()  # of whoever flushes what is derived, taken before the other
         self._closed: str | None = "was not opened"
         self._accepts = False
         self._background: Background | None = None
@@ -150,7 +171,8 @@ class MessageStore:
             if not read_only:
                 files.make_folder(path)
                 self._file_lock = files.lock(layout.lock_path(path))
-                leftovers = recovery.clear_leftovers(path, files)
+                if thorough or has_abort(files, path):
+                    leftovers = recovery.clear_leftovers(path, files)
             if config is None:
                 config = layout.infer_config(path, files)
             else:
@@ -184,6 +206,7 @@ class MessageStore:
             self.clock,
             writable=not self.read_only,
             thorough=thorough,
+            bitmap_of=self.filters.bitmap if self.filters and self.config.enable_calc_filter_bitmap else None,
         )
         self.log = parts.log
         self.queues = parts.queues
@@ -193,6 +216,17 @@ class MessageStore:
         self._lanes = parts.lanes
         self.recovered = self.recovered + parts.cuts
         self._commit = GroupCommit(self.log.flush, self.log.end, self._on_failed_flush)
+        self._settled = 0  # below this physical offset queues and index have reached the device too
+        self._retention = Retention(
+            self.log,
+            lambda: list(self.queues.values()),
+            self.index,
+            self.config,
+            self.files,
+            self.path,
+            lock=self._lock,
+            settled=lambda: self._settled,
+        )
         self._housekeeping = Housekeeping(
             self.config,
             self.log,
@@ -303,7 +337,7 @@ class MessageStore:
                     dispatcher.drain()
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
-        if physical_offset >= self._housekeeping.alarm:
+        if physical_offset + size >= self._housekeeping.alarm:
             self._wake()
         if self._sync and _wait:
             self._commit.reach(physical_offset + size)
@@ -456,6 +490,47 @@ class MessageStore:
             self.log, self.queues.get((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
         )
 
+    def matching(
+        self,
+        *,
+        tags: str | None = None,
+        sql: str | SqlFilter | None = None,
+        registration: tuple[str, str] | None = None,
+        predicate: Callable[[StoredMessage], object] | WatchedPredicate[StoredMessage] | None = None,
+    ) -> MessageFilter | None:
+        """What `read` takes as its filter: at most one of ``tags`` (``a || b``), an ``sql`` expression, the
+        ``registration`` of a group on a topic as (topic, group), whose bitmaps are looked at before the log is, or a
+        ``predicate`` of your own. None of them is None: all messages.
+
+        A predicate that takes more than 10 ms for a message is reported, and one that raises does not match; a
+        `WatchedPredicate` has its own budget, policies and counts. A registration is the one in force now.
+
+        `ConfigError` if SQL is asked for and ``enable_property_filter`` is off, or no such group is registered;
+        `FilterSyntaxError` for an expression that does not compile.
+        """
+        from librmq.filter import SqlFilter, TagFilter, WatchedPredicate  # a grammar comes with it
+        from librmq.matching import ByPredicate, BySql, ByTags
+
+        if sum(one is not None for one in (tags, sql, registration, predicate)) > 1:
+            raise ConfigError("matching: expected one of tags, sql, registration, predicate")
+        if tags is not None:
+            return ByTags(TagFilter(tags))
+        if predicate is not None:
+            if not isinstance(predicate, WatchedPredicate):
+                predicate = WatchedPredicate(predicate, clock=self.clock, budget=0.01)
+            return ByPredicate(predicate)
+        if (sql is not None or registration is not None) and not self.config.enable_property_filter:
+            raise ConfigError("SQL filters are switched off: set enable_property_filter")
+        if sql is not None:
+            return BySql(sql if isinstance(sql, SqlFilter) else SqlFilter(sql))
+        if registration is None:
+            return None
+        topic, group = registration
+        found = None if self.filters is None else self.filters.get(topic, group)
+        if found is None:
+            raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")
+        return BySql(found, self.filters)
+
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.
 
@@ -558,44 +633,65 @@ class MessageStore:
 
     def _flush_derived(self) -> None:
         """Flush the log, then what is derived from it, then the checkpoint that vouches for both."""
-        dispatcher, checkpoint = self._dispatcher, self.checkpoint
-        with self._lock:
-            dispatcher.drain()
-            end, stored = self.log.end, dispatcher.dispatched_timestamp_ms
-            queues, dispatcher.unflushed = dispatcher.unflushed, set()
-            entries, dispatcher.entries = dispatcher.entries, 0
-        try:
-            self._commit.reach(end)
-            while queues:
-                queue = next(iter(queues))
-                queue.flush()
-                queues.discard(queue)
-            self.index.flush()
-            if stored:
-                checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
-                # No later than the last record, should the clock have gone back.
-                checkpoint.index_timestamp_ms = min(self.index.full_timestamp_ms, stored)
-            checkpoint.flush()
-        except BaseException:
+        with self._deriving:
             with self._lock:
-                dispatcher.unflushed |= queues
-                dispatcher.entries += entries
-            raise
+                if self._parts is None:
+                    raise self._unusable()
+                dispatcher, checkpoint, index = self._dispatcher, self.checkpoint, self.index
+                dispatcher.drain()
+                end, stored = self.log.end, dispatcher.dispatched_timestamp_ms
+                queues, dispatcher.unflushed = dispatcher.unflushed, set()
+                entries, dispatcher.entries = dispatcher.entries, 0
+            try:
+                self._commit.reach(end)
+                while queues:
+                    queue = next(iter(queues))
+                    queue.flush()
+                    queues.discard(queue)
+                index.flush()
+                if stored:
+                    checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
+                    # No later than the last record, should the clock have gone back.
+                    checkpoint.index_timestamp_ms = min(index.full_timestamp_ms, stored)
+                checkpoint.flush()
+                self._settled = end
+            except BaseException:
+                with self._lock:
+                    dispatcher.unflushed |= queues
+                    dispatcher.entries += entries
+                raise
 
     def _wake(self) -> None:
         """Let the store's thread look at what there is to do."""
-        if self._background is None and self._in_background and self._accepts:
+        background = self._background
+        if background is not None:
+            background.wake()
+        elif self._in_background:
             with self._lock:
-                if self._background is None:
-                    self._background = Background(self._housekeeping.run_due, self.clock, "librmq-store")
-        elif self._background is not None:
-            self._background.wake()
+                if self._background is None and self._accepts:
+                    self._background = Background(self._housekeep, self.clock, "librmq-store")
+
+    def _housekeep(self, now_ms: int) -> int | None:
+        return self._housekeeping.run_due(now_ms)  # after `recover` it is another
+
+    def _rest(self) -> None:
+        """Return when the store's thread, if any, has ended; the next append that has work for one starts another."""
+        with self._lock:
+            background, self._background = self._background, None
+        if background is not None:
+            background.stop()
 
     def _on_failed_flush(self) -> None:
         self._accepts = False
 
     def _expire(self, now_ms: int) -> int | None:
-        return None
+        """The step of retention; what it finds of the disk decides whether messages are taken."""
+        try:
+            return self._retention.run_due(now_ms)
+        finally:
+            with self._lock:
+                refused = self._closed is not None or self._commit.failure is not None
+                self._accepts = not refused and not self._retention.refuses_writes
 
     def recover(self) -> list[Damage]:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
@@ -603,19 +699,41 @@ class MessageStore:
         The log is cut at the first record that can't be read. Opening does the part of this that the last exit calls
         for; this is for a store of which something else is known or feared. Producers and readers wait.
         """
-        with self._lock:
-            if self._closed is not None or self.read_only:
-                raise self._unusable()
-            self._dispatcher.drain()
-            before = len(self.recovered)
-            try:
-                self._close_parts()
-                self._load(thorough=True)
-            except BaseException:
-                self._closed, self._accepts = "could not be recovered", False
-                self._release()
-                raise
-            return self.recovered[before:]
+        in_background, self._in_background = self._in_background, False
+        self._rest()
+        try:
+            with self._deriving, self._lock:
+                if self._closed is not None or self.read_only:
+                    raise self._unusable()
+                self._dispatcher.drain()
+                before = len(self.recovered)
+                try:
+                    self._close_parts()
+                    self._load(thorough=True)
+                except BaseException:
+                    self._closed, self._accepts = "could not be recovered", False
+                    self._release()
+                    raise
+                return self.recovered[before:]
+        finally:
+            self._in_background = in_background
+
+    def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
+        """Make a store in ``target`` (empty, or not there yet) of all that was appended before the call.
+
+        Producers, readers and retention go on meanwhile. Full files of the log are linked where the file system can,
+        unless ``copy``. `librmq.snapshot.snapshot` does it without a handle, and says what it raises and costs.
+        """
+        self._check_open()
+        return snapshot(
+            self.path,
+            os.fspath(target),
+            self.config,
+            copy=copy,
+            files=self.files,
+            clock=self.clock,
+            end=None if self.read_only else lambda: self.log.end,
+        )
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""
@@ -635,6 +753,7 @@ class MessageStore:
         try:
             if not self.read_only:
                 self._flush_derived()
+                write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                 clear_abort(self.files, self.path)
         finally:
             self._release()
@@ -659,14 +778,15 @@ class MessageStore:
             if self._closed is not None:
                 return False
             self._closed, self._accepts = why, False
-        if self._background is not None:
-            self._background.stop()
+        self._rest()
         return True
 
     def _close_parts(self) -> None:
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.close()
+        with self._deriving:
+            parts, self._parts = self._parts, None
+            if parts is not None:
+                self._commit.stop(f"{self.path}: the log was let go before this had reached the device")
+                parts.close()
 
     def _release(self) -> None:
         """Let go of everything."""
@@ -695,8 +815,11 @@ class MessageStore:
 
     def _refusal(self) -> Exception:
         """Why nothing can be appended."""
-        if self._closed is None and self._commit.failure is not None:
-            return FlushFailedError(self._commit.failure)
+        if self._closed is None and not self.read_only:
+            if self._commit.failure is not None:
+                return FlushFailedError(self._commit.failure)
+            if self._retention.refuses_writes:
+                return self._retention.refusal()
         return self._unusable()
 
     def _unusable(self) -> Exception:
@@ -743,6 +866,8 @@ def _after_fork() -> None:
         store._closed, store._accepts = "was opened before a fork: open the store anew in the child", False
         store._background = None
         store._file_lock = None
+        store._lock, store._deriving = threading.Lock(), threading.RLock()  # some thread of the parent may hold them
+        store._commit.forget(f"{store.path}: this handle {store._closed}")
     _open_stores.clear()
 
 

@@ -51,6 +51,13 @@ def validate_topic(topic: str) -> None:
         raise MessageIllegalError(f"topic {topic!r} is no name of a folder")
 
 
+def validate_queue(topic: str, queue_id: int) -> None:
+    """Refuse with `MessageIllegalError` what cannot be a queue of a store; records on disk may name anything."""
+    validate_topic(topic)
+    if queue_id < 0:
+        raise MessageIllegalError(f"queue id: expected 0 or more, found {queue_id}")
+
+
 def validate_client_topic(topic: str) -> None:
     """Refuse with `MessageIllegalError` what clients of the original do; stricter than `validate_topic`."""
     validate_topic(topic)

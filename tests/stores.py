@@ -134,7 +134,10 @@ def fill(store: MessageStore, clock: ManualClock, rng: random.Random, count: int
 
 
 def filled(config: StoreConfig = SMALL, count: int = 60, seed: int = 1, *, clean: bool = True) -> Contents:
-    """The contents of a store of ``count`` messages, closed, or (unless ``clean``) left by a process that died."""
+    """The contents of a store of ``count`` messages, closed, or (unless ``clean``) left by a process that died.
+
+    Without what librmq leaves beside the broker's files: so a broker would have left it.
+    """
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -144,7 +147,7 @@ def filled(config: StoreConfig = SMALL, count: int = 60, seed: int = 1, *, clean
     else:
         store.flush()
         fill(store, clock, random.Random(seed + 1), count // 4)
-    return contents(files)
+    return {name: data for name, data in contents(files).items() if not name.startswith("librmq")}
 
 
 def opened(files: Files, config: StoreConfig | None = SMALL, **more: Any) -> MessageStore:

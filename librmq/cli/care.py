@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from librmq.cli.input import settle_config, standard_input
 from librmq.cli.main import DAMAGED
 from librmq.cli.output import Output, complain
-from librmq.files import DiskFiles
+from librmq.clock import SystemClock
+from librmq.errors import ConfigError, CorruptionError
+from librmq.files import DiskFiles, Files
+from librmq.layout import CONFIG, check_kind
 from librmq.layout import broker_conf as broker_conf_of
-from librmq.layout import check_kind
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
 
 __all__ = ["broker_conf", "load", "recover", "verify"]
 
@@ -33,18 +39,31 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def recover(arguments: argparse.Namespace, output: Output) -> int:
-    """Recover the store in place and print what it has then, and what was cut."""
+    """Recover the store in place, or with ``--dry-run`` in memory, and print what it has then, and what was cut."""
     from librmq.cli.rows import cut_row, store_row
+    from librmq.overlay import OverlayFiles
     from librmq.store import MessageStore
 
-    files = DiskFiles()
+    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)
-    with MessageStore.open(arguments.store, config, files=files, thorough=True) as store:
+    filters = _registrations(arguments.store, files) if config.enable_consumequeue_ext else None
+    with MessageStore.open(arguments.store, config, files=files, thorough=True, filters=filters) as store:
         row = store_row(store, "after_load")
         row["cut"] = [cut_row(arguments.store, cut) for cut in store.recovered]
     output.row(row)
     return 0
+
+
+def _registrations(store: str, files: Files) -> Registrations | None:
+    """The groups' filters, for the bitmaps of units that are made again; messages without one are looked at instead."""
+    from librmq.brokerconfig import BrokerConfig
+
+    try:
+        return BrokerConfig.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())
+    except (CorruptionError, ConfigError) as error:
+        complain(f"note: bitmaps of filters are not made again: {error}")
+        return None
 
 
 def load(arguments: argparse.Namespace, output: Output) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from librmq.cli.input import read_rows, standard_input
@@ -19,18 +19,36 @@ T = TypeVar("T")
 
 
 def filter_(arguments: argparse.Namespace, output: Output) -> int:
-    """Evaluate the expression of each case on standard input, or explain what it comes to."""
+    """Evaluate or explain the cases on standard input, or explain the expression that is an argument."""
+    dialect, strict = arguments.dialect, arguments.strict
+    if isinstance(arguments.explain, str):
+        _write(commands.explain_text(arguments.explain, _properties(arguments.properties), dialect, strict=strict))
+        return 0
+    if arguments.properties:
+        raise InputError("properties are given with --explain EXPR, or with the cases on standard input")
     if not arguments.explain:
-        return _answer(lambda case: commands.answer_case(case, arguments.dialect), output.row, output)
+        return _answer(lambda case: commands.answer_case(case, dialect, strict=strict), output.row, output)
 
     def explain(case: Row) -> str:
-        commands.answer_case(case, arguments.dialect)  # refuses what is no case
-        return commands.explain_text(case["expr"], case.get("props"), arguments.dialect)
+        commands.answer_case(case, dialect)  # refuses what is no case
+        return commands.explain_text(case["expr"], case.get("props"), dialect, strict=strict) + "\n"
 
-    def write(text: str) -> None:
-        sys.stdout.write("".join(f"{printable(line)}\n" for line in [*text.split("\n"), ""]))
+    return _answer(explain, _write, output)
 
-    return _answer(explain, write, output)
+
+def _properties(words: Sequence[str]) -> dict[str, str]:
+    """Properties written ``name=text``."""
+    properties = {}
+    for word in words:
+        name, found, text = word.partition("=")
+        if not name or not found:
+            raise InputError(f"not a property: {word!r}; expected name=text")
+        properties[name] = text
+    return properties
+
+
+def _write(text: str) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in text.split("\n")))
 
 
 def bloom(arguments: argparse.Namespace, output: Output) -> int:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import struct
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from librmq import codec
 from librmq.cli.input import settle_config
 from librmq.cli.main import DAMAGED
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog, LogItem
-from librmq.errors import CorruptionError, RecordError
+from librmq.errors import CorruptionError
 from librmq.files import DiskFiles
 from librmq.layout import COMMITLOG, check_kind
 from librmq.levels import DelayLevels
 from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.message import StoredMessage
+from librmq.salvage import find_record
 
 __all__ = ["dump"]
 
-_MAGICS: Final = [struct.pack(">I", magic) for magic in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)]
 _ZEROS: Final = bytes(1 << 20)
 
 
@@ -71,7 +69,7 @@ def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], o
             if _zero_from(sequence, error.offset):
                 return
             damaged(error)
-            following = _next_record(sequence, error.offset + 1)
+            following = find_record(sequence, error.offset + 1, check_body=False)
             if following is None:
                 return
             at = following
@@ -99,31 +97,3 @@ def _zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:
             return False
         at += len(block)
     return True
-
-
-def _next_record(sequence: MappedFileQueue, begin: int) -> int | None:
-    """Where the first record begins at or behind ``begin`` that is sound and says that it stands there."""
-    at = begin
-    while (file := sequence.file_at(at)) is not None:
-        start = at - at % file.size
-        for place in _candidates(file.buffer, at - start):
-            try:
-                size = codec.check_record(file.buffer, place, file.size, check_body=False)
-            except RecordError:
-                continue
-            if StoredMessage(file.buffer[place : place + size]).physical_offset == start + place:
-                return start + place
-        at = start + file.size
-    return None
-
-
-def _candidates(buffer: codec.Raw, begin: int) -> Iterator[int]:
-    """The places from ``begin`` on that have a record's magic where it belongs, ascending."""
-    find: Callable[[bytes, int], int] = buffer.find  # type: ignore[union-attr]
-    places = {magic: find(magic, begin + codec.MAGIC_AT) for magic in _MAGICS}
-    while any(place >= 0 for place in places.values()):
-        magic, place = min(
-            ((magic, place) for magic, place in places.items() if place >= 0), key=lambda found: found[1]
-        )
-        yield place - codec.MAGIC_AT
-        places[magic] = find(magic, place + 1)

@@ -171,7 +171,19 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command("verify", "care", "look for damage; changes nothing")
-    command("recover", "care", "bring the store to the state a broker would recover, and print what was cut")
+    sub = command("recover", "care", "bring the store to the state a broker would recover, and print what was cut")
+    sub.add_argument("--dry-run", action="store_true", help="only print what would be; changes nothing")
+
+    sub = command("salvage", "copies", "get every sound record out of a damaged store, and what recovering cut")
+    sub.add_argument("--into", metavar="NEW", help="make a store of them there, instead of printing them")
+
+    sub = command("snapshot", "copies", "copy a store that may be in use")
+    sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
+    sub.add_argument("--copy", action="store_true", help="copy all, link nothing")
+
+    sub = command("restore", "copies", "make a store of a snapshot")
+    sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
+
     command(
         "load",
         "care",
@@ -180,8 +192,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     command("broker-conf", "care", "print the settings with which a real broker opens the store")
 
-    sub = command("filter", "filters", "evaluate filter expressions from standard input", store=False)
+    sub = command(
+        "filter",
+        "filters",
+        "evaluate filter expressions from standard input, or explain one",
+        description="Evaluates the cases {expr, props} on standard input, one JSON object a line; or, with --explain, "
+        "says in words which term of an expression decides, and why, for a message with the given properties.",
+        store=False,
+    )
     sub.add_argument("--dialect", choices=("4.9", "5.3"), default="4.9", help="whose grammar (4.9)")
-    sub.add_argument("--explain", action="store_true", help="say in words which term decides, and why")
+    sub.add_argument("--strict", action="store_true", help="refuse what a broker ignores behind a whole expression")
+    sub.add_argument(
+        "--explain",
+        nargs="?",
+        const=True,
+        metavar="EXPR",
+        help="explain this expression; without one, each case on standard input",
+    )
+    sub.add_argument("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties")
     command("bloom", "filters", "print the bit positions of strings from standard input", store=False)
     return parser

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from librmq.cli.input import field, parse_time, read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
 from librmq.clock import SystemClock
-from librmq.consumequeue import ExtUnit
 from librmq.errors import FilterSyntaxError, InputError
-from librmq.filter.tags import ALL_TAGS, TagFilter
+from librmq.filter.tags import TagFilter
+from librmq.matching import ByTags
 from librmq.message import StoredMessage
 from librmq.store import MessageStore
 
@@ -116,28 +113,13 @@ def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, 
     return offset_by_time_row(store, field(question, "topic", str), field(question, "queue_id", int), times)
 
 
-class _TagsCodes:
-    """Matches by tags code alone, as a broker does; the texts are compared by the consumer."""
-
-    def __init__(self, expression: str) -> None:
-        try:
-            tags = TagFilter(expression)
-        except FilterSyntaxError as error:
-            raise InputError(f"sub_expression: {error}") from None
-        self._codes = np.array(sorted(tags.codes), np.int32)
-
-    def match_entries(
-        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
-    ) -> npt.NDArray[np.bool_]:
-        return np.isin(tags_codes.astype(np.int32), self._codes)
-
-    def match_message(self, message: StoredMessage) -> bool:
-        return True
-
-
-def _by_tags(expression: str | None) -> _TagsCodes | None:
-    """The filter of a subscription to tags such as ``a || b``; None for all."""
-    return None if expression in (None, "", ALL_TAGS) else _TagsCodes(expression)
+def _by_tags(expression: str | None) -> ByTags | None:
+    """The filter of a subscription to tags such as ``a || b``, by code alone as a broker's; None for all."""
+    try:
+        tags = TagFilter(expression)
+    except FilterSyntaxError as error:
+        raise InputError(f"sub_expression: {error}") from None
+    return None if tags.takes_all else ByTags(tags, exact=False)
 
 
 _ANSWERS: Final[dict[str, Callable[[MessageStore, dict[str, Any]], dict[str, Any]]]] = {

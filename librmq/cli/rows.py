@@ -20,6 +20,8 @@ from librmq.message import StoredMessage
 
 if TYPE_CHECKING:  # `dump` needs none of them
     from librmq.consumequeue import ConsumeQueue
+    from librmq.salvage import Gap
+    from librmq.snapshot import Snapshot
     from librmq.store import MessageStore, ReadResult
     from librmq.verify import Damage, Verdict
 
@@ -27,11 +29,13 @@ __all__ = [
     "blank_row",
     "cut_row",
     "entry_rows",
+    "gap_row",
     "get_message_row",
     "index_query_row",
     "message_row",
     "offset_by_time_row",
     "queue_row",
+    "snapshot_row",
     "store_row",
     "verify_row",
 ]
@@ -236,6 +240,29 @@ def cut_row(store: str, cut: Damage) -> Row:
         "offset": cut.offset,
         "bytes": cut.bytes,
         "why": cut.what,
+    }
+
+
+def gap_row(store: str, gap: Gap) -> Row:
+    """What stands between sound records."""
+    return {
+        "type": "gap",
+        "phys": gap.physical_offset,
+        "size": gap.size,
+        "file": os.path.relpath(gap.file, store),
+        "what": gap.what,
+    }
+
+
+def snapshot_row(made: Snapshot) -> Row:
+    """A snapshot, or what was restored from one."""
+    return {
+        "type": "snapshot",
+        "path": made.path,
+        "min_phy_offset": made.begin,
+        "max_phy_offset": made.end,
+        "copied_files": made.copied_files,
+        "linked_files": made.linked_files,
     }
 
 

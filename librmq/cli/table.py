@@ -79,6 +79,7 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("kind", _of("kind")),
         ("what", _of("what")),
     ],
+    "gap": [("physical offset", _of("phys")), ("size", _of("size")), ("file", _of("file")), ("what", _of("what"))],
     "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
 }
 # Rows that hold what people look for in a list: shown as a heading, then the list's rows.

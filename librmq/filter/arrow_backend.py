@@ -37,8 +37,9 @@ from librmq.filter.syntax import JavaLong
 
 __all__ = ["match_arrow"]
 
-ROWS_AT_A_TIME: Final = 65_536
-"""What is worked out on the way then stays in the processor's cache."""
+COLUMN_ROWS_AT_A_TIME: Final = 65_536
+MAP_ROWS_AT_A_TIME: Final = 16_384
+"""What is worked out on the way then stays in the processor's cache; a map has several entries a row."""
 
 FEW: Final = 4
 """Up to so many texts a column is compared with each, not with all at once."""
@@ -46,9 +47,12 @@ FEW: Final = 4
 
 def match_arrow(question: Question, properties: Any) -> Any:
     """Where ``question`` is TRUE, a boolean array without nulls; ``TypeError`` for columns not of texts."""
-    rows = properties.num_rows if isinstance(properties, pa.RecordBatch) else len(properties)
-    if rows > ROWS_AT_A_TIME:
-        parts = [properties.slice(begin, ROWS_AT_A_TIME) for begin in range(0, rows, ROWS_AT_A_TIME)]
+    if isinstance(properties, pa.RecordBatch):
+        rows, at_a_time = properties.num_rows, COLUMN_ROWS_AT_A_TIME
+    else:
+        rows, at_a_time = len(properties), MAP_ROWS_AT_A_TIME
+    if rows > at_a_time:
+        parts = [properties.slice(begin, at_a_time) for begin in range(0, rows, at_a_time)]
         return pa.concat_arrays([match_arrow(question, part) for part in parts])
     backend = _Arrow(_columns(properties))
     return backend.array(backend.condition(question, "is_true"))

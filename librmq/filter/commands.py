@@ -9,17 +9,16 @@ from librmq.errors import ConfigError, FilterError, FilterEvaluationError, Filte
 from librmq.filter.bloom import BloomFilter
 from librmq.filter.explain import explain
 from librmq.filter.lint import lint
-from librmq.filter.parser import Dialect, parse
+from librmq.filter.parser import Dialect, parse, refuse_rest
 from librmq.filter.sqlfilter import compiled
 
 __all__ = ["answer_bloom", "answer_case", "explain_text"]
 
 
-def answer_case(row: Any, dialect: Dialect = "4.9") -> dict[str, Any]:
-    """A case ``{expr, props}`` with its ``result`` and ``match``, as in the rows of
-    ``golden/filter/cases.jsonl``.
+def answer_case(row: Any, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
+    """A case ``{expr, props}`` with its ``result`` (true, false, null for UNKNOWN, or an error by name) and ``match``.
 
-    ``FilterError`` for a row that is no case.
+    With ``strict`` an expression that something follows does not compile. ``FilterError`` for a row that is no case.
     """
     if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
         raise FilterError("a case is an object with a text expr")
@@ -31,6 +30,8 @@ def answer_case(row: Any, dialect: Dialect = "4.9") -> dict[str, Any]:
     answer: dict[str, Any] = {name: row[name] for name in ("expr", "props") if name in row}
     try:
         sql = compiled(row["expr"], dialect)
+        if strict:
+            refuse_rest(sql.selector)
     except FilterSyntaxError:
         return answer | {"result": "PARSE_ERROR", "match": None}
     try:
@@ -57,9 +58,11 @@ def answer_bloom(row: Any) -> dict[str, Any]:
     return answer
 
 
-def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9") -> str:
+def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
     """Why ``expr`` takes a message with ``props`` or not, and what in it surprises; ``FilterSyntaxError``."""
     selector = parse(expr, dialect)
+    if strict:
+        refuse_rest(selector)
     parts = [str(explain(selector, props))]
     findings = lint(selector, dialect)
     if findings:

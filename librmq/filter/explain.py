@@ -123,6 +123,8 @@ def _saw(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
     for child in children(node):
         if id(child) not in seen or isinstance(child, Constant):
             continue
+        if isinstance(child, Negate) and isinstance(child.operand, Constant):
+            continue
         value = seen[id(child)]
         if isinstance(value, FilterEvaluationError):
             continue

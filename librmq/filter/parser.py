@@ -41,7 +41,7 @@ from librmq.filter.syntax import (
     respan,
 )
 
-__all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse"]
+__all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse", "refuse_rest"]
 
 Dialect: TypeAlias = Literal["4.9", "5.3"]
 
@@ -135,6 +135,14 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
         reason = f"{found}; expected {_expected(wrong.expected, dialect)}"
         raise FilterSyntaxError(expression, position, reason) from None
     return Selector(expression, root, None if trailing is None else trailing.start_pos)
+
+
+def refuse_rest(selector: Selector) -> None:
+    """``FilterSyntaxError`` where something follows the whole expression, which the original ignores."""
+    if selector.ignored_from is not None:
+        rest = selector.expression[selector.ignored_from : selector.ignored_from + 40]
+        reason = f"unexpected {rest!r}; the expression ended before"
+        raise FilterSyntaxError(selector.expression, selector.ignored_from, reason)
 
 
 def _unreadable(expression: str, position: int) -> str:

@@ -16,7 +16,8 @@ content is
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -80,7 +81,7 @@ class Registration:
 
 
 class Registrations:
-    """All groups' filters. Not thread-safe: whoever owns it takes turns.
+    """All groups' filters. Thread-safe: a store makes bitmaps while groups come and go.
 
     Times are given, never read. ``bloom`` decides the bits; ``dialect`` what expressions may say.
     """
@@ -88,7 +89,9 @@ class Registrations:
     def __init__(self, bloom: BloomFilter = BROKER_BLOOM, dialect: Dialect = "4.9") -> None:
         self.bloom: Final = bloom
         self.dialect: Final[Dialect] = dialect
-        self._by_topic: dict[str, dict[str, Registration]] = {}
+        # Changed by replacing it, and what is in it, under the lock; whoever reads sees one state or the other.
+        self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
+        self._lock: Final = threading.RLock()
 
     def __iter__(self) -> Iterator[Registration]:
         for groups in self._by_topic.values():
@@ -102,6 +105,15 @@ class Registrations:
 
     def of_group(self, group: str) -> tuple[Registration, ...]:
         return tuple(registration for registration in self if registration.group == group)
+
+    def answers_for(self, registration: Registration) -> bool:
+        """Whether bitmaps are made for it: false once its group has another expression here, or none."""
+        now = self.get(registration.topic, registration.group)
+        return now is not None and (now.expression, now.expression_type, now.born_timestamp_ms) == (
+            registration.expression,
+            registration.expression_type,
+            registration.born_timestamp_ms,
+        )
 
     def register(
         self,
@@ -120,65 +132,73 @@ class Registrations:
         if is_tag_type(expression_type) or not expression:
             return False
         assert expression_type is not None
-        groups = self._by_topic.setdefault(topic, {})
-        old = groups.get(group)
         bloom = self.bloom.of(f"{group}#{topic}")
-        if old is not None and client_version <= old.client_version:
-            if client_version < old.client_version or not old.dead:
+        with self._lock:
+            old = self.get(topic, group)
+            if old is not None and client_version <= old.client_version:
+                if client_version < old.client_version or not old.dead:
+                    return False
+                self._put(replace(old, dead_timestamp_ms=0))
+                return True
+            if old is not None and (old.expression, old.expression_type, old.bloom) == (
+                expression,
+                expression_type,
+                bloom,
+            ):
+                dead_timestamp_ms = 0 if old.dead else old.dead_timestamp_ms
+                self._put(replace(old, client_version=client_version, dead_timestamp_ms=dead_timestamp_ms))
+                return True
+            try:
+                filter_ = self._compile(expression, expression_type)
+            except FilterSyntaxError as error:
+                _log.warning("filter of group %s on topic %s refused: %s", group, topic, error)
+                if old is not None:
+                    self._keep(lambda one: one is not old)
                 return False
-            groups[group] = replace(old, dead_timestamp_ms=0)
+            self._put(
+                Registration(
+                    topic=topic,
+                    group=group,
+                    expression=expression,
+                    expression_type=expression_type,
+                    born_timestamp_ms=now_ms,
+                    dead_timestamp_ms=0,
+                    client_version=client_version,
+                    bloom=bloom,
+                    filter=filter_,
+                )
+            )
             return True
-        if old is not None and (old.expression, old.expression_type, old.bloom) == (
-            expression,
-            expression_type,
-            bloom,
-        ):
-            dead_timestamp_ms = 0 if old.dead else old.dead_timestamp_ms
-            groups[group] = replace(old, client_version=client_version, dead_timestamp_ms=dead_timestamp_ms)
-            return True
-        try:
-            filter_ = self._compile(expression, expression_type)
-        except FilterSyntaxError as error:
-            _log.warning("filter of group %s on topic %s refused: %s", group, topic, error)
-            groups.pop(group, None)
-            return False
-        groups[group] = Registration(
-            topic=topic,
-            group=group,
-            expression=expression,
-            expression_type=expression_type,
-            born_timestamp_ms=now_ms,
-            dead_timestamp_ms=0,
-            client_version=client_version,
-            bloom=bloom,
-            filter=filter_,
-        )
-        return True
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
         """A group's clients named all their topics: its filters on others are dead from now on."""
-        for registration in self.of_group(group):
-            if registration.topic not in topics:
-                self._bury(registration, now_ms)
+        self._bury(group, now_ms, lambda registration: registration.topic not in topics)
 
     def unregister(self, group: str, now_ms: int) -> None:
         """The last client of a group has left."""
-        for registration in self.of_group(group):
-            self._bury(registration, now_ms)
+        self._bury(group, now_ms, lambda registration: True)
 
-    def _bury(self, registration: Registration, now_ms: int) -> None:
-        if not registration.dead:
-            buried = replace(registration, dead_timestamp_ms=now_ms)
-            self._by_topic[registration.topic][registration.group] = buried
+    def _bury(self, group: str, now_ms: int, which: Callable[[Registration], bool]) -> None:
+        with self._lock:
+            for registration in self.of_group(group):
+                if which(registration) and not registration.dead:
+                    self._put(replace(registration, dead_timestamp_ms=now_ms))
 
     def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
         """Forget what has been dead for ``after_ms``."""
-        for topic, groups in list(self._by_topic.items()):
-            for group, registration in list(groups.items()):
-                if registration.dead and now_ms - registration.dead_timestamp_ms >= after_ms:
-                    del groups[group]
-            if not groups:
-                del self._by_topic[topic]
+        with self._lock:
+            self._keep(lambda one: not one.dead or now_ms - one.dead_timestamp_ms < after_ms)
+
+    def _put(self, registration: Registration) -> None:
+        groups = {**self._by_topic.get(registration.topic, {}), registration.group: registration}
+        self._by_topic = {**self._by_topic, registration.topic: groups}
+
+    def _keep(self, which: Callable[[Registration], bool]) -> None:
+        kept = {
+            topic: {group: one for group, one in groups.items() if which(one)}
+            for topic, groups in self._by_topic.items()
+        }
+        self._by_topic = {topic: groups for topic, groups in kept.items() if groups}
 
     def bitmap(self, topic: str, properties: Mapping[str, str] | None) -> bytes | None:
         """The bitmap of a new message: the bits of all groups that it matches; None: nobody filters."""
@@ -237,7 +257,8 @@ class Registrations:
                     dead = max(now_ms - DEAD_ON_LOAD_MS, registration.born_timestamp_ms)
                     registration = replace(registration, dead_timestamp_ms=dead)
                 groups[group] = registration
-        self._by_topic = loaded
+        with self._lock:
+            self._by_topic = loaded
         return True
 
     def _from_json(self, data: dict[str, Any], topic: str, group: str) -> Registration:

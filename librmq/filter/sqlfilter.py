@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.errors import FilterSyntaxError
 from librmq.filter import interpreter
 from librmq.filter.explain import Explanation, explain
 from librmq.filter.lint import Lint, lint
 from librmq.filter.logic import reduce
-from librmq.filter.parser import Dialect, Selector, parse
+from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
 
 if TYPE_CHECKING:
@@ -85,11 +84,11 @@ class SqlFilter:
         self.dialect: Final = dialect
         self.strict: Final = strict
         self.matches: Final = self._compiled.matches
+        if strict:
+            refuse_rest(self._compiled.selector)
         ignored_from = self._compiled.selector.ignored_from
         if ignored_from is not None:
             rest = expression[ignored_from : ignored_from + 40]
-            if strict:
-                raise FilterSyntaxError(expression, ignored_from, f"unexpected {rest!r}; the expression ended before")
             warnings.warn(f"the filter ignores {rest!r}, as the broker does", FilterWarning, stacklevel=2)
 
     def __repr__(self) -> str:

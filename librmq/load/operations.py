@@ -23,7 +23,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from librmq import codec, layout
 from librmq.brokerconfig import BrokerConfig
@@ -31,15 +31,14 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.dispatch import parse_level
 from librmq.errors import InputError, MessageIllegalError
+from librmq.files import DiskFiles
+from librmq.filter.registrations import Registrations
 from librmq.levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.load import fields
 from librmq.load.fields import Row
 from librmq.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
-
-if TYPE_CHECKING:
-    from librmq.filter.registrations import Registrations
 
 __all__ = ["run"]
 
@@ -74,11 +73,13 @@ def run(
     read; and what `MessageStore.open` raises, before the first line is asked for.
     """
     clock = _OperationClock(SystemClock().now_ms())
-    store = MessageStore.open(store_path, config, clock=clock)
+    folder, files = os.path.join(store_path, layout.CONFIG), DiskFiles()
+    filters = BrokerConfig.open(folder, files=files).registrations(clock.now_ms())  # recovery may make bitmaps
+    store = MessageStore.open(store_path, config, clock=clock, files=files, filters=filters)
     crashed = False
     try:
-        tables = BrokerConfig.open(os.path.join(store.path, layout.CONFIG), files=store.files)
-        operations = _Operations(store, tables, clock, warn)
+        tables = BrokerConfig.open(folder, files=files)
+        operations = _Operations(store, tables, filters, clock, warn)
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -122,7 +123,12 @@ class _Operations:
     """What one run knows beside the store."""
 
     def __init__(
-        self, store: MessageStore, tables: BrokerConfig, clock: _OperationClock, tell: Callable[[str], None]
+        self,
+        store: MessageStore,
+        tables: BrokerConfig,
+        filters: Registrations,
+        clock: _OperationClock,
+        tell: Callable[[str], None],
     ) -> None:
         self._store = store
         self._tables = tables
@@ -133,7 +139,7 @@ class _Operations:
         self._look_from_ms: int | None = None  # the first at_ms; before it nobody looks for what is due
         self._due_ms: dict[int, int] = {}  # by delay level: when the first message that waits there is due
         self._halves: dict[str, _Half] = {}
-        self._registrations = self._read_registrations() if tables.filters else None
+        self._filters = filters
         self._filters_changed = False
         self._early_filters: list[tuple[str, str, str, str, int]] = []  # registered before the first at_ms
         self._apply: dict[str, Callable[[Row], Row]] = {
@@ -182,9 +188,9 @@ class _Operations:
             self._clock.start_at(now_ms)
             self._look_from_ms = now_ms
             if self._early_filters:
-                self._registrations = self._read_registrations()
+                self._filters.load({"filterDataByTopic": self._tables.filters}, now_ms)
                 for early in self._early_filters:
-                    self._registrations.register(*early, now_ms)
+                    self._filters.register(*early, now_ms)
         elif now_ms < self._clock.now_ms():
             raise InputError(f"at_ms: it is {self._clock.now_ms()} already, time can't go back to {now_ms}")
         self._clock.move_to(now_ms)
@@ -233,7 +239,6 @@ class _Operations:
     def _put(self, row: Row) -> Row:
         def append() -> list[AppendResult]:
             message = fields.message(row, fields.text(row, "topic"))
-            self._check_filters(message.topic)
             raw = fields.optional_text(row, "propertiesString")
             sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
             return [self._append(row, message, fields.count(row, "queueId"), sys_flag, raw)]
@@ -263,7 +268,6 @@ class _Operations:
         def append() -> list[AppendResult]:
             nonlocal encoded
             topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
-            self._check_filters(topic)
             added = fields.properties(row)
             origin = _origin(row, fields.int32(row, "sysFlag", 0))
             messages = [fields.message(one, topic) for one in fields.objects(row, "messages")]
@@ -360,7 +364,6 @@ class _Operations:
         properties = dict(half.properties)
         message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.stored_body, flag=half.flag)
         queue_id = int(properties[codec.PROPERTY_REAL_QUEUE_ID])
-        self._check_filters(message.topic)
         if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
             # A message that goes to the schedule topic has its properties written anew, and without these.
             del properties[codec.PROPERTY_REAL_TOPIC], properties[codec.PROPERTY_REAL_QUEUE_ID]
@@ -416,26 +419,12 @@ class _Operations:
     def _filter(self, row: Row) -> Row:
         topic, group = fields.text(row, "topic"), fields.text(row, "group")
         registration = (topic, group, fields.text(row, "expr"), "SQL92", fields.int64(row, "version"))
-        registrations = self._registrations = self._registrations or self._read_registrations()
-        known = registrations.get(topic, group) is not None
-        registered = registrations.register(*registration, self._clock.now_ms())
+        known = self._filters.get(topic, group) is not None
+        registered = self._filters.register(*registration, self._clock.now_ms())
         if self._look_from_ms is None and (known or registered):
             self._early_filters.append(registration)
         self._filters_changed = True
         return {"registered": registered}
-
-    def _read_registrations(self) -> Registrations:
-        from librmq.filter.registrations import Registrations  # a grammar comes with it, which few need
-
-        registrations = Registrations()
-        registrations.load({"filterDataByTopic": self._tables.filters}, self._clock.now_ms())
-        return registrations
-
-    def _check_filters(self, topic: str) -> None:
-        """Stop where a record would get a bitmap."""
-        registrations = self._registrations
-        if self._store.config.enable_consumequeue_ext and registrations and registrations.of_topic(topic):
-            raise InputError(f"topic {topic!r} is filtered: the bitmaps of filters are not supported yet")
 
     def _tx_check(self, row: Row) -> Row:
         raise InputError("tx_check: the check of prepared messages is not supported yet")
@@ -443,8 +432,8 @@ class _Operations:
     def persist(self) -> None:
         """Write the broker's tables."""
         now_ms = self._clock.now_ms()
-        if self._filters_changed and self._registrations is not None:
-            self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
+        if self._filters_changed:
+            self._tables.set_filters(self._filters.to_document(now_ms)["filterDataByTopic"])
         self._tables.persist(now_ms)
 
     def _persist(self, row: Row) -> Row:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from librmq.testing.files import Event, FailingFiles, RecordingFiles
+from librmq.testing.images import CrashImages, Image
 
-__all__ = ["Event", "FailingFiles", "RecordingFiles"]
+__all__ = ["CrashImages", "Event", "FailingFiles", "Image", "RecordingFiles"]

@@ -20,8 +20,8 @@ class Event(NamedTuple):
     """One thing that was done to a file.
 
     ``call`` is ``create`` (``offset`` is the length), ``write`` (``data`` at ``offset`` of the buffer), ``replace``
-    (the whole file at once), ``flush``, ``flush_folder``, ``make_folder``, ``rename`` (``data`` is the new name) or
-    ``delete``.
+    (the whole file at once), ``flush``, ``flush_folder``, ``make_folder``, ``rename`` and ``link`` (``data``
+    is the new name) or ``delete``.
     """
 
     call: str
@@ -86,6 +86,18 @@ class RecordingFiles(MemoryFiles):
         with self._guard:
             super().rename(old, new)
             self.trace.append(Event("rename", old, 0, os.fsencode(new)))
+
+    def link(self, old: str, new: str) -> None:
+        with self._guard:
+            super().link(old, new)
+            self.trace.append(Event("link", old, 0, os.fsencode(new)))
+
+    def own(self, path: str) -> bool:
+        with self._guard:
+            replaced = super().own(path)
+            if replaced:
+                self.trace.append(Event("replace", path, 0, self.read(path)))
+            return replaced
 
     def write(self, path: str, data: bytes) -> None:
         with self._guard:
@@ -162,6 +174,14 @@ class FailingFiles:
     def rename(self, old: str, new: str) -> None:
         self._called("rename", old)
         self._files.rename(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        self._called("link", old)
+        self._files.link(old, new)
+
+    def own(self, path: str) -> bool:
+        self._called("own", path)
+        return self._files.own(path)
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         self._called("read", path)

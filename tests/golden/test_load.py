@@ -18,6 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import InputError
 from librmq.files import DiskFiles
+from librmq.filter import Registrations
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.load import run
 from librmq.message import StoredMessage
@@ -64,11 +65,11 @@ def is_delayed(operation: Row) -> bool:
 
 
 def without_what_comes_later(folder: Path) -> list[tuple[Row, Row]]:
-    """The operations that need no filter, no check and no delivery."""
+    """The operations that need no check and no delivery."""
     return [
         (operation, answer)
         for operation, answer in recorded(folder)
-        if operation["op"] not in ("filter", "tx_check") and not is_delayed(operation)
+        if operation["op"] != "tx_check" and not is_delayed(operation)
     ]
 
 
@@ -154,6 +155,18 @@ def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
             assert (folder / "store" / path.relative_to(store)).read_bytes()[:whole] == data[:whole], path
 
 
+def assert_same_units(folder: Path, store: Path) -> None:
+    """Each of our extension files begins as the reference's; what was not written is zero."""
+    for path in sorted((store / "consumequeue_ext").rglob("0*0")):
+        if path.is_file():
+            data, end = path.read_bytes(), 0
+            while (size := int.from_bytes(data[end : end + 2], "big", signed=True)) > 0:
+                end += size
+            end += 2 if size else 0  # the mark at the end of a file
+            assert (folder / "store" / path.relative_to(store)).read_bytes()[:end] == data[:end], path
+            assert not any(data[end:]), path
+
+
 def assert_same_index(folder: Path, store: Path, config: StoreConfig) -> None:
     """The same files under other names; the last may be a beginning."""
     ours, theirs = sorted((store / "index").glob("*")), sorted((folder / "store" / "index").glob("*"))
@@ -180,6 +193,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
     assert loaded.stopped is not None or len(loaded.answers) == len(expected)
     assert_same_log(folder, loaded.path, config)
     assert_same_queues(folder, loaded.path, config)
+    assert_same_units(folder, loaded.path)
     assert_same_index(folder, loaded.path, config)
     crashed = loaded.stopped is None and pairs[-1][0]["op"] == "crash"
     assert (loaded.path / "abort").exists() is crashed
@@ -234,6 +248,81 @@ def test_messages_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
         written = written[: len(expected)]
     assert expected
     assert written == expected
+
+
+# --- the bitmaps of filters
+
+
+Unit = tuple[int, int, str | None] | None
+
+
+def recorded_units(folder: Path) -> dict[int, Unit]:
+    """By physical offset the tags code, store time and bitmap of each record's extension unit, None without one."""
+    found: dict[int, Unit] = {}
+    for row in rows(folder, "cq"):
+        ext = row.get("ext")
+        found[row["phys"]] = ext and (ext["tags_code"], ext["msg_store_time"], ext["bitmap_hex"])
+    return found
+
+
+@stores
+def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    loaded = load(tmp_path / "store", config, [operation for operation, _ in without_what_comes_later(folder)])
+    ours: list[Unit] = []
+    with MessageStore.open(loaded.path, config, read_only=True) as store:
+        for message in store:
+            queue = store.queues.get((message.topic, message.queue_id))
+            entry = None if queue is None else queue.entry(message.queue_offset)
+            if queue is None or entry is None or entry.physical_offset != message.physical_offset:
+                continue  # a prepared or rollback record
+            unit = queue.ext_unit(entry.tags_code)
+            bitmap = None if unit is None or unit.bitmap is None else unit.bitmap.hex()
+            time = 0 if unit is None or message.topic == OP_TOPIC else unit.store_timestamp_ms
+            ours.append(None if unit is None else (unit.tags_code, time, bitmap))
+    recorded_ones = recorded_units(folder)
+    theirs: list[Unit] = []
+    with open_log(folder / "store", config) as log:
+        for item in log.scan():
+            if item.raw is not None and item.physical_offset in recorded_ones:
+                message = StoredMessage(item.raw)
+                if not comes_later(message):
+                    unit_of = recorded_ones[item.physical_offset]
+                    free = unit_of is not None and message.topic == OP_TOPIC
+                    theirs.append((unit_of[0], 0, unit_of[2]) if unit_of is not None and free else unit_of)
+    if (folder / "mutation.json").exists():
+        ours = ours[: len(theirs)]
+    assert theirs
+    assert ours == theirs
+
+
+@stores
+def test_recorded_bitmaps_are_those_of_the_filters_in_force(folder: Path) -> None:
+    """All of them, the delivered messages' too; where a delivery fell between operations, either side's."""
+    states: list[tuple[int, Registrations]] = [(-1, Registrations())]  # from which physical offset on
+    operations: list[Row] = []
+    last = -1
+    for operation, answer in recorded(folder):
+        last = answer.get("phys", last)
+        if operation["op"] == "filter":
+            operations.append(operation)
+            filters = Registrations()
+            for one in operations:
+                filters.register(one["topic"], one["group"], one["expr"], "SQL92", one["version"], 0)
+            states.append((last, filters))
+    following = [begin for begin, _ in states[1:]] + [1 << 62]
+    nexts = sorted(answer["phys"] for _, answer in recorded(folder) if "phys" in answer)
+    properties = {row["phys"]: row["properties"] for row in rows(folder, "message")}
+    for row in rows(folder, "cq"):
+        if row.get("ext") is None or row["phys"] not in properties:
+            continue
+        possible = set()
+        for (begin, filters), end in zip(states, following, strict=True):
+            until = next((phys for phys in nexts if phys > end), 1 << 62)
+            if begin < row["phys"] < until:
+                bitmap = filters.bitmap(row["topic"], properties[row["phys"]])
+                possible.add(bitmap and bitmap.hex())
+        assert row["ext"]["bitmap_hex"] in possible, row
 
 
 TABLES = ("topic", "subgroup", "consumer_offset", "filter", "persist")

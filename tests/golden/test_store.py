@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from librmq import codec
+from librmq import codec, salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.errors import CorruptionError
 from librmq.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.verify import verify
@@ -45,8 +46,19 @@ def path(folder: Path, store_copy: StoreCopy) -> Path:
 
 @pytest.fixture
 def store(folder: Path, path: Path) -> Iterator[MessageStore]:
-    with MessageStore.open(path, config_of(folder), clock=ManualClock(NOW)) as store:
+    with open_as_left(path, config_of(folder)) as store:
         yield store
+
+
+def open_as_left(path: Path, config: StoreConfig) -> MessageStore:
+    """The store, opened; where good records stand behind damage, only on demand: the original cuts them unasked."""
+    clock = ManualClock(NOW)
+    try:
+        return MessageStore.open(path, config, clock=clock)
+    except CorruptionError as refused:
+        assert f"librmq recover {path}" in refused.what
+        assert any(item.physical_offset > refused.offset for item in salvage.records(str(path)))
+        return MessageStore.open(path, config, thorough=True, clock=clock)
 
 
 def queues_of(row: Row) -> dict[tuple[str, int], tuple[int, int, int]]:
@@ -158,7 +170,8 @@ def test_a_cleanly_closed_store_is_opened_and_closed_without_a_change(folder: Pa
     for _ in range(2):
         with MessageStore.open(path, config_of(folder), clock=ManualClock(NOW)) as store:
             assert store.recovered == []
-    assert from_disk(path) == before
+    after = {name: data for name, data in from_disk(path).items() if not name.startswith("librmq")}
+    assert after == before
 
 
 def test_recovering_agrees_and_goes_on(folder: Path, path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from librmq import codec
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedError, StoreLockedError
+from librmq.filter import BROKER_BLOOM
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.load import run
 from librmq.message import Message, StoredMessage
@@ -424,14 +425,70 @@ def test_a_filter_is_kept_with_the_first_time(load: Load) -> None:
     assert '"clientVersion":2,' in text
 
 
-@pytest.mark.parametrize("operations", [[PUT], [BATCH], [HALF, END["commit"]]], ids=["put", "batch", "commit"])
-def test_a_record_that_needs_a_bitmap_stops_the_run(load: Load, operations: list[Row]) -> None:
-    config = StoreConfig.tiny(enable_consumequeue_ext=True)
-    filter_ = {"op": "filter", "topic": "T", "group": "G", "expr": "a > 1", "version": 1}
-    with pytest.raises(InputError, match=f"line {len(operations) + 1}: .* not supported yet"):
-        load(filter_, *operations, config=config)
-    with pytest.raises(InputError, match=r"line 1: .* not supported yet"):  # the file tells of it
-        load(PUT, config=config)
+FILTER = {"op": "filter", "topic": "T", "group": "G", "expr": "a > 1", "version": 1}
+WITH_EXT = StoreConfig.tiny(enable_consumequeue_ext=True)
+MATCHES, DOES_NOT = bytes(BROKER_BLOOM.bitmap("G#T")), bytes(14)
+
+
+def bitmaps(load: Load, queue_id: int = 0) -> list[bytes | None]:
+    """The bitmap of each message in a queue of T."""
+    with MessageStore.open(load.path, WITH_EXT, read_only=True) as store:
+        queue = store.queues["T", queue_id]
+        entries = [queue.entry(number) for number in range(queue.max_offset)]
+        units = [queue.ext_unit(entry.tags_code) for entry in entries if entry is not None]
+        assert [unit and unit.store_timestamp_ms for unit in units] == [
+            message.store_timestamp_ms for message in store if (message.topic, message.queue_id) == ("T", queue_id)
+        ]
+        return [unit and unit.bitmap for unit in units]
+
+
+@pytest.mark.parametrize(
+    ("operations", "queue_id", "expected"),
+    [
+        (
+            [{**PUT, "props": {"a": "2"}}, PUT, {**PUT, "propertiesString": "a\x013\x02"}],
+            0,
+            [MATCHES, DOES_NOT, MATCHES],
+        ),
+        (
+            [
+                {**BATCH, "messages": [{"body": "x", "props": {"a": "2"}}, {"body": "y"}]},
+                {**BATCH, "props": {"a": "5"}},
+            ],
+            0,
+            [MATCHES, DOES_NOT, MATCHES],
+        ),
+        ([{**HALF, "props": {"a": "2"}}, END["commit"], HALF, END["commit"]], 3, [MATCHES, DOES_NOT]),
+    ],
+    ids=["put", "batch", "commit"],
+)
+def test_messages_get_the_bitmap_of_the_filters_that_match(
+    load: Load, operations: list[Row], queue_id: int, expected: list[bytes]
+) -> None:
+    load(*operations, FILTER, *operations, config=WITH_EXT)
+    assert bitmaps(load, queue_id) == [None] * len(expected) + expected
+    load(*operations, config=WITH_EXT)  # the file tells of the filter
+    assert bitmaps(load, queue_id) == [None] * len(expected) + 2 * expected
+
+
+def test_a_filter_that_is_replaced_by_none_makes_no_bitmaps(load: Load) -> None:
+    put = {**PUT, "props": {"a": "2"}}
+    other = {**FILTER, "expr": "a > 5", "version": 2}
+    answers = load(FILTER, put, other, put, {**other, "expr": "a >", "version": 3}, put, config=WITH_EXT)
+    assert [answer["registered"] for answer in answers if answer["op"] == "filter"] == [True, True, False]
+    assert bitmaps(load) == [MATCHES, DOES_NOT, None]
+
+
+def test_filters_that_cannot_be_read_are_told_before_anything_is_opened(load: Load) -> None:
+    load(FILTER, PUT, config=WITH_EXT)
+    for name in ("consumerFilter.json", "consumerFilter.json.bak"):
+        path = load.path / "config" / name
+        if path.exists():
+            path.write_text(path.read_text().replace('"bornTime":', '"bornTime":"x","other":'))
+    with pytest.raises(ConfigError, match=r"consumerFilter\.json: T/G: bornTime"):
+        load(PUT, config=WITH_EXT)
+    assert not (load.path / "abort").exists()
+    assert len(load.messages()) == 1
 
 
 def test_check_of_prepared_messages_is_not_there_yet(load: Load) -> None:

@@ -146,7 +146,7 @@ def test_later_files_go_with_what_is_cut() -> None:
     assert data is not None
     found[paths[-2]] = b"\xff" * 8 + data[8:]
     files = in_memory(found)
-    with opened(files) as store:
+    with opened(files, thorough=True) as store:
         assert store.log.end == int(paths[-2].split("/")[1])
         served(store)
     assert last_log_file(contents(files)) == paths[-2]
@@ -270,7 +270,7 @@ def test_a_clean_store_is_not_walked_again() -> None:
     before = contents(files)
     with opened(files) as store:
         assert store.recovered == []
-    assert contents(files) == before
+    assert {name: data for name, data in contents(files).items() if not name.startswith("librmq")} == before
 
 
 # ------------------------------------------------------------------------------------- files that can't be right

@@ -128,3 +128,13 @@ def test_other_columns_are_refused() -> None:
         SQL.match_arrow(pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())))
     with pytest.raises(TypeError, match="more than one column"):
         SQL.match_arrow(pa.RecordBatch.from_arrays([pa.array(["1"]), pa.array(["x"])], names=["a", "a"]))
+
+
+def test_more_rows_than_are_worked_on_at_a_time() -> None:
+    given = [{"a": str(number % 11), "b": "x" * (number % 3)} for number in range(70_000)]
+    expected = [SQL.matches(row) for row in given]
+    assert SQL.match_arrow(maps(list(given))).to_pylist() == expected
+    columns = [pa.array([row[name] for row in given]) for name in ("a", "b")]
+    assert SQL.match_arrow(pa.RecordBatch.from_arrays(columns, names=["a", "b"])).to_pylist() == expected
+    with pytest.raises(TypeError, match="map array"):
+        SQL.match_arrow(pa.array(["x"] * 70_000))

@@ -1,0 +1,178 @@
+"""What a clean close leaves beside the broker's files, so that opening need not look at all of the store again.
+
+::
+
+    librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
+                           "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
+
+The broker ignores it, and without it a store opens as the broker would open it. It is believed only where it agrees
+with the log: the same oldest file, the same last record, nothing behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from librmq import layout
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import CorruptionError
+from librmq.files import Files
+from librmq.keyindex import KeyIndex
+
+__all__ = ["ClosedState", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
+
+_VERSION: Final = 1
+_LARGEST_FILE: Final = 256 << 20
+
+QueueName = tuple[str, int]
+
+
+class QueueState(NamedTuple):
+    """A queue as it was closed."""
+
+    min_offset: int
+    max_offset: int
+    max_physic_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedState:
+    """A store as it was closed."""
+
+    log_begin: int
+    log_end: int
+    last_record: int | None
+    last_record_crc32: int
+    index_files: int
+    index_end: int
+    queues: Mapping[QueueName, QueueState]
+
+    def agrees_with(self, log: CommitLog) -> bool:
+        """Whether the log is still the one that was closed. Reads one record."""
+        if log.begin != self.log_begin or log.data_at(self.log_end, 8).strip(b"\0"):
+            return False
+        if self.last_record is None:
+            return self.log_end == self.log_begin
+        return zlib.crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32
+
+    def has_index(self, index: KeyIndex) -> bool:
+        """Whether the index is still the one that was closed."""
+        return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)
+
+
+class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
+    """The queues of a store, opened when they are first asked for. Thread-safe as a dict is.
+
+    Iterating and counting open none; `opened` gives those that are open.
+    """
+
+    def __init__(self, open_queue: Callable[[str, int], ConsumeQueue], known: Mapping[QueueName, QueueState]) -> None:
+        """``known`` are queues that need not be opened yet, as they were closed."""
+        self._open_queue = open_queue
+        self._known = dict(known)
+        self._open: dict[QueueName, ConsumeQueue] = {}
+
+    def __getitem__(self, name: QueueName) -> ConsumeQueue:
+        queue = self._open.get(name)
+        if queue is not None:
+            return queue
+        state = self._known[name]
+        queue = self._open_queue(*name)
+        if (queue.max_offset, queue.max_physic_offset) != state[1:]:
+            path, position = queue.place_of(min(queue.max_offset, state.max_offset))
+            found = f"it ends at queue offset {queue.max_offset}, and was closed at {state.max_offset}"
+            raise CorruptionError(path, position, "entry", f"{found}: run librmq recover")
+        queue.min_offset = max(queue.min_offset, state.min_offset)
+        return self._open.setdefault(name, queue)
+
+    def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
+        self._open[name] = queue
+
+    def __delitem__(self, name: QueueName) -> None:
+        del self._open[name]
+
+    def __iter__(self) -> Iterator[QueueName]:
+        return iter([*self._open, *(name for name in self._known if name not in self._open)])
+
+    def __len__(self) -> int:
+        return len(self._open.keys() | self._known.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open or name in self._known
+
+    def opened(self) -> list[ConsumeQueue]:
+        """The queues that are open."""
+        return list(self._open.values())
+
+    def states(self) -> dict[QueueName, QueueState]:
+        """How every queue stands, those that were never opened as they were closed before."""
+        opened = {
+            name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
+            for name, queue in self._open.items()
+        }
+        return {**self._known, **opened}
+
+
+def _path(path: str) -> str:
+    return os.path.join(path, layout.OWN, "closed.json")
+
+
+def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
+    """Leave the state of the store in ``path``, all of which has been flushed."""
+    last = log.last_write
+    data = b"" if last is None else log.data_at(last, log.end - last)
+    document = {
+        "version": _VERSION,
+        "log_begin": log.begin,
+        "log_end": log.end,
+        "last_record": last,
+        "last_record_crc32": zlib.crc32(data),
+        "index_files": len(index.files),
+        "index_end": index.end_physical_offset,
+        "queues": [[*name, *state] for name, state in sorted(queues.states().items())],
+    }
+    files.make_folder(os.path.dirname(_path(path)))
+    files.write(_path(path), json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def read_closed_state(path: str, files: Files) -> ClosedState | None:
+    """The state that the last close left; None where there is none, or none that can be read."""
+    place = _path(path)
+    if files.size(place) is None:
+        return None
+    try:
+        document = json.loads(files.read(place, _LARGEST_FILE))
+        return _state(document)
+    except (ValueError, TypeError, KeyError, RecursionError, CorruptionError):
+        return None  # it only saves time
+
+
+def _state(document: Any) -> ClosedState | None:
+    if document["version"] != _VERSION:
+        return None
+    queues = {}
+    for topic, *numbers in document["queues"]:
+        queue_id, *state = map(_whole, numbers)
+        queues[str(topic), queue_id] = QueueState(*state)
+    last = document["last_record"]
+    return ClosedState(
+        _whole(document["log_begin"]),
+        _whole(document["log_end"]),
+        None if last is None else _whole(last),
+        _whole(document["last_record_crc32"]),
+        _whole(document["index_files"]),
+        _whole(document["index_end"]),
+        queues,
+    )
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 63:
+        raise ValueError
+    return value

@@ -1,0 +1,80 @@
+"""Filters as a read of the store takes them: first by queue entry, then by the message itself.
+
+Mirrors 4.9.4's ``DefaultMessageFilter`` and ``ExpressionMessageFilter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.consumequeueext import ExtUnit
+from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
+from librmq.message import StoredMessage
+
+__all__ = ["ByPredicate", "BySql", "ByTags"]
+
+
+class ByTags:
+    """By a tag subscription (``a || b``): the hash in the queue entry, then the tag itself. Thread-safe."""
+
+    def __init__(self, filter_: TagFilter, *, exact: bool = True) -> None:
+        """Without ``exact`` by the hash alone, as a broker does, which leaves the rest to its consumers."""
+        self._filter = filter_
+        self._exact = exact and not filter_.takes_all
+        self._codes = np.array(sorted(filter_.codes), np.int32)
+
+    def match_entries(
+        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
+    ) -> npt.NDArray[np.bool_]:
+        if self._filter.takes_all:
+            return np.ones(len(tags_codes), np.bool_)
+        codes = tags_codes.astype(np.int32)  # the original compares 32 bits, of delivery times too
+        return codes == self._codes[0] if len(self._codes) == 1 else np.isin(codes, self._codes)
+
+    def match_message(self, message: StoredMessage) -> bool:
+        return not self._exact or self._filter.matches(message.tags)
+
+
+class BySql:
+    """By an SQL92 expression: the bitmap of the extension unit where a registration knows its bits, then the message.
+
+    Thread-safe.
+    """
+
+    def __init__(self, matches: SqlFilter | Registration, registrations: Registrations | None = None) -> None:
+        """A registration's bits are those of ``registrations``, which holds it."""
+        self._filter = matches
+        self._registrations = registrations
+
+    def match_entries(
+        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
+    ) -> npt.NDArray[np.bool_]:
+        may = np.ones(len(tags_codes), np.bool_)
+        if units is not None and self._registrations is not None and isinstance(self._filter, Registration):
+            bloom = self._registrations.bloom
+            if self._registrations.answers_for(self._filter):
+                for at, unit in enumerate(units):
+                    if unit is not None:
+                        may[at] = self._filter.may_match(unit.bitmap, unit.store_timestamp_ms, bloom)
+        return may
+
+    def match_message(self, message: StoredMessage) -> bool:
+        return self._filter.matches(message.properties)
+
+
+class ByPredicate:
+    """By a function of the application's own, watched: its errors and its time are its own. Thread-safe."""
+
+    def __init__(self, predicate: WatchedPredicate[StoredMessage]) -> None:
+        self._predicate = predicate
+
+    def match_entries(
+        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
+    ) -> npt.NDArray[np.bool_]:
+        return np.ones(len(tags_codes), np.bool_)
+
+    def match_message(self, message: StoredMessage) -> bool:
+        return self._predicate.matches(message, f"physical offset {message.physical_offset}")

@@ -1,0 +1,140 @@
+"""The disk seen through: what is changed stays in memory, and the files stay as they are.
+
+With it anything that changes a store can be tried out first: what is done to an `OverlayFiles` is what would be done
+to the disk, but for what the disk may refuse.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import weakref
+from typing import Any, Self, SupportsIndex
+
+from librmq.errors import StoreIOError, StoreLockedError
+from librmq.files import DiskFiles, Entry, File, FileLock, MemoryFiles
+
+__all__ = ["OverlayFiles"]
+
+
+class _PrivateBuffer(mmap.mmap):
+    """A private mapping of a file, which tells of the first change to it."""
+
+    path: str
+    overlay: OverlayFiles | None
+
+    def __new__(cls, path: str, descriptor: int, size: int, overlay: OverlayFiles) -> Self:
+        self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
+        self.path = path
+        self.overlay = overlay
+        return self
+
+    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
+        super().__setitem__(place, value)
+        overlay, self.overlay = self.overlay, None
+        if overlay is not None:
+            overlay._keep(self)
+
+
+class OverlayFiles(MemoryFiles):
+    """The files of the disk with changes of its own, which are gone with the object. Thread-safe.
+
+    Only pages that are changed take memory. The lock of a store is refused while somebody else holds it, and taken
+    within this object only. A folder of the disk can't be renamed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._disk = DiskFiles()
+        self._gone: set[str] = set()
+        self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
+
+    def _keep(self, buffer: _PrivateBuffer) -> None:
+        """Take a file over that was changed, unless it was deleted meanwhile."""
+        with self._guard:
+            if self._mapped.get(buffer.path) is buffer:
+                self._files[buffer.path] = File(buffer.path, buffer, len(buffer), True)
+
+    def _below(self, path: str) -> bool:
+        """Whether the disk's file or folder is what is to be seen at ``path``."""
+        while path not in self._gone:
+            parent = os.path.dirname(path)
+            if parent == path or not parent:
+                return True
+            path = parent
+        return False
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        with self._guard:
+            if path in self._files or not self._below(path):
+                return super().open(path, writable=writable)
+            buffer = self._mapped.get(path)
+            if buffer is None:
+                size = self._disk.open(path).size  # which tells whatever is wrong with it
+                try:
+                    with open(path, "rb") as file:
+                        buffer = _PrivateBuffer(path, file.fileno(), size, self)
+                except OSError as error:
+                    raise StoreIOError("map", path, error) from error
+                self._mapped[path] = buffer
+            return File(path, buffer, len(buffer), writable)
+
+    def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+        with self._guard:
+            if self.size(path) is not None:
+                raise StoreIOError("create", path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+            return super().create(path, size)
+
+    def list(self, path: str) -> list[Entry]:
+        with self._guard:
+            found = {entry.name: entry for entry in self._disk.list(path)} if self._below(path) else {}
+            found = {name: entry for name, entry in found.items() if self._below(os.path.join(path, name))}
+            found |= {entry.name: entry for entry in super().list(path)}
+        return [found[name] for name in sorted(found)]
+
+    def size(self, path: str) -> int | None:
+        with self._guard:
+            size = super().size(path)
+            return self._disk.size(path) if size is None and self._below(path) else size
+
+    def is_folder(self, path: str) -> bool:
+        return super().is_folder(path) or (self._below(path) and self._disk.is_folder(path))
+
+    def delete(self, path: str) -> None:
+        with self._guard:
+            super().delete(path)
+            self._mapped.pop(path, None)
+            if self._disk.size(path) is not None:
+                self._gone.add(path)
+
+    def rename(self, old: str, new: str) -> None:
+        with self._guard:
+            self._take_over(old)
+            super().rename(old, new)
+            self._mapped.pop(old, None)
+            self._gone.add(old)
+
+    def link(self, old: str, new: str) -> None:
+        with self._guard:
+            self._take_over(old)
+            super().link(old, new)
+
+    def _take_over(self, path: str) -> None:
+        if path not in self._files and self._below(path) and self._disk.size(path) and not self._disk.is_folder(path):
+            self._files[path] = self.open(path, writable=True)
+
+    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+        with self._guard:
+            if path in self._files or not self._below(path):
+                return super().read(path, limit)
+        return self._disk.read(path, limit)
+
+    def lock(self, path: str) -> FileLock:
+        holder = self._disk.lock_holder(path)
+        if holder is not None:
+            raise StoreLockedError(f"{path}: locked by {holder}")
+        return super().lock(path)
+
+    def lock_holder(self, path: str) -> str | None:
+        return super().lock_holder(path) or self._disk.lock_holder(path)

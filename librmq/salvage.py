@@ -1,0 +1,312 @@
+"""What recovery cuts is kept, and records behind damage are found.
+
+::
+
+    librmq/salvage/00000000000000088235-1700000000000/      one cut: its physical offset, and when it was made (ms)
+        manifest.json                                       version, and what is told by `Kept`
+        00000000000000088235                                the bytes that stood at this physical offset and behind it
+        00000000000000131072                                the same, of the next file of the log
+
+A cut is copied (whole files are linked, where the file system can) and flushed before a byte of the log goes. The
+broker knows nothing of the folder, and it can be deleted at any time. Of cuts without a sound record, as a crash
+leaves them, the newest eight are kept; the others stay until somebody deletes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from librmq import codec
+from librmq.commitlog import CommitLog
+from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
+from librmq.files import Buffer, DiskFiles, Files, copy_file, link_file
+from librmq.layout import COMMITLOG, OWN, check_kind
+from librmq.mappedfile import MappedFileQueue, file_name
+from librmq.message import StoredMessage
+
+__all__ = ["Gap", "Kept", "find_record", "keep", "kept", "records"]
+
+VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+_PART: Final = ".part"  # a cut that is being copied
+_WITHOUT_RECORDS_KEPT: Final = 8
+_CUT_NAME: Final = re.compile(r"(\d{20})-(\d{1,19})")
+_MANIFEST_LIMIT: Final = 1 << 16
+_CHUNK: Final = 1 << 20
+
+_LONG: Final = struct.Struct(">q")
+_MAGICS: Final = tuple(magic.to_bytes(4, "big") for magic in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2))
+_ANY_MAGIC: Final = re.compile(b"|".join(map(re.escape, _MAGICS)))
+
+
+class Gap(NamedTuple):
+    """Bytes of the log, or of a cut that was kept, that are no sound record."""
+
+    physical_offset: int
+    size: int
+    file: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A cut that was kept: ``size`` bytes behind ``physical_offset``; None is what its manifest does not tell."""
+
+    path: str
+    physical_offset: int
+    cut_timestamp_ms: int
+    size: int | None
+    records: int | None
+    """How many sound records are in it."""
+    why: str
+
+
+# ------------------------------------------------------------------------------------------------------- finding
+
+
+def find_record(
+    sequence: MappedFileQueue, begin: int, end: int | None = None, *, check_body: bool = True
+) -> int | None:
+    """Where the first record begins from ``begin`` to ``end`` that is sound and says that it stands there.
+
+    Costs one search for four bytes through all that is asked for.
+    """
+    end = sequence.end if end is None else end
+    at = begin
+    while at < end and (file := sequence.file_at(at)) is not None:
+        start = at - at % file.size
+        place = _find(file.buffer, at - start, file.size, start, end - start, check_body=check_body)
+        if place is not None:
+            return start + place
+        at = start + file.size
+    return None
+
+
+def _find(
+    buffer: Buffer, begin: int, end: int, start: int, upto: int | None = None, *, check_body: bool = True
+) -> int | None:
+    """The same in one buffer whose first byte stands at ``start``; the record begins before ``upto``."""
+    upto = end if upto is None else min(end, upto)
+    for found in _ANY_MAGIC.finditer(buffer, begin + codec.MAGIC_AT, min(end, upto + codec.MAGIC_AT + 3)):
+        place = found.start() - codec.MAGIC_AT
+        if place + codec.FIXED_SIZE > end or place >= upto:
+            return None
+        if _LONG.unpack_from(buffer, place + codec.PHYSICAL_OFFSET_AT)[0] != start + place:
+            continue
+        with contextlib.suppress(RecordError):
+            if codec.check_record(buffer, place, end, check_body=check_body):
+                return place
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file with bytes of the log, ``size`` of them from physical offset ``start`` on."""
+
+    path: str
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+    def items(self, buffer: Buffer) -> Iterator[tuple[int, int, str | None]]:
+        """Place and size of each record, and with what it is instead of each stretch that is none."""
+        place = 0
+        while place < self.size:
+            what: str | None = None
+            try:
+                size = codec.check_record(buffer, place, self.size, check_body=True)
+                if size:
+                    yield place, size, None
+                    place += size
+                    continue
+            except RecordError as error:
+                what = error.reason
+            following = _find(buffer, place + 1, self.size, self.start)
+            if what is not None:
+                end = _used(buffer, place, self.size) if following is None else following
+                if end > place:
+                    yield place, end - place, what
+            if following is None:
+                return
+            place = following
+
+
+def _used(buffer: Buffer, begin: int, end: int) -> int:
+    """Behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are."""
+    while end > begin:
+        at = max(begin, end - _CHUNK)
+        data = buffer[at:end].rstrip(b"\0")
+        if data:
+            return at + len(data)
+        end = at
+    return begin
+
+
+def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | Gap]:
+    """Every sound record of the store in ``path``, and what is between them.
+
+    First the log's, in physical order, whatever is damaged or missing there; then those of each cut that was kept, the
+    oldest first, but for what the log or an older cut has at the same place. Sound is a frame without contradictions
+    and a body that matches its checksum; behind damage a record must name the place where it stands. A record that
+    names another place in the midst of sound ones is given with the right one.
+
+    Takes no lock and changes nothing. `NotAStoreError` for what is no store.
+    """
+    files = files or DiskFiles()
+    check_kind(path, files, log_only=True)
+    log = _sources(os.path.join(path, COMMITLOG), files)
+    end: int | None = None
+    for source in log:
+        if end is not None and source.start > end:
+            yield Gap(end, source.start - end, os.path.dirname(source.path), "no file of the log holds these bytes")
+        end = source.end
+        yield from _read(source, [], files)
+    earlier = log
+    for cut in kept(path, files):
+        found = _sources(cut.path, files)
+        for source in found:
+            yield from _read(source, earlier, files)
+        earlier = earlier + found
+
+
+def _sources(folder: str, files: Files) -> list[_Source]:
+    return [
+        _Source(os.path.join(folder, entry.name), int(entry.name), entry.size)
+        for entry in files.list(folder)
+        if re.fullmatch("[0-9]{20}", entry.name) and entry.size and not entry.is_folder
+    ]
+
+
+def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[StoredMessage | Gap]:
+    """What is in a file that none of those before it has at the same place."""
+    try:
+        buffer = files.open(source.path).buffer
+    except (StoreIOError, CorruptionError) as error:
+        yield Gap(source.start, source.size, source.path, str(error))
+        return
+    others = [
+        (other, files.open(other.path).buffer)
+        for other in earlier
+        if other.start < source.end and source.start < other.end
+    ]
+    for place, size, what in source.items(buffer):
+        physical_offset = source.start + place
+        raw = buffer[place : place + size] if what is None or others else b""
+        if any(other[physical_offset - of.start : physical_offset - of.start + size] == raw for of, other in others):
+            continue
+        if what is not None:
+            yield Gap(physical_offset, size, source.path, what)
+            continue
+        address = _LONG.pack(physical_offset)
+        at = codec.PHYSICAL_OFFSET_AT
+        yield StoredMessage(raw if raw[at : at + 8] == address else raw[:at] + address + raw[at + 8 :])
+
+
+# ------------------------------------------------------------------------------------------------------- keeping
+
+
+def kept(path: str, files: Files | None = None) -> list[Kept]:
+    """The cuts of the store in ``path`` that were kept, the oldest first."""
+    files = files or DiskFiles()
+    folder = os.path.join(path, OWN, "salvage")
+    found = []
+    for entry in files.list(folder):
+        named = _CUT_NAME.fullmatch(entry.name)
+        if named is None or not named[0].isascii() or not entry.is_folder:
+            continue
+        place = os.path.join(folder, entry.name)
+        told = _manifest(os.path.join(place, MANIFEST), files)
+        size, count, why = (told.get(name) for name in ("bytes", "records", "why"))
+        found.append(
+            Kept(
+                place,
+                int(named[1]),
+                int(named[2]),
+                size if isinstance(size, int) else None,
+                count if isinstance(count, int) else None,
+                why if isinstance(why, str) else "",
+            )
+        )
+    return sorted(found, key=lambda cut: (cut.cut_timestamp_ms, cut.physical_offset))
+
+
+def _manifest(path: str, files: Files) -> dict[str, Any]:
+    """What a manifest tells, nothing where it can't be read."""
+    with contextlib.suppress(ValueError, RecursionError, StoreError):
+        told = json.loads(files.read(path, _MANIFEST_LIMIT))
+        if isinstance(told, dict) and told.get("version") == VERSION:
+            return told
+    return {}
+
+
+def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, files: Files, now_ms: int) -> str:
+    """Keep the ``size`` bytes of the log behind ``physical_offset``, which are going to be cut; returns the folder.
+
+    When it returns they are on the device. `StoreIOError`, for want of space among others: then nothing is kept.
+    """
+    parent = os.path.join(path, OWN, "salvage")
+    files.make_folder(parent)
+    files.flush_folder(os.path.dirname(parent))
+    files.flush_folder(path)
+    taken = {entry.name for entry in files.list(parent)}
+    for name in taken:
+        if name.endswith(_PART):  # of a process that died
+            files.delete(os.path.join(parent, name))
+    while (name := f"{physical_offset:020d}-{now_ms}") in taken:
+        now_ms += 1
+    folder = os.path.join(parent, name)
+    part = folder + _PART
+    try:
+        files.make_folder(part)
+        count = _copy(log, physical_offset, part, files)
+        told = {
+            "version": VERSION,
+            "physical_offset": physical_offset,
+            "bytes": size,
+            "why": why[:1000],
+            "cut_timestamp_ms": now_ms,
+            "records": count,
+        }
+        files.write(os.path.join(part, MANIFEST), json.dumps(told, indent=1).encode())
+        files.flush_folder(part)
+        files.rename(part, folder)
+        files.flush_folder(parent)
+    except BaseException:
+        with contextlib.suppress(StoreError):
+            files.delete(part)
+        raise
+    without = [cut for cut in kept(path, files) if cut.records == 0]
+    for cut in without[:-_WITHOUT_RECORDS_KEPT]:
+        files.delete(cut.path)
+    return folder
+
+
+def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> int:
+    """Copy what stands behind ``physical_offset``; returns the number of sound records in it."""
+    sequence, count = log.sequence, 0
+    for start in sequence.starts:
+        begin = max(physical_offset, start)
+        if begin >= start + log.file_size:
+            continue
+        file = sequence.file(start)
+        end = _used(file.buffer, begin - start, log.file_size)
+        if end <= begin - start:
+            continue
+        target = os.path.join(folder, file_name(begin))
+        if begin == start > physical_offset and link_file(files, file.path, target):
+            files.flush(file)
+        else:
+            copy_file(files, file, target, begin=begin - start, end=end)
+        source = _Source(target, begin, end - (begin - start))
+        count += sum(what is None for _, _, what in source.items(files.open(target).buffer))
+    return count

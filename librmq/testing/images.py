@@ -1,0 +1,343 @@
+"""What a disk may hold after the power failed: images built from the trace of `librmq.testing.RecordingFiles`.
+
+::
+
+    written and flushed          there
+    written since the last flush each sector (512 bytes) or page (4,096) as it was after any of the writes since then,
+                                 independently of the others; the last write perhaps in part
+    the length of a file         0 until its first flush, or what it was made with
+    names made, deleted, renamed each perhaps, until the folder is flushed; of a folder's own name as well
+    `Files.write`                the old file or the new one until it returns, then the new one
+
+A sector is written as a whole, and of a write that was under way whole words (8 bytes). Nothing here knows of stores:
+the trace of any program that writes through `librmq.files` will do.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from librmq.files import Files, MemoryFiles
+from librmq.testing.files import Event
+
+__all__ = ["PAGE", "SECTOR", "CrashImages", "Image"]
+
+SECTOR: Final = 512
+PAGE: Final = 4096
+_WORD: Final = 8
+
+
+@dataclass(frozen=True)
+class Image:
+    """What the disk holds after a crash between two events of the trace.
+
+    ``seed`` and ``crash_point`` make it again; ``choices`` says what of the unflushed reached the disk, a line each.
+    """
+
+    seed: int | str
+    crash_point: int
+    """So many events of the trace had ended; the next may have been under way."""
+    contents: Mapping[str, bytes | None]
+    """Bytes by path, None for a folder, parents before what is in them."""
+    choices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        told = "".join(f"\n  {choice}" for choice in self.choices)
+        return f"image of seed {self.seed!r} at crash point {self.crash_point}:{told or ' nothing was unflushed'}"
+
+    def write_to(self, files: Files) -> None:
+        """Lay the image out in ``files``, which have none of its paths yet."""
+        for path, data in self.contents.items():
+            if data is None:
+                files.make_folder(path)
+        for path, data in self.contents.items():
+            if data is not None:
+                files.write(path, data)
+
+    def files(self) -> MemoryFiles:
+        """The image in memory."""
+        files = MemoryFiles()
+        self.write_to(files)
+        return files
+
+
+class _File:
+    """Bytes on the device, and the writes since the last flush."""
+
+    def __init__(self, data: bytearray, *, sized: bool) -> None:
+        self.data = data
+        self.sized = sized
+        self.writes: list[tuple[int, bytes]] = []
+
+    def write(self, at: int, data: bytes) -> None:
+        if self.writes or self.data[at : at + len(data)] != data:
+            self.writes.append((at, data))
+
+    def flush(self) -> None:
+        for at, data in self.writes:
+            self.data[at : at + len(data)] = data
+        self.writes.clear()
+        self.sized = True
+
+
+class _Folder:
+    """Names on the device, and what was done to names since the last flush."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, _Node] = {}
+        self.now: dict[str, _Node] = {}
+        self.changes: list[_Change] = []
+
+    def change(self, *changes: tuple[str, _Node | None]) -> None:
+        """Change names; those that are changed in one call reach the device together."""
+        self.changes.append(changes)
+        for name, node in changes:
+            _set(self.now, name, node)
+
+    def flush(self) -> None:
+        self.names = dict(self.now)
+        self.changes.clear()
+
+
+_Node = _File | _Folder
+_Change = tuple[tuple[str, _Node | None], ...]
+
+
+def _set(names: dict[str, _Node], name: str, node: _Node | None) -> None:
+    if node is None:
+        names.pop(name, None)
+    else:
+        names[name] = node
+
+
+class _Disk:
+    """A file system that knows what of it is on the device."""
+
+    def __init__(self, contents: Mapping[str, bytes | None]) -> None:
+        self.root = _Folder()
+        for path, data in contents.items():
+            names = [name for name in path.split(os.sep) if name]
+            folder = self._folder(names if data is None else names[:-1], make=True)
+            if data is not None:
+                folder.change((names[-1], _File(bytearray(data), sized=True)))
+        self._settle(self.root)
+
+    def _settle(self, folder: _Folder) -> None:
+        folder.flush()
+        for node in folder.now.values():
+            if isinstance(node, _Folder):
+                self._settle(node)
+
+    def _folder(self, names: Sequence[str], *, make: bool = False) -> _Folder:
+        folder = self.root
+        for name in names:
+            node = folder.now.get(name)
+            if node is None and make:
+                node = _Folder()
+                folder.change((name, node))
+            assert isinstance(node, _Folder), names
+            folder = node
+        return folder
+
+    def _place(self, path: str) -> tuple[_Folder, str]:
+        *above, name = (name for name in path.split(os.sep) if name)
+        return self._folder(above), name
+
+    def apply(self, event: Event) -> None:
+        call, path, at, data = event
+        names = [name for name in path.split(os.sep) if name]
+        if call == "make_folder":
+            self._folder(names, make=True)
+            return
+        if call == "flush_folder":
+            self._folder(names).flush()
+            return
+        folder, name = self._folder(names[:-1]), names[-1]
+        node = folder.now.get(name)
+        if call == "write":
+            if isinstance(node, _File):  # else deleted: whoever holds it may go on writing
+                node.write(at, data)
+        elif call == "flush":
+            if isinstance(node, _File):
+                node.flush()
+        elif call == "create":
+            folder.change((name, _File(bytearray(at), sized=False)))
+        elif call == "delete":
+            if node is not None:
+                folder.change((name, None))
+        elif call == "replace":
+            self.replace(folder, name, data)
+        else:
+            other_folder, other = self._place(os.fsdecode(data))
+            assert node is not None, event
+            if call == "link":
+                other_folder.change((other, node))
+            elif other_folder is folder:
+                folder.change((name, None), (other, node))
+            else:
+                raise ValueError(f"renamed from folder to folder: {event}")
+
+    @staticmethod
+    def replace(folder: _Folder, name: str, data: bytes) -> None:
+        """At once on the device, with all that was done to the folder before."""
+        folder.change((name, _File(bytearray(data), sized=True)))
+        folder.flush()
+
+
+@dataclass
+class _Choosing:
+    """One way in which what was not flushed may have reached the device."""
+
+    rng: random.Random
+    contents: dict[str, bytes | None] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    made: dict[_File, bytes] = field(default_factory=dict)
+    """Of a file with several names there is one choice."""
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        # From nothing to everything; in between is where most can go wrong.
+        self.written = rng.choice((0.0, 0.1, 0.5, 0.5, 0.9, 1.0))
+        self.named = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
+        self.older = rng.choice((0.0, 0.5))  # a sector may have been written before its last change
+        self.unit = rng.choice((SECTOR, SECTOR, PAGE))
+        self.torn = rng.random() < 0.5
+
+    def folder(self, path: str, folder: _Folder) -> None:
+        names = dict(folder.names)
+        late: set[str] = set()
+        for changes in folder.changes:
+            touched = {name for name, _ in changes}
+            # What is done to a name later is not there before what was done to it earlier.
+            if late & touched or self.rng.random() >= self.named:
+                late |= touched
+                self.told.append(f"{path or os.sep}: not there: {_tell_changes(changes)}")
+                continue
+            if len(folder.changes) > 1:
+                self.told.append(f"{path or os.sep}: there: {_tell_changes(changes)}")
+            for name, node in changes:
+                _set(names, name, node)
+        for name, node in names.items():
+            place = path + os.sep + name
+            if isinstance(node, _Folder):
+                self.contents[place] = None
+                self.folder(place, node)
+            else:
+                self.contents[place] = self.file(place, node)
+
+    def file(self, path: str, file: _File) -> bytes:
+        if file not in self.made:
+            self.made[file] = self._made(path, file)
+        return self.made[file]
+
+    def _made(self, path: str, file: _File) -> bytes:
+        if not file.sized and self.rng.random() >= self.named:
+            self.told.append(f"{path}: of length 0")
+            return b""
+        if not file.writes:
+            return bytes(file.data)
+        count = len(file.writes)
+        # Of each sector: how many of the writes it has seen.
+        seen: dict[int, int] = {}
+        pages: dict[int, tuple[int, int, int]] = {}
+        for at, data in file.writes:
+            for sector in range(at // SECTOR, (at + len(data) - 1) // SECTOR + 1):
+                if sector in seen:
+                    continue
+                if self.unit == SECTOR:
+                    seen[sector] = self._seen(count)
+                    continue
+                page = sector * SECTOR // PAGE
+                if page not in pages:
+                    upto = self._seen(count)
+                    torn = self.rng.randrange(PAGE // SECTOR) if self.torn else PAGE // SECTOR
+                    pages[page] = upto, torn, self.rng.randint(0, upto)
+                upto, torn, before = pages[page]
+                seen[sector] = upto if sector % (PAGE // SECTOR) < torn else before
+        found = bytearray(file.data)
+        for number, (at, data) in enumerate(file.writes):
+            end = at + len(data)
+            if number == count - 1 and self.torn:  # it was under way
+                end = self.rng.choice((end, max(at, self.rng.randrange(at, end) // _WORD * _WORD)))
+            for sector in range(at // SECTOR, (end - 1) // SECTOR + 1):
+                if number < seen[sector]:
+                    low, high = max(at, sector * SECTOR), min(end, (sector + 1) * SECTOR)
+                    if low < high:
+                        found[low:high] = data[low - at : high - at]
+        self._tell(path, seen, count)
+        return bytes(found)
+
+    def _seen(self, count: int) -> int:
+        if self.rng.random() < self.written:
+            return count
+        return self.rng.randint(0, count) if self.rng.random() < self.older else 0
+
+    def _tell(self, path: str, seen: Mapping[int, int], count: int) -> None:
+        parts = []
+        for sector, upto in sorted(seen.items()):
+            if upto < count:
+                parts.append(f"{sector}" if not upto else f"{sector} ({upto})")
+        lacking = f"without sectors (or with so many of {count} writes) {', '.join(parts)}" if parts else "whole"
+        self.told.append(f"{path}: {lacking}{', the last write perhaps in part' if self.torn else ''}")
+
+
+def _tell_changes(changes: _Change) -> str:
+    return " and ".join(f"{name} {'deleted' if node is None else 'made'}" for name, node in changes)
+
+
+class CrashImages:
+    """Images of a disk on which a trace was left. Not thread-safe."""
+
+    def __init__(self, trace: Sequence[Event], contents: Mapping[str, bytes | None] | None = None) -> None:
+        """``contents`` is what was on the device, by path, before the first event; nothing unless given."""
+        self._trace = list(trace)
+        self._begin = dict(contents or {})
+        self._disk = _Disk(self._begin)
+        self._applied = 0
+
+    def __len__(self) -> int:
+        """How many crash points there are: before each event, and behind the last."""
+        return len(self._trace) + 1
+
+    def image(self, seed: int | str, crash_point: int) -> Image:
+        """One image of a crash when ``crash_point`` events had ended; the same for the same arguments.
+
+        Costs least where crash points ascend from call to call. ``IndexError`` for a crash point that there is not.
+        """
+        if not 0 <= crash_point <= len(self._trace):
+            raise IndexError(f"crash point {crash_point} of {len(self)}")
+        if crash_point < self._applied:
+            self._disk, self._applied = _Disk(self._begin), 0
+        while self._applied < crash_point:
+            self._disk.apply(self._trace[self._applied])
+            self._applied += 1
+        choosing = _Choosing(random.Random(f"{seed}/{crash_point}"))
+        choosing.folder("", self._disk.root)
+        if crash_point < len(self._trace):
+            self._under_way(self._trace[crash_point], choosing)
+        return Image(seed, crash_point, choosing.contents, tuple(choosing.told))
+
+    def images(self, seed: int | str, count: int) -> Iterator[Image]:
+        """``count`` images at crash points drawn from all, ascending."""
+        rng = random.Random(f"{seed}")
+        for number, crash_point in enumerate(sorted(rng.randrange(len(self)) for _ in range(count))):
+            yield self.image(f"{seed}/{number}", crash_point)
+
+    @staticmethod
+    def _under_way(event: Event, choosing: _Choosing) -> None:
+        """A file that is being replaced may be the new one already, or stand beside the old one."""
+        call, path, _, data = event
+        parent = os.path.dirname(path)
+        if call != "replace" or (parent not in choosing.contents and parent != os.sep):
+            return
+        kind = choosing.rng.choice(("old", "beside", "new"))
+        if kind == "new":
+            choosing.contents[path] = data
+            choosing.told.append(f"{path}: the new one")
+        elif kind == "beside":
+            choosing.contents[path + ".tmp"] = data[: choosing.rng.randint(0, len(data))]
+            choosing.told.append(f"{path}: the old one, the new one beside it")

@@ -1,0 +1,330 @@
+"""Runs of a store that are recorded, and what must hold for every image of a crash in them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from librmq import codec
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.dispatch import has_queue_entry
+from librmq.flushing import Acknowledgement
+from librmq.message import StoredMessage
+from librmq.retention import Retention
+from librmq.store import AppendResult, MessageStore
+from librmq.testing import CrashImages, Event, Image, RecordingFiles
+from librmq.verify import verify
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, served
+
+PAGES = replace(SMALL, commitlog_file_size=3 * 4096)
+"""Log files of several pages."""
+BOUNDED = replace(SMALL, max_total_size=3 * SMALL.commitlog_file_size)
+CONFIGS = (SMALL, SMALL, SMALL_EXT, PAGES, BOUNDED)
+
+
+class BusyFiles(RecordingFiles):
+    """Records, and lets something happen while a flush is under way, which that flush does not cover."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def flush(self, file: Any) -> None:
+        super().flush(file)
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+            self.meanwhile = meanwhile
+
+    def killed(self) -> BusyFiles:
+        """What the next process finds when this one is killed: all that was written, on the device or not."""
+        other = BusyFiles()
+        other._files, other._folders, other.trace = self._files, self._folders, self.trace
+        return other
+
+
+@dataclass
+class Recorded:
+    """A run: what it did to its files, and what it promised when."""
+
+    seed: str
+    config: StoreConfig
+    contents: dict[str, bytes | None]
+    """What was on the disk before."""
+    records: dict[int, bytes]
+    """What was appended, by physical offset."""
+    trace: list[Event] = field(default_factory=list)
+    promised: list[tuple[int, int]] = field(default_factory=list)
+    """From so many events on everything below this physical offset is durable."""
+    deleted: list[tuple[int, int]] = field(default_factory=list)
+    """From so many events on everything below this physical offset may be gone."""
+    older: dict[int, bytes] = field(default_factory=dict)
+    """What the log may hold until the run has opened it."""
+    opened_at: int = 0
+    """So many events opening took."""
+
+    def promised_at(self, crash_point: int) -> int:
+        return max((end for events, end in self.promised if events <= crash_point), default=0)
+
+    def deleted_at(self, crash_point: int) -> int:
+        return max((begin for events, begin in self.deleted if events <= crash_point), default=0)
+
+    def records_at(self, crash_point: int) -> dict[int, bytes]:
+        return self.older if crash_point < self.opened_at else self.records
+
+
+class Run:
+    """Does anything to a store, and notes what is promised."""
+
+    def __init__(self, seed: str, before: tuple[Recorded, Image] | None = None) -> None:
+        self.rng = rng = random.Random(seed)
+        self.clock = ManualClock(START_MS)
+        self.files = BusyFiles()
+        if before is None:
+            config = rng.choice(CONFIGS)
+            if rng.random() < 0.5:
+                config = replace(config, durability="sync")
+            self.recorded = Recorded(seed, config, {}, {})
+        else:
+            earlier, image = before
+            self.clock.advance(days=1)
+            image.write_to(self.files)
+            self.files.trace.clear()
+            self.recorded = Recorded(seed, earlier.config, dict(image.contents), {})
+            self.recorded.older = earlier.records_at(image.crash_point)
+            self.recorded.promised = [(0, earlier.promised_at(image.crash_point))]
+            self.recorded.deleted = [(0, earlier.deleted_at(image.crash_point))]
+        self.waiting: list[Acknowledgement[AppendResult]] = []
+        self.guard = threading.Lock()
+        self.open()
+        self.recorded.opened_at = len(self.files.trace)
+        self.recorded.records = {m.physical_offset: bytes(m.raw) for m in self.store}
+
+    def open(self) -> None:
+        self.store = MessageStore.open(ROOT, self.recorded.config, files=self.files, clock=self.clock)
+        self.promise(self.store.log.end)
+
+    # --- what is noted
+
+    def promise(self, physical_end: int) -> None:
+        self.recorded.promised.append((len(self.files.trace), physical_end))
+
+    def note(self, result: AppendResult) -> None:
+        raw = self.store.log.read(result.physical_offset)
+        assert raw is not None
+        with self.guard:
+            self.recorded.records[result.physical_offset] = raw
+
+    def look(self) -> None:
+        """See which acknowledgements have completed."""
+        for acknowledgement in self.waiting:
+            if acknowledgement.done:
+                self.promise(acknowledgement.result.physical_offset + acknowledgement.result.size)
+        self.waiting = [one for one in self.waiting if not one.done]
+
+    # --- what happens
+
+    def submit(self) -> None:
+        message, fields = any_message(self.rng)
+        if self.rng.random() < 0.2:
+            fields["sys_flag"] = self.rng.choice([4, 8, 12])
+        acknowledgement = self.store.submit(message, self.rng.randrange(2), **fields)
+        self.note(acknowledgement.result)
+        self.waiting.append(acknowledgement)
+
+    def append(self) -> None:
+        message, fields = any_message(self.rng)
+        result = self.store.append(message, self.rng.randrange(2), **fields)
+        if self.recorded.config.durability == "sync":
+            self.promise(result.physical_offset + result.size)
+        self.note(result)
+
+    def batch(self) -> None:
+        message, _ = any_message(self.rng, delay=False)
+        count = self.rng.randrange(1, 5)
+        batch = [any_message(self.rng, message.topic, delay=False)[0] for _ in range(count)]
+        results = self.store.append_batch(batch, self.rng.randrange(2))
+        if self.recorded.config.durability == "sync":
+            self.promise(results[-1].physical_offset + results[-1].size)
+        for result in results:
+            self.note(result)
+
+    def wait(self) -> None:
+        if self.waiting:
+            result = self.rng.choice(self.waiting).wait()
+            self.promise(result.physical_offset + result.size)
+
+    def flush(self) -> None:
+        self.promise(self.store.flush())
+
+    def flush_while_others_append(self) -> None:
+        self.submit()
+
+        def meanwhile() -> None:
+            if self.rng.random() < 0.5:
+                self.submit()
+
+        self.files.meanwhile = meanwhile
+        try:
+            self.rng.choice((self.wait, self.flush, self.append))()
+        finally:
+            self.files.meanwhile = None
+
+    def pass_time(self) -> None:
+        self.clock.advance(ms=self.rng.choice([0, 1, 700, 5000, 61_000]))
+        self.store.run_due(self.clock.now_ms())
+
+    def expire(self) -> None:
+        store = self.store
+        store.flush()
+        retention = Retention(
+            store.log, store.queues.values, store.index, self.recorded.config, self.files, ROOT, lock=store._lock
+        )
+        retention.delete_before(self.rng.choice([0, store.log.begin + store.log.file_size, store.log.end]))
+
+    def close_and_open(self) -> None:
+        self.store.close()
+        self.promise(self.store.log.end)
+        self.open()
+
+    def kill_and_open(self) -> None:
+        """The process dies, the machine does not."""
+        self.files = self.files.killed()
+        self.waiting.clear()
+        self.open()
+        assert {m.physical_offset: bytes(m.raw) for m in self.store} == {
+            at: raw for at, raw in self.recorded.records.items() if at >= self.store.log.begin
+        }
+
+    def recover(self) -> None:
+        assert self.store.recover() == []
+        self.waiting.clear()
+
+    def threads(self) -> None:
+        """Producers beside each other, whose flushes are shared."""
+        store, count = self.store, 3
+
+        def produce(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(count):
+                message, fields = any_message(rng)
+                result = store.submit(message, rng.randrange(2), **fields).wait()
+                with self.guard:
+                    self.promise(result.physical_offset + result.size)
+                self.note(result)
+
+        threads = [threading.Thread(target=produce, args=(self.rng.random(),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    STEPS: tuple[tuple[Callable[[Run], None], int], ...] = (
+        (submit, 10),
+        (append, 10),
+        (batch, 3),
+        (wait, 2),
+        (flush, 2),
+        (flush_while_others_append, 3),
+        (pass_time, 4),
+        (expire, 1),
+        (close_and_open, 1),
+        (kill_and_open, 1),
+        (recover, 1),
+    )
+
+    def step(self, what: Callable[[Run], None]) -> None:
+        before = len(self.files.trace)
+        what(self)
+        self.recorded.deleted.append((before, self.store.log.begin))
+        self.look()
+
+    def run(self, steps: int) -> Recorded:
+        whats, weights = zip(*self.STEPS, strict=True)
+        for what in self.rng.choices(whats, weights, k=steps):
+            self.step(what)
+        self.recorded.trace = list(self.files.trace)
+        return self.recorded
+
+
+def record(seed: str, steps: int = 25) -> Recorded:
+    """A run of a new store."""
+    return Run(seed).run(steps)
+
+
+def record_after(earlier: Recorded, image: Image, seed: str, steps: int = 12) -> Recorded:
+    """A run that begins by recovering an image of an earlier one."""
+    return Run(seed, (earlier, image)).run(steps)
+
+
+# ------------------------------------------------------------------------------------------------------- checking
+
+
+def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None:
+    """All that must hold of a store that is opened after the crash."""
+    files, config = image.files(), recorded.config
+    expected = recorded.records_at(image.crash_point)
+    promised, deleted = recorded.promised_at(image.crash_point), recorded.deleted_at(image.crash_point)
+    store = opened(files, config)
+    found = list(store)
+    for message in found:
+        at = message.physical_offset
+        assert expected.get(at) == message.raw, f"served at {at}, and never appended: {message}"
+    begin = found[0].physical_offset if found else store.log.end
+    assert [m.physical_offset for m in found] == [at for at in sorted(expected) if begin <= at < store.log.end]
+    lost = [at for at in expected if deleted <= at < promised and not begin <= at < store.log.end]
+    assert not lost, f"acknowledged, and lost: {lost}; the log has {begin} to {store.log.end}"
+    verdict = store.verify()
+    assert verdict.sound, verdict.damage
+    if thoroughly:
+        assert [*served(store)] == [m.physical_offset for m in found]
+    _go_on(store, found, expected, promised, image)
+    end = store.log.end
+    store.close()
+    assert "/store/abort" not in files._files
+    verdict = verify(ROOT, config, files)
+    assert verdict.sound, verdict.damage
+    if thoroughly:
+        with opened(files, config) as store:
+            assert store.recovered == []
+            assert store.log.end == end
+            served(store)
+
+
+def _go_on(
+    store: MessageStore, found: list[StoredMessage], expected: dict[int, bytes], promised: int, image: Image
+) -> None:
+    """Append to queues: the count goes on behind what is there, and behind what was promised."""
+    last: dict[tuple[str, int], int] = {}
+    floor: dict[tuple[str, int], int] = {}
+    for message in found:
+        if has_queue_entry(message.sys_flag):
+            last[message.topic, message.queue_id] = message.queue_offset + 1
+    for at, raw in expected.items():
+        message = StoredMessage(raw)
+        if at < promised and has_queue_entry(message.sys_flag):
+            name = message.topic, message.queue_id
+            floor[name] = max(floor.get(name, 0), message.queue_offset + 1)
+    rng = random.Random(image.crash_point)
+    for topic, queue_id in rng.sample(sorted({*last, *floor, ("New", 0)}), min(3, 1 + len({*last, *floor}))):
+        message, fields = any_message(rng, topic, delay=False)
+        if topic == "SCHEDULE_TOPIC_XXXX":
+            message.properties["DELAY"] = str(queue_id + 1)
+        result = store.append(message, queue_id, **fields)
+        if topic == "SCHEDULE_TOPIC_XXXX":
+            continue
+        name = topic, queue_id
+        assert result.queue_offset >= floor.get(name, 0), (name, result)
+        if name in last:
+            assert result.queue_offset == last[name], (name, result)
+        stored = store.message_at(result.physical_offset)
+        assert stored is not None
+        assert stored.body == message.body
+        assert store.read(topic, queue_id, result.queue_offset, 1).messages == [stored]
+        assert codec.properties_equal(stored, message) if hasattr(codec, "properties_equal") else True
+
+
+def sample(recorded: Recorded, seed: str, count: int) -> list[Image]:
+    return list(CrashImages(recorded.trace, recorded.contents).images(seed, count))

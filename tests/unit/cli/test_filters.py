@@ -1,0 +1,120 @@
+"""``filter`` and ``bloom`` as people call them: an expression explained, faults pointed at."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from librmq.cli import main
+
+Run = Callable[..., tuple[int, list[str], str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command with some text on standard input: exit status, lines, what was said."""
+
+    def run_(*words: str, given: str = "") -> tuple[int, list[str], str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        status = main(list(words))
+        shown = capsys.readouterr()
+        return status, shown.out.splitlines(), shown.err
+
+    return run_
+
+
+def test_an_expression_is_explained(run: Run) -> None:
+    status, lines, err = run("filter", "--explain", "a > 5 AND b = 'x=y'", "a=7", "b=x=y")
+    assert (status, err) == (0, "")
+    assert lines[:3] == [
+        "match: the filter is TRUE",
+        "decided by: a > 5 AND b = 'x=y'",
+        "because all of its terms are TRUE",
+    ]
+    assert [line.split() for line in lines[4:7]] == [
+        ["a", ">", "5", "AND", "b", "=", "'x=y'", "TRUE"],
+        ["a", ">", "5", "TRUE", "a", "is", "'7'"],
+        ["b", "=", "'x=y'", "TRUE", "b", "is", "'x=y'"],
+    ]
+    assert lines[-1].endswith("[integer-literal]")
+
+
+def test_why_it_does_not_match(run: Run) -> None:
+    for words, said in (
+        (["a=5.0"], "'5.0' is not an integer: an error there, and no match (NumberFormatException)"),
+        ([], "a is missing; that is UNKNOWN"),
+        (["a="], "'' is not an integer"),
+        (["a=-5"], "a is '-5'; that is FALSE"),
+    ):
+        status, lines, err = run("filter", "--explain", "a > 5", *words)
+        assert (status, err) == (0, "")
+        assert lines[0].startswith("no match: the filter is ")
+        assert said in lines[2]
+
+
+def test_what_is_shown_is_harmless(run: Run) -> None:
+    status, lines, err = run("filter", "--explain", "a = 'x'", "a=\x1b[2J\u202e")
+    assert (status, err) == (0, "")
+    assert not any("\x1b" in line or "\u202e" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--explain", "price == 5", "price=5"], "unexpected '='; expected a number"),
+        (["--explain", "a =\n b >\n c", "a=1"], "unexpected '>'; "),
+        (["--explain", "a CONTAINS 'x'", "--strict"], "the expression ended before"),
+        (["--dialect", "5.3", "--explain", "CONTAINS = 'x'"], "unexpected 'CONTAINS'"),
+        (["--explain", "(" * 100_000], "more than 2000 parentheses"),
+    ],
+)
+def test_faults_are_pointed_at(run: Run, words: list[str], said: str) -> None:
+    status, lines, err = run("filter", *words)
+    assert (status, lines) == (2, [])
+    first, shown, caret = err.splitlines()
+    assert first.startswith("librmq filter: ")
+    assert said in first
+    assert len(shown) <= 102
+    assert caret.strip() == "^"
+    assert caret.index("^") <= len(shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--explain", "a = 1", "a"], "not a property: 'a'; expected name=text"),
+        (["--explain", "a = 1", "=1"], "not a property: '=1'"),
+        (["a=1"], "properties are given with --explain EXPR"),
+        (["--dialect", "4.8"], "invalid choice"),
+    ],
+)
+def test_bad_usage(run: Run, words: list[str], said: str) -> None:
+    status, lines, err = run("filter", *words)
+    assert (status, lines) == (2, [])
+    assert said in err
+
+
+def test_cases_are_explained_one_by_one(run: Run) -> None:
+    given = '{"expr": "a = 1", "props": {"a": "1"}}\n{"expr": "a IS NULL"}\n{"expr": "a ="}\n'
+    status, lines, err = run("filter", "--explain", given=given)
+    assert status == 2
+    assert [line for line in lines if line.startswith("match")] == ["match: the filter is TRUE"] * 2
+    assert err.startswith("librmq filter: line 3: the expression ends here")
+
+
+def test_strict_cases(run: Run) -> None:
+    given = '{"expr": "a = 1 b", "props": {"a": "1"}}\n{"expr": "a = 1", "props": {"a": "1"}}\n'
+    status, lines, _ = run("filter", "--strict", given=given)
+    assert status == 0
+    assert [json.loads(line)["result"] for line in lines] == ["PARSE_ERROR", True]
+    status, lines, _ = run("filter", given=given)
+    assert [json.loads(line)["match"] for line in lines] == [True, True]
+
+
+def test_no_input_is_no_output(run: Run) -> None:
+    for words in (["filter"], ["filter", "--explain"], ["bloom"]):
+        assert run(*words) == (0, [], "")

@@ -1,0 +1,160 @@
+"""What a clean close leaves: it saves looking, and is believed only where the store is still the one that was closed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.errors import CorruptionError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.verify import verify
+from tests.stores import ROOT, SMALL, START_MS, Contents, contents, fill, in_memory, opened, served
+
+CLOSED = "librmq/closed.json"
+
+
+def closed(count: int = 200, seed: int = 5) -> Contents:
+    """The contents of a store that librmq closed, all of it."""
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        fill(store, clock, random.Random(seed), count)
+    return contents(files)
+
+
+class Mapped(MemoryFiles):
+    """Counts which files are mapped."""
+
+    def __init__(self, found: Contents) -> None:
+        super().__init__()
+        self.__dict__.update(in_memory(found).__dict__)
+        self.paths: list[str] = []
+
+    def open(self, path: str, **how: bool):  # type: ignore[no-untyped-def]
+        self.paths.append(path.removeprefix(f"{ROOT}/"))
+        return super().open(path, **how)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("count", [50, 800])
+def test_opening_maps_a_fixed_number_of_files(count: int, read_only: bool) -> None:
+    files = Mapped(closed(count))
+    store = opened(files, read_only=read_only)
+    log = {path for path in files.paths if path.startswith("commitlog/")}
+    assert len(log) <= 2
+    assert not [path for path in files.paths if path.startswith("consumequeue")]
+    assert len(served(store)) == count
+    store.close()
+
+
+def test_opening_and_closing_again_leaves_the_same() -> None:
+    before = closed()
+    files = in_memory(before)
+    opened(files).close()
+    assert contents(files) == before
+
+
+def test_it_is_the_same_with_and_without() -> None:
+    found = closed()
+    with_it, without = in_memory(found), in_memory({name: data for name, data in found.items() if name != CLOSED})
+    clock = ManualClock(START_MS + 1000)
+    for files in (with_it, without):
+        with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+            fill(store, clock, random.Random(9), 30)
+            clock = ManualClock(START_MS + 1000)
+        assert verify(ROOT, SMALL, files).sound
+    assert contents(with_it) == contents(without)
+
+
+def spoil(files: MemoryFiles, path: str, at: int = 0) -> None:
+    buffer = files.open(f"{ROOT}/{path}", writable=True).buffer
+    buffer[at : at + 1] = bytes((buffer[at] ^ 1,))
+
+
+def write_on(files: MemoryFiles) -> None:
+    """Somebody who knows nothing of the file goes on with the store and closes it."""
+    kept = files.read(f"{ROOT}/{CLOSED}")
+    clock = ManualClock(START_MS + 5000)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        fill(store, clock, random.Random(2), 20)
+    files.write(f"{ROOT}/{CLOSED}", kept)
+
+
+def cut_off(files: MemoryFiles) -> None:
+    """The last record goes, as a recovery elsewhere may have decided."""
+    state = json.loads(files.read(f"{ROOT}/{CLOSED}"))
+    start = state["last_record"] - state["last_record"] % SMALL.commitlog_file_size
+    buffer = files.open(f"{ROOT}/commitlog/{start:020d}", writable=True).buffer
+    at = state["last_record"] - start
+    buffer[at:] = bytes(len(buffer) - at)
+
+
+def lose_index(files: MemoryFiles) -> None:
+    files.delete(f"{ROOT}/index")
+
+
+def lose_queue(files: MemoryFiles) -> None:
+    files.delete(f"{ROOT}/consumequeue/TopicA/0")
+
+
+def lose_oldest(files: MemoryFiles) -> None:
+    files.delete(f"{ROOT}/commitlog/{0:020d}")
+
+
+@pytest.mark.parametrize("change", [write_on, cut_off, lose_index, lose_oldest])
+def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]) -> None:
+    files = in_memory(closed())
+    change(files)
+    unknown = in_memory({name: data for name, data in contents(files).items() if name != CLOSED})
+    with opened(files) as store, opened(unknown) as other:
+        assert (store.log.begin, store.log.end) == (other.log.begin, other.log.end)
+        ends = {name: queue.max_offset for name, queue in store.queues.items()}
+        assert ends == {name: queue.max_offset for name, queue in other.queues.items()}
+        assert served(store) == served(other)
+    assert contents(files) == contents(unknown)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[]", b"null", b'{"version":2}', b'{"version":1}', b"\xff", b"[" * 100_000,
+     b'{"version":1,"log_begin":true,"log_end":0,"last_record":null,"last_record_crc32":0,"index_files":0,'
+     b'"index_end":0,"queues":[]}'],
+)  # fmt: skip
+def test_rubbish_is_passed_over(text: bytes) -> None:
+    files = in_memory({**closed(), CLOSED: text})
+    with opened(files) as store:
+        assert len(served(store)) == 200
+    assert json.loads(files.read(f"{ROOT}/{CLOSED}"))["version"] == 1
+
+
+def test_a_queue_that_is_not_as_it_was_closed_is_refused_when_it_is_asked_for() -> None:
+    files = in_memory(closed())
+    folder = f"{ROOT}/consumequeue/TopicA/0"
+    last = [entry.name for entry in files.list(folder)][-1]
+    files.delete(f"{folder}/{last}")
+    with opened(files) as store, pytest.raises(CorruptionError, match="run librmq recover"):
+        store.read("TopicA", 0, 0)
+    with opened(files, thorough=True) as store:
+        assert len(served(store)) == 200
+
+
+def test_a_queue_that_is_gone_is_made_again() -> None:
+    files = in_memory(closed())
+    lose_queue(files)
+    with opened(files) as store:
+        assert len(served(store)) == 200
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_after_a_kill_it_is_not_looked_at() -> None:
+    files = in_memory(closed())
+    store = opened(files)
+    store.append(Message("TopicA", b"more"))
+    died = in_memory(contents(files))
+    with opened(died) as again:
+        assert len(served(again)) == 201

@@ -1,0 +1,290 @@
+"""Group commit: who flushes, for whom, and what is never acknowledged. Flushes wait for events, nothing for time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
+from librmq.flushing import Acknowledgement, GroupCommit
+
+
+def no_space() -> StoreIOError:
+    return StoreIOError("flush", "/store/commitlog/0", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+class Device:
+    """A log that grows and whose flushes can be held up. ``flushes`` lists up to where each of them went."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.flushes: list[int] = []
+        self.error: BaseException | None = None
+        self.held = False
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+        self.failures = 0
+        self.commit = GroupCommit(self.flush, 0, self.on_failure)
+
+    def flush(self) -> int:
+        end = self.end
+        if self.held:
+            self.begun.release()
+            self.go_on.acquire()
+        if self.error is not None:
+            raise self.error
+        self.flushes.append(end)
+        return end
+
+    def on_failure(self) -> None:
+        self.failures += 1
+
+    def append(self, size: int = 100) -> int:
+        self.end += size
+        return self.end
+
+
+class Waiters:
+    """Threads that wait for a place of the log, and what became of them."""
+
+    def __init__(self, commit: GroupCommit) -> None:
+        self._commit = commit
+        self._threads: list[threading.Thread] = []
+        self.outcomes: dict[int, object] = {}
+
+    def start(self, physical_offset: int) -> None:
+        number = len(self._threads)
+
+        def run() -> None:
+            try:
+                self._commit.reach(physical_offset)
+                self.outcomes[number] = self._commit.flushed
+            except Exception as error:
+                self.outcomes[number] = error
+
+        thread = threading.Thread(target=run)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> list[object]:
+        for thread in self._threads:
+            thread.join()
+        return [self.outcomes[number] for number in range(len(self._threads))]
+
+
+class CountedCondition(threading.Condition):
+    """Tells how many have come to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waiting.release()  # the lock is held: nobody notifies before the wait has begun
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@contextmanager
+def held(device: Device) -> Iterator[tuple[Waiters, CountedCondition]]:
+    """The first flush has begun, for 100 bytes, and is held up."""
+    turn = CountedCondition()
+    device.commit._turn = turn
+    device.held = True
+    waiters = Waiters(device.commit)
+    waiters.start(device.append())
+    device.begun.acquire()
+    yield waiters, turn
+
+
+def test_one_flush_for_all_that_was_appended(device: Device) -> None:
+    places = [device.append() for _ in range(10)]
+    for place in places:
+        device.commit.reach(place)
+    assert device.flushes == [1000]
+    assert device.commit.flushed == 1000
+
+
+def test_what_is_flushed_is_not_flushed_again(device: Device) -> None:
+    device.commit.reach(0)
+    assert device.flushes == []
+    device.commit.reach(device.append())
+    device.commit.reach(50)
+    assert device.flushes == [100]
+
+
+def test_those_whom_a_flush_came_too_early_for_share_the_next(device: Device) -> None:
+    with held(device) as (waiters, turn):
+        for _ in range(20):
+            waiters.start(device.append())
+        for _ in range(20):
+            turn.waiting.acquire()
+        assert device.flushes == []
+        device.go_on.release()  # the first flush ends: one of the twenty leads the second
+        device.begun.acquire()
+        assert device.commit.flushed == 100
+        device.go_on.release()
+    outcomes = waiters.join()
+    assert device.flushes == [100, 2100]
+    assert outcomes[0] in (100, 2100)
+    assert outcomes[1:] == [2100] * 20
+
+
+def test_nobody_returns_before_the_flush_that_covers_him(device: Device) -> None:
+    with held(device) as (waiters, turn):
+        waiters.start(device.append())
+        turn.waiting.acquire()
+        assert waiters.outcomes == {}
+        device.go_on.release()
+        device.begun.acquire()
+        assert 1 not in waiters.outcomes
+        device.go_on.release()
+    waiters.join()
+
+
+def test_a_failed_flush_fails_all_who_wait_and_all_who_come(device: Device) -> None:
+    with held(device) as (waiters, turn):
+        for _ in range(5):
+            waiters.start(device.append())
+        for _ in range(5):
+            turn.waiting.acquire()
+        device.error = no_space()
+        device.go_on.release()
+    for outcome in waiters.join():
+        assert isinstance(outcome, FlushFailedError)
+        assert outcome.cause is device.error
+        assert "No space left" in str(outcome)
+        assert "commitlog" in str(outcome)
+    assert device.flushes == []
+    assert device.failures == 1
+    device.error = None
+    device.held = False
+    for place in (1, 600, device.append()):
+        with pytest.raises(FlushFailedError):
+            device.commit.reach(place)
+    assert device.flushes == [], "flushed again: the kernel may call it good"
+    assert device.failures == 1
+
+
+def test_what_was_flushed_before_a_failure_stays_acknowledged(device: Device) -> None:
+    device.commit.reach(device.append())
+    device.error = no_space()
+    with pytest.raises(FlushFailedError):
+        device.commit.reach(device.append())
+    device.commit.reach(100)
+    with pytest.raises(FlushFailedError):
+        device.commit.check()
+
+
+def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
+    device.error = no_space()
+    with pytest.raises(FlushFailedError) as raised:
+        device.commit.reach(device.append())
+    assert raised.value.__cause__ is device.error
+    assert device.commit.failure is device.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
+def test_a_leader_who_is_interrupted_leaves_the_lead_to_another(device: Device, error: BaseException) -> None:
+    device.error = error
+    place = device.append()
+    with pytest.raises(type(error)):
+        device.commit.reach(place)
+    assert device.commit.flushed == 0
+    device.error = None
+    device.commit.reach(place)
+    assert device.flushes == [100]
+
+
+def test_the_watermark_never_goes_back(device: Device) -> None:
+    commit = GroupCommit(lambda: 50, 100, device.on_failure)
+    commit.reach(120)
+    assert commit.flushed == 100
+
+
+# ------------------------------------------------------------------------------------------------------ pipelined
+
+
+def test_an_acknowledgement_completes_with_the_watermark(device: Device) -> None:
+    acknowledgements = [Acknowledgement(number, device.commit, device.append()) for number in range(5)]
+    assert not any(one.done for one in acknowledgements)
+    assert acknowledgements[2].result == 2
+    device.end = 300  # a flush that began when the log was so long
+    device.commit.reach(300)
+    device.end = 500
+    assert [one.done for one in acknowledgements] == [True, True, True, False, False]
+    assert [one.wait() for one in acknowledgements] == [0, 1, 2, 3, 4]
+    assert device.flushes == [300, 500]
+
+
+def test_acknowledgements_come_in_the_order_of_the_appends(device: Device) -> None:
+    acknowledgements = [Acknowledgement(number, device.commit, device.append()) for number in range(50)]
+    for end in (0, 100, 150, 2000, 4999, 5000):
+        device.end = end
+        if end:
+            device.commit.reach(end)
+        done = [one.done for one in acknowledgements]
+        assert done == sorted(done, reverse=True)
+        assert done.count(True) == device.commit.flushed // 100
+
+
+def test_an_acknowledgement_is_not_given_after_a_failure(device: Device) -> None:
+    first = Acknowledgement("first", device.commit, device.append())
+    assert first.wait() == "first"
+    device.error = no_space()
+    later = [Acknowledgement(number, device.commit, device.append()) for number in range(3)]
+    for one in later:
+        with pytest.raises(FlushFailedError):
+            one.wait()
+        assert not one.done
+    assert first.done
+    assert first.wait() == "first"
+
+
+# ------------------------------------------------------------------------------------------------------- letting go
+
+
+def test_nothing_is_acknowledged_once_the_log_is_let_go(device: Device) -> None:
+    device.commit.reach(device.append())
+    late = Acknowledgement("late", device.commit, device.append())
+    device.commit.stop("the log was let go")
+    device.commit.reach(100)
+    with pytest.raises(StoreClosedError, match="the log was let go"):
+        late.wait()
+    assert device.flushes == [100]
+
+
+def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
+    with held(device) as (waiters, turn):
+        stopped = threading.Thread(target=device.commit.stop, args=("let go",))
+        stopped.start()
+        turn.waiting.acquire()
+        assert stopped.is_alive()
+        device.go_on.release()
+        stopped.join()
+    assert waiters.join() == [100], "what was flushed is flushed"
+
+
+@pytest.mark.parametrize("let_go", [GroupCommit.stop, GroupCommit.forget])
+def test_those_who_wait_when_the_log_is_let_go_are_told(
+    device: Device, let_go: Callable[[GroupCommit, str], Any]
+) -> None:
+    with held(device) as (waiters, turn):
+        waiters.start(device.append())
+        turn.waiting.acquire()
+        device.commit._stopped = "let go"
+        device.go_on.release()
+    first, second = waiters.join()
+    assert first == 100
+    assert isinstance(second, StoreClosedError)
+    let_go(device.commit, "again")

@@ -1,0 +1,579 @@
+"""What a store does by time: a pure step under a clock that is moved by hand, and the thread that calls it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from librmq.clock import ManualClock, SystemClock
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
+from librmq.files import File, MemoryFiles
+from librmq.flushing import GroupCommit
+from librmq.housekeeping import Background, Housekeeping
+
+NOW = 1_700_000_000_000
+PAGE = 4096
+ENOUGH = 4 * PAGE
+MANY = 400
+CONFIG = StoreConfig()
+
+
+class TouchedFiles(MemoryFiles):
+    """Files in memory that remember what was made ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.touched: list[tuple[str, int, int]] = []
+
+    def touch(self, file: File, begin: int, end: int) -> None:
+        self.touched.append((file.path, begin, end))
+
+
+def io_error(call: str) -> StoreIOError:
+    return StoreIOError(call, "/log/0", OSError(errno.EIO, os.strerror(errno.EIO)))
+
+
+@dataclass
+class Subject:
+    """Housekeeping over a log in memory; times are seconds since the store was opened."""
+
+    config: StoreConfig = CONFIG
+    entries: int = 0
+    flushes: list[tuple[float, int]] = field(default_factory=list)
+    """When and up to where the log was flushed."""
+    derived: list[float] = field(default_factory=list)
+    """When what is derived was flushed."""
+    expired: list[float] = field(default_factory=list)
+    expire_next: int | None = None
+    flush_error: StoreIOError | None = None
+    derived_error: StoreError | None = None
+    expire_error: StoreError | None = None
+    wakes: int = 0
+    appended_during_flush: int = 0
+    appended_during_expire: int = 0
+
+    def __post_init__(self) -> None:
+        self.files = TouchedFiles()
+        self.files.make_folder("/log")
+        self.log = CommitLog.open("/log", self.config.commitlog_file_size, files=self.files)
+        self.clock = ManualClock(NOW)
+        self.commit = GroupCommit(self._flush, 0, lambda: None)
+        self.step = Housekeeping(
+            self.config, self.log, self.commit, self._flush_derived, lambda: self.entries, self._expire, NOW
+        )
+
+    @property
+    def at(self) -> float:
+        return (self.clock.now_ms() - NOW) / 1000
+
+    def _flush(self) -> int:
+        end = self.log.end
+        if self.appended_during_flush:
+            self.append(self.appended_during_flush)
+            self.appended_during_flush = 0
+        if self.flush_error:
+            raise self.flush_error
+        self.flushes.append((self.at, end))
+        return end
+
+    def _flush_derived(self) -> None:
+        if self.derived_error:
+            raise self.derived_error
+        self.entries = 0
+        self.commit.reach(self.log.end)
+        self.derived.append(self.at)
+
+    def _expire(self, now_ms: int) -> int | None:
+        self.expired.append(self.at)
+        if self.appended_during_expire:
+            self.append(self.appended_during_expire)
+            self.appended_during_expire = 0
+        if self.expire_error:
+            raise self.expire_error
+        return None if self.expire_next is None else now_ms + self.expire_next
+
+    def append(self, size: int, entries: int = 1) -> bool:
+        """Append so many bytes; whether whoever calls the step is to be woken."""
+        self.log.claim(size)
+        self.log.append(b"x" * size)
+        self.entries += entries
+        woken = self.log.end >= self.step.alarm
+        self.wakes += woken
+        return woken
+
+    def run(self) -> float | None:
+        """One step now; when the next is due."""
+        due = self.step.run_due(self.clock.now_ms())
+        return None if due is None else (due - NOW) / 1000
+
+    def run_until(self, seconds: float) -> None:
+        """Run whatever is due, as a thread does that nobody wakes."""
+        for _ in range(10_000):
+            due = self.run()
+            if due is None or due > seconds:
+                self.clock.move_to(NOW + round(1000 * seconds))
+                return
+            self.clock.move_to(max(self.clock.now_ms(), NOW + round(1000 * due)))
+        raise AssertionError("it does not come to rest")
+
+
+@pytest.fixture
+def subject() -> Subject:
+    return Subject()
+
+
+# ------------------------------------------------------------------------------------------------------------- idle
+
+
+def test_an_idle_store_has_nothing_due(subject: Subject) -> None:
+    assert subject.run() is None
+    assert (subject.flushes, subject.derived) == ([], [])
+    assert subject.files.list("/log") == [], "a file was made for nothing"
+
+
+def test_a_store_that_came_to_rest_has_nothing_due(subject: Subject) -> None:
+    subject.append(100)
+    subject.run_until(1000)
+    assert subject.run() is None
+    flushes = list(subject.flushes)
+    subject.clock.advance(days=400)
+    assert subject.run() is None
+    assert subject.flushes == flushes
+
+
+def test_the_first_append_to_an_idle_store_wakes_and_the_next_does_not(subject: Subject) -> None:
+    assert subject.append(100)
+    subject.run()
+    assert not subject.append(100)
+    assert not subject.append(100)
+    subject.run_until(100)
+    assert subject.append(100)
+
+
+# -------------------------------------------------------------------------------------------------- flushing the log
+
+
+def test_four_pages_are_flushed_after_half_a_second(subject: Subject) -> None:
+    subject.append(ENOUGH)
+    assert subject.run() == 0.5
+    assert subject.flushes == []
+    subject.clock.advance(ms=499)
+    assert subject.run() == 0.5
+    subject.clock.advance(ms=1)
+    subject.run()
+    assert subject.flushes == [(0.5, ENOUGH)]
+
+
+def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
+    subject.append(ENOUGH - 1)
+    assert subject.run() == 10
+    subject.clock.advance(ms=9_999)
+    assert subject.run() == 10
+    assert subject.flushes == []
+    subject.clock.advance(ms=1)
+    subject.run()
+    assert subject.flushes == [(10, ENOUGH - 1)]
+
+
+@pytest.mark.parametrize("last", [1, 100, 1 << 20])
+def test_the_append_that_makes_it_enough_wakes_and_brings_the_flush_forward(subject: Subject, last: int) -> None:
+    subject.append(100)
+    assert subject.run() == 10
+    subject.append(ENOUGH - 100 - 1)
+    subject.clock.advance(seconds=2)
+    assert subject.wakes == 1
+    assert subject.append(last)
+    subject.run()
+    assert subject.flushes == [(2, ENOUGH - 1 + last)]
+
+
+def test_under_load_the_log_is_flushed_every_half_second(subject: Subject) -> None:
+    for _ in range(100):
+        if subject.append(ENOUGH):
+            subject.run()
+        subject.run_until(subject.at + 0.1)
+    assert [at for at, _ in subject.flushes] == [number / 2 for number in range(1, 21)]
+    assert subject.wakes <= 20, "one a flush, not one an append"
+
+
+def test_what_is_appended_during_a_flush_is_flushed_by_another(subject: Subject) -> None:
+    subject.append(ENOUGH)
+    subject.appended_during_flush = 100
+    subject.run_until(30)
+    assert subject.flushes[0] == (0.5, ENOUGH)
+    assert subject.flushes[-1][1] == ENOUGH + 100
+    assert subject.commit.flushed == subject.log.end
+
+
+def test_what_is_appended_while_retention_works_is_not_forgotten(subject: Subject) -> None:
+    subject.appended_during_expire = 100  # its append looked at the alarm while it was off
+    due = subject.run()
+    assert subject.wakes == 0
+    assert due == subject.at
+    subject.run_until(30)
+    assert subject.commit.flushed == subject.log.end
+
+
+def test_intervals_are_settings() -> None:
+    config = StoreConfig(flush_interval_s=2, flush_least_bytes=10, flush_thorough_interval_s=3)
+    subject = Subject(config)
+    subject.append(9)
+    assert subject.run() == 3
+    assert subject.append(1)
+    assert subject.run() == 2
+
+
+def test_a_clock_that_is_set_back_holds_up_no_flush(subject: Subject) -> None:
+    subject.append(ENOUGH)
+    subject.run_until(1)
+    subject.append(ENOUGH)
+    hour = 3_600_000
+    due = subject.step.run_due(subject.clock.now_ms() - hour)
+    assert due is not None
+    assert due <= subject.clock.now_ms() - hour + 500
+    subject.step.run_due(due)
+    assert subject.commit.flushed == subject.log.end
+
+
+def test_in_sync_what_nobody_waits_for_is_flushed_at_once() -> None:
+    subject = Subject(StoreConfig(durability="sync"))
+    subject.run()
+    assert subject.append(100)
+    subject.run()
+    assert subject.flushes == [(0, 100)]
+    subject.appended_during_flush = 50
+    assert subject.append(100)
+    assert subject.run() == 0
+    subject.run()
+    assert subject.flushes == [(0, 100), (0, 200), (0, 250)]
+
+
+def test_after_a_failed_flush_nothing_is_due(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    subject.append(ENOUGH, MANY)
+    subject.run()
+    subject.flush_error = io_error("flush")
+    subject.clock.advance(seconds=5)
+    assert subject.run() is None
+    assert subject.run() is None
+    assert subject.derived == []
+    with pytest.raises(FlushFailedError):
+        subject.commit.check()
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+# --------------------------------------------------------------------------------------------------- what is derived
+
+
+def test_two_pages_of_entries_are_flushed_after_a_second(subject: Subject) -> None:
+    subject.append(100, MANY)
+    assert subject.run() == 1
+    subject.clock.advance(ms=999)
+    subject.run()
+    assert subject.derived == []
+    subject.clock.advance(ms=1)
+    subject.run()
+    assert subject.derived == [1]
+    assert subject.commit.flushed == 100, "the log is flushed before"
+
+
+def test_fewer_are_flushed_after_a_minute(subject: Subject) -> None:
+    subject.append(100, MANY - 1)
+    subject.run_until(59.999)
+    assert subject.derived == []
+    subject.run_until(60)
+    subject.run()
+    assert subject.derived == [60]
+
+
+def test_an_entry_that_comes_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> None:
+    subject.commit.flushed = 100
+    subject.append(100, 0)  # its entry is counted a little later
+    counts = iter([0, 1, 1])
+    step = Housekeeping(
+        CONFIG,
+        subject.log,
+        subject.commit,
+        subject._flush_derived,
+        lambda: next(counts),
+        lambda _: None,
+        NOW,
+    )
+    assert step.run_due(NOW) == NOW
+    assert step.run_due(NOW) == NOW + 60_000
+
+
+@pytest.mark.parametrize("error", [io_error("flush"), CorruptionError("/index/1", 0, "size", "wrong")])
+def test_a_failure_to_flush_what_is_derived_is_told_and_tried_again(
+    subject: Subject, caplog: pytest.LogCaptureFixture, error: StoreError
+) -> None:
+    subject.append(100, MANY)
+    subject.derived_error = error
+    subject.run_until(1)
+    assert str(error) in caplog.text
+    assert subject.run() == 2
+    subject.derived_error = None
+    subject.run_until(2)
+    subject.run()
+    assert subject.derived == [2]
+
+
+# ---------------------------------------------------------------------------------------------------------- retention
+
+
+def test_retention_is_asked_at_the_start_and_when_it_wishes(subject: Subject) -> None:
+    subject.expire_next = 3_000
+    assert subject.run() == 3
+    subject.clock.advance(ms=2_999)
+    assert subject.run() == 3
+    assert subject.expired == [0]
+    subject.clock.advance(ms=1)
+    assert subject.run() == 6
+    assert subject.expired == [0, 3]
+
+
+def test_a_failure_of_retention_is_told_and_tried_again(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    subject.expire_error = io_error("delete")
+    subject.append(ENOUGH)
+    assert subject.run() == 0.5
+    assert "delete" in caplog.text
+    subject.run_until(5)
+    assert subject.commit.flushed == ENOUGH, "flushing goes on"
+    subject.expire_error = None
+    subject.run_until(10)
+    subject.run()
+    assert subject.expired == [0, 10]
+
+
+# ------------------------------------------------------------------------------------------------------- making ready
+
+
+def test_pages_are_ready_ahead_of_the_producer(subject: Subject) -> None:
+    subject.append(100)
+    subject.run()
+    covered = 100
+    for _, begin, end in subject.files.touched:
+        assert begin <= covered, "a gap"
+        assert end - begin <= 128 << 10, "too much at a time"
+        covered = max(covered, end)
+    assert covered == 100 + (4 << 20)
+
+
+def test_pages_are_made_ready_once(subject: Subject) -> None:
+    for _ in range(50):
+        if subject.append(64 << 10):
+            subject.run()
+    touched = sum(end - begin for _, begin, end in subject.files.touched)
+    assert touched <= subject.log.end + (4 << 20)
+
+
+def test_the_producer_wakes_before_he_reaches_what_is_not_ready(subject: Subject) -> None:
+    subject.append(100)
+    subject.run()
+    while not subject.append(64 << 10):
+        pass
+    assert subject.log.end < 100 + (4 << 20), "he is beyond it already"
+
+
+def test_the_next_file_is_made_ahead() -> None:
+    subject = Subject(StoreConfig(commitlog_file_size=64 << 10, max_message_size=1 << 10))
+    subject.append(1000)
+    subject.run()
+    assert len(subject.log.sequence.starts) == 3, "two ahead"
+    subject.append(63_000)
+    assert len(subject.log.sequence.starts) == 3
+    assert subject.log.end < 65_536
+    subject.append(2_000)
+    assert 65_536 < subject.log.end < 2 * 65_536
+    assert len(subject.log.sequence.starts) == 3
+
+
+def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    def full(file: File, begin: int, end: int) -> None:
+        raise io_error("allocate")
+
+    subject.append(ENOUGH)
+    subject.files.reserve = full  # type: ignore[method-assign]
+    subject.run_until(1)
+    assert "no room" in caplog.text
+    assert subject.commit.flushed == ENOUGH
+
+
+def test_any_order_of_appends_and_time_flushes_everything_in_time() -> None:
+    """Whoever appends, calls the step when told, and lets time pass, finds nothing older than 10 s unflushed."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        subject = Subject(StoreConfig(commitlog_file_size=1 << 20, max_message_size=1 << 12))
+        due: float | None = subject.run()
+        appended: list[tuple[float, int]] = []
+        for _ in range(200):
+            if rng.random() < 0.5:
+                woken = subject.append(rng.choice([1, 100, 5_000, 100_000]), rng.choice([0, 1, 500]))
+                appended.append((subject.at, subject.log.end))
+                if woken:
+                    due = subject.run()
+            else:
+                until = subject.at + rng.choice([0.001, 0.2, 1, 30])
+                while due is not None and due <= until:
+                    subject.clock.move_to(max(subject.clock.now_ms(), NOW + round(1000 * due)))
+                    due = subject.run()
+                subject.clock.move_to(max(subject.clock.now_ms(), NOW + round(1000 * until)))
+            for at, end in appended:
+                assert end <= subject.commit.flushed or subject.at - at <= 10, (seed, at, subject.at)
+            appended = [(at, end) for at, end in appended if end > subject.commit.flushed]
+
+
+# ---------------------------------------------------------------------------------------------------------- the thread
+
+
+class Calls:
+    """A step that says when it runs."""
+
+    def __init__(self, due: int | None = None) -> None:
+        self.due = due
+        self.ran = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def __call__(self, now_ms: int) -> int | None:
+        self.ran.release()
+        return self.due
+
+
+class WaitingClock(SystemClock):
+    """Tells what is waited for, and waits until woken."""
+
+    def __init__(self) -> None:
+        self.waits: list[float | None] = []
+        self.waiting = threading.Semaphore(0)
+
+    def now_ms(self) -> int:
+        return NOW
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        self.waits.append(seconds)
+        self.waiting.release()
+        return event.wait() if seconds != 0 else event.is_set()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("housekeeping-test")]
+
+
+@pytest.fixture
+def clock() -> Iterator[WaitingClock]:
+    yield WaitingClock()
+    assert threads() == [], "a thread is left"
+
+
+def test_a_thread_runs_the_step_when_woken_and_no_more_once_stopped(clock: WaitingClock) -> None:
+    step = Calls()
+    background = Background(step, clock, "housekeeping-test")
+    step.ran.acquire()
+    clock.waiting.acquire()
+    for _ in range(3):
+        background.wake()
+        step.ran.acquire()
+        clock.waiting.acquire()
+    background.stop()
+    assert threads() == []
+    background.wake()
+    background.stop()
+    assert not step.ran.acquire(blocking=False)
+    assert clock.waits == [None] * 4, "nothing is due: only a wake ends the wait"
+
+
+@pytest.mark.parametrize(("due", "seconds"), [(NOW + 500, 0.5), (NOW - 5, 0), (NOW, 0)])
+def test_a_thread_waits_until_the_step_is_due(clock: WaitingClock, due: int, seconds: float) -> None:
+    background = Background(Calls(due), clock, "housekeeping-test")
+    clock.waiting.acquire()
+    background.stop()
+    assert clock.waits[0] == seconds
+
+
+def test_a_wake_during_the_step_is_not_lost(clock: WaitingClock) -> None:
+    ran, background = threading.Semaphore(0), None
+    made = threading.Event()
+
+    def step(now_ms: int) -> None:
+        made.wait()
+        assert background is not None
+        if not ran._value:  # the first time
+            background.wake()
+        ran.release()
+
+    background = Background(step, clock, "housekeeping-test")
+    made.set()
+    clock.waiting.acquire()
+    clock.waiting.acquire()  # it ran a second time
+    background.stop()
+    assert ran._value == 2
+
+
+def test_a_stop_just_before_the_signal_is_cleared_is_seen(clock: WaitingClock) -> None:
+    background = Background(Calls(), clock, "housekeeping-test")
+    clock.waiting.acquire()
+
+    class Slow(threading.Event):
+        def clear(self) -> None:
+            background._stopping = True  # as `stop` does, between the end of a wait and this
+            self.set()
+            super().clear()
+
+    old, background._event = background._event, Slow()
+    old.set()
+    background._thread.join()
+    assert threads() == []
+
+
+def test_stopping_waits_for_the_step_that_runs(clock: WaitingClock) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    ended = []
+
+    def step(now_ms: int) -> None:
+        inside.set()
+        go_on.wait()
+        ended.append(True)
+
+    background = Background(step, clock, "housekeeping-test")
+    inside.wait()
+    stopper = threading.Thread(target=background.stop)
+    stopper.start()
+    assert stopper.is_alive()
+    go_on.set()
+    stopper.join()
+    assert ended == [True]
+
+
+def test_a_step_may_stop_its_own_thread(clock: WaitingClock) -> None:
+    made = threading.Event()
+
+    def step(now_ms: int) -> None:
+        made.wait()
+        background.stop()
+
+    background = Background(step, clock, "housekeeping-test")
+    made.set()
+    background._thread.join()
+
+
+def test_a_thread_keeps_no_process_alive(clock: WaitingClock) -> None:
+    background = Background(Calls(), clock, "housekeeping-test")
+    assert background._thread.daemon
+    background.stop()
+
+
+def test_the_alarm_costs_a_comparison(subject: Subject) -> None:
+    """An append compares integers; nothing is called unless something is due."""
+    subject.append(ENOUGH)
+    subject.run()
+    assert isinstance(subject.step.alarm, int)
+    assert subject.step.alarm < sys.maxsize

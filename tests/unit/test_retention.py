@@ -1,0 +1,889 @@
+"""What retention deletes and when, what stays, and what a crash in the middle of it leaves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.commitlog import LogItem
+from librmq.config import MIB, StoreConfig
+from librmq.errors import ConfigError, DiskFullError, StoreIOError
+from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.message import Message
+from librmq.reading import GetStatus
+from librmq.retention import Retention
+from librmq.store import MessageStore
+from librmq.testing import FailingFiles, RecordingFiles
+from librmq.testing.files import Event
+from librmq.verify import verify
+from tests.stores import ROOT, SMALL, SMALL_EXT, contents, died, opened, served
+
+HOUR = 3_600_000
+DAY = 24 * HOUR
+MIDNIGHT = 1_700_006_400_000  # 2023-11-15 00:00 UTC
+FILE = SMALL.commitlog_file_size
+BODY = bytes(900)  # four records fill a file of the log
+configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+
+
+def with_settings(config: StoreConfig = SMALL, **changes: Any) -> StoreConfig:
+    return StoreConfig(**{**{name: getattr(config, name) for name in config.__slots__}, **changes})
+
+
+class Kept:
+    """A store whose files of the log are filled at given times, four records a file."""
+
+    def __init__(
+        self,
+        times: Sequence[int],
+        config: StoreConfig = SMALL,
+        files: Files | None = None,
+        zone: tzinfo = UTC,
+        path: str = ROOT,
+        **more: Any,
+    ) -> None:
+        self.files = files or MemoryFiles()
+        self.clock = ManualClock(times[0])
+        self.store = MessageStore.open(path, config, files=self.files, clock=self.clock)
+        self.append(times)
+        self.retention = Retention(
+            self.store.log, self.store.queues.values, self.store.index, config, self.files, path, timezone=zone, **more
+        )
+
+    def append(self, times: Iterable[int], topics: str = "AB") -> None:
+        for number, at in enumerate(times):
+            self.clock.move_to(at)
+            self.store.append(Message(topics[number % len(topics)], BODY, keys=f"k{number}"))
+        self.store.flush()
+
+    def run(self, now_ms: int) -> int | None:
+        self.clock.move_to(max(now_ms, self.clock.now_ms()))
+        return self.retention.run_due(now_ms)
+
+    @property
+    def log_files(self) -> list[int]:
+        """The numbers of the log's files."""
+        starts = [int(entry.name) for entry in self.files.list(os.path.join(self.store.path, "commitlog"))]
+        assert starts == self.store.log.sequence.starts
+        return [start // FILE for start in starts]
+
+    @property
+    def deleted(self) -> list[int]:
+        """The numbers of the log's files that the last run deleted."""
+        return [int(os.path.basename(path)) // FILE for path in self.retention.deleted if "/commitlog/" in path]
+
+
+def by_files(*times: int) -> list[int]:
+    """Times for files of four records each, all of one at the same time."""
+    return [at for at in times for _ in range(4)]
+
+
+def ratio(kept: Kept, used: float) -> None:
+    assert isinstance(kept.files, MemoryFiles)
+    kept.files.disk_used_ratio = used
+
+
+# ------------------------------------------------------------------------------------------------------------ age
+
+
+def test_a_file_goes_when_its_last_record_is_72_hours_old() -> None:
+    at = MIDNIGHT + 4 * HOUR
+    kept = Kept(by_files(at, at + 1, at + HOUR))
+    kept.store.flush()
+    assert kept.run(at + 2 * HOUR) == at + 72 * HOUR
+    assert kept.run(at + 72 * HOUR - 1) == at + 72 * HOUR
+    assert kept.log_files == [0, 1, 2]
+    assert kept.run(at + 72 * HOUR) == at + 72 * HOUR + 1
+    assert kept.deleted == [0]
+    assert kept.run(at + 72 * HOUR + 1) is None
+    assert kept.log_files == [2]
+
+
+@pytest.mark.parametrize("idle", [0, 1, 5 * DAY])
+def test_the_last_record_counts_not_the_first_nor_the_next_file(idle: int) -> None:
+    """Nothing was stored for long on either side of it."""
+    at = MIDNIGHT + 4 * HOUR
+    last = at + 2 * DAY
+    kept = Kept([at, at, at, last, *by_files(last + idle)])
+    due = last + 3 * DAY
+    assert kept.run(at + 3 * DAY) == due  # the first record is old enough, the last is not
+    assert kept.run(due - 1) == due
+    assert kept.deleted == []
+    kept.run(due)
+    assert kept.deleted == [0]
+
+
+def test_an_old_file_behind_one_that_stays_stays() -> None:
+    """The clock was set back: files go from the oldest, never out of the middle."""
+    at = MIDNIGHT + 4 * HOUR
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(at + 50 * DAY)) as store:
+        for _ in range(4):
+            store.append(Message("A", BODY))
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(at)) as store:
+        for _ in range(8):
+            store.append(Message("A", BODY))
+        store.flush()
+        retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT, timezone=UTC)
+        assert retention.run_due(at + 10 * DAY) == at + 53 * DAY
+        assert retention.deleted == []
+
+
+@pytest.mark.parametrize("hours", [0, 1, 1000])
+def test_how_long_files_are_kept_is_a_setting(hours: int) -> None:
+    at = MIDNIGHT
+    every_hour = ";".join(map(str, range(24)))
+    config = with_settings(file_reserved_hours=hours, delete_when=every_hour)
+    kept = Kept(by_files(at, at), config)
+    if hours:
+        assert kept.run(at + hours * HOUR - 1) == at + hours * HOUR
+        assert kept.deleted == []
+    assert kept.run(at + hours * HOUR) is None
+    assert kept.deleted == [0]
+
+
+def test_file_times_are_never_looked_at(tmp_path: Path) -> None:
+    at = MIDNIGHT + 4 * HOUR
+    kept = Kept(by_files(at, at + DAY), files=DiskFiles(), path=str(tmp_path / "s"))
+    for path in (tmp_path / "s" / "commitlog").iterdir():
+        os.utime(path, (1, 1))
+    kept.retention.run_due(at + DAY)
+    assert kept.log_files == [0, 1]
+    kept.store.close()
+
+
+def test_a_file_is_walked_through_only_where_nothing_else_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = MIDNIGHT + 4 * HOUR
+    kept = Kept([*by_files(at), at, at, at, at + HOUR, *by_files(at + 2 * HOUR)], with_settings(delete_when="4;5;6"))
+    walks: list[int] = []
+    scan = kept.store.log.scan
+
+    def watched(begin: int, end: int, *, check_body: bool) -> Iterator[LogItem]:
+        walks.append(begin)
+        return scan(begin, end, check_body=check_body)
+
+    monkeypatch.setattr(kept.store.log, "scan", watched)
+    for minutes in range(0, 120, 10):
+        kept.run(at + 72 * HOUR + minutes * 60_000)
+        assert kept.log_files == ([1, 2] if minutes < 60 else [2])
+    assert walks == [FILE]
+
+
+def test_a_damaged_record_in_an_old_file_is_no_hindrance() -> None:
+    at = MIDNIGHT + 4 * HOUR
+    kept = Kept(by_files(at, at + DAY, at + DAY))
+    second = list(kept.store)[1].physical_offset
+    kept.store.log.sequence.file(0).buffer[second : second + 8] = bytes(8)
+    assert kept.run(at + 3 * DAY) == at + 4 * DAY  # when it was stored can't be known: by the next file's first
+    assert kept.run(at + 4 * DAY) is not None
+    assert kept.deleted == [0]
+
+
+def test_a_file_of_unknown_age_goes_by_size_and_by_force_only() -> None:
+    at = MIDNIGHT + 4 * HOUR
+    kept = Kept(by_files(at, at))
+    for start in (0, FILE):
+        kept.store.log.sequence.file(start).buffer[:8] = bytes(8)
+    assert kept.run(at + 1000 * DAY) is None
+    assert kept.deleted == []
+    ratio(kept, 0.9)
+    kept.run(at + 1000 * DAY)
+    assert kept.deleted == [0]
+
+
+@pytest.mark.parametrize("stored", [(1 << 63) - 1, -1, -(1 << 63), 253_402_300_800_000])
+def test_a_time_that_can_not_be_is_no_error(stored: int) -> None:
+    at = MIDNIGHT + 4 * HOUR
+    kept = Kept(by_files(at, at, at))
+    first = kept.store.log.sequence.file(0).buffer
+    first[56:64] = stored.to_bytes(8, "big", signed=True)
+    due = kept.run(at + DAY)
+    assert due is None or at + DAY < due < 253_402_300_800_000
+
+
+# ------------------------------------------------------------------------------------------------------- the hour
+
+
+def test_expired_files_wait_for_their_hour() -> None:
+    at = MIDNIGHT + 12 * HOUR
+    kept = Kept(by_files(at, at))
+    due = MIDNIGHT + 4 * DAY + 4 * HOUR
+    assert kept.run(at) == due
+    for now in (at + 3 * DAY, due - 1):
+        assert kept.run(now) == due
+        assert kept.deleted == []
+    kept.run(due)
+    assert kept.deleted == [0]
+
+
+@pytest.mark.parametrize(("minutes", "goes"), [(4 * 60 - 1, False), (4 * 60, True), (5 * 60 - 1, True), (300, False)])
+def test_the_hour_lasts_an_hour(minutes: int, goes: bool) -> None:
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT))
+    kept.run(MIDNIGHT + 5 * DAY + minutes * 60_000)
+    assert kept.deleted == ([0] if goes else [])
+
+
+def test_several_hours() -> None:
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), with_settings(delete_when="23;4;16"))
+    begin = MIDNIGHT + 5 * DAY
+    assert [kept.retention._next_hour(begin + hour * HOUR) for hour in (0, 5, 16, 17)] == [
+        begin + hour * HOUR for hour in (4, 16, 16, 23)
+    ]
+
+
+class SummerTime(tzinfo):
+    """Two hours ahead of UTC from ``begin`` to ``end``, else one."""
+
+    def __init__(self, begin: datetime, end: datetime) -> None:
+        self.begin, self.end = begin, end
+
+    def fromutc(self, moment: datetime) -> datetime:
+        summer = self.begin <= moment.replace(tzinfo=None) < self.end
+        return moment + timedelta(hours=2 if summer else 1)
+
+    def utcoffset(self, _: datetime | None) -> timedelta:
+        raise AssertionError("not needed")
+
+    dst = utcoffset
+
+    def tzname(self, _: datetime | None) -> str:
+        return "summer time"
+
+
+def utc(day: int, hour: int, minute: int = 0, *, month: int) -> int:
+    return int(datetime(2024, month, day, hour, minute, tzinfo=UTC).timestamp()) * 1000
+
+
+def hours_of(delete_when: str, zone: tzinfo) -> Callable[[int], int | None]:
+    return Kept(by_files(MIDNIGHT), with_settings(delete_when=delete_when), zone=zone).retention._next_hour
+
+
+def test_the_hour_is_local() -> None:
+    for offset in (9.0, -7.0, 5.75):
+        zone = timezone(timedelta(hours=offset))
+        due = hours_of("04", zone)(MIDNIGHT)
+        assert due is not None
+        moment = datetime.fromtimestamp(due // 1000, zone)
+        assert (moment.hour, moment.minute, moment.second, due % 1000) == (4, 0, 0, 0)
+        assert MIDNIGHT <= due < MIDNIGHT + DAY
+
+
+def test_the_hour_when_clocks_change() -> None:
+    """By the rules of Berlin in 2024: 02:00 is 03:00 on March 31, 03:00 is 02:00 on October 27."""
+    zone = SummerTime(datetime(2024, 3, 31, 1), datetime(2024, 10, 27, 1))
+    at_four, at_two = hours_of("04", zone), hours_of("02", zone)
+    assert at_four(utc(30, 4, month=3)) == utc(31, 2, month=3)
+    assert at_four(utc(31, 4, month=3)) == utc(1, 2, month=4)
+    assert at_two(utc(30, 12, month=3)) == utc(1, 0, month=4)  # that day has no such hour
+    assert at_four(utc(26, 12, month=10)) == utc(27, 3, month=10)
+    assert at_two(utc(26, 12, month=10)) == utc(27, 0, month=10)
+    assert at_two(utc(27, 1, 59, month=10)) == utc(27, 1, 59, month=10)  # and this one twice
+    assert at_two(utc(27, 2, month=10)) == utc(28, 1, month=10)
+
+
+def test_without_a_timezone_the_hour_is_the_machine_s() -> None:
+    kept = Kept(by_files(MIDNIGHT))
+    retention = Retention(kept.store.log, list, kept.store.index, SMALL, kept.files, ROOT)
+    due = retention._next_hour(MIDNIGHT)
+    assert due is not None
+    assert datetime.fromtimestamp(due // 1000).hour == 4
+
+
+def test_a_year_passes_in_the_time_of_its_events() -> None:
+    kept = Kept(by_files(*(MIDNIGHT + day * DAY for day in range(30))))
+    due, rounds, end = kept.run(MIDNIGHT + 30 * DAY), 1, MIDNIGHT + 395 * DAY
+    while due is not None and due < end:
+        assert due > kept.clock.now_ms()
+        due = kept.run(due)
+        rounds += 1
+    assert kept.log_files == [29]
+    assert due is None
+    assert rounds < 45
+
+
+# ------------------------------------------------------------------------------------------------------- the disk
+
+
+@pytest.mark.parametrize(("used", "goes"), [(0.75, False), (0.751, True)])
+def test_above_75_percent_expired_files_go_at_any_hour(used: float, goes: bool) -> None:
+    now = MIDNIGHT + 4 * DAY + 12 * HOUR
+    kept = Kept(by_files(MIDNIGHT, now - 72 * HOUR + 1, now))
+    ratio(kept, used)
+    kept.run(now)
+    assert kept.deleted == ([0] if goes else [])
+    kept.run(now)
+    assert kept.log_files == ([1, 2] if goes else [0, 1, 2])
+
+
+@pytest.mark.parametrize(("used", "goes"), [(0.85, False), (0.851, True)])
+def test_above_85_percent_the_oldest_go_though_they_have_not_expired(used: float, goes: bool) -> None:
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT, MIDNIGHT))
+    ratio(kept, used)
+    due = kept.run(MIDNIGHT)
+    assert kept.deleted == ([0] if goes else [])
+    assert due == MIDNIGHT + (100 if goes else 10_000)
+
+
+def test_no_more_goes_by_force_than_the_disk_wants() -> None:
+    kept = Kept(by_files(*[MIDNIGHT] * 5))
+    ratio(kept, 0.9)
+    kept.run(MIDNIGHT)
+    ratio(kept, 0.8)
+    kept.run(MIDNIGHT + 100)
+    assert kept.log_files == [1, 2, 3, 4]
+
+
+def test_rounds_of_ten_files() -> None:
+    kept = Kept(by_files(*[MIDNIGHT] * 25))
+    ratio(kept, 0.86)
+    now, seen = MIDNIGHT, []
+    while len(kept.log_files) > 1:
+        due = kept.run(now)
+        assert len(kept.deleted) == 1
+        assert due is not None
+        seen.append(now - MIDNIGHT)
+        now = due
+    assert seen == [10_000 * number + 100 * file for number in range(3) for file in range(10)][:24]
+    assert kept.run(now) == now + 10_000  # the disk is looked at, be there something to delete or not
+    assert kept.deleted == []
+
+
+def test_between_two_rounds_nothing_goes() -> None:
+    kept = Kept(by_files(*[MIDNIGHT] * 15))
+    ratio(kept, 0.86)
+    for number in range(10):
+        kept.run(MIDNIGHT + 100 * number)
+    assert kept.run(MIDNIGHT + 1_000) == MIDNIGHT + 10_000
+    assert kept.deleted == []
+    assert kept.run(MIDNIGHT - 60_000) == MIDNIGHT - 60_000 + 100  # the clock was set back: no round is that long
+    assert kept.deleted == [10]
+
+
+@pytest.mark.parametrize(("used", "refuses"), [(0.0, False), (0.9, False), (0.901, True), (1.0, True)])
+def test_above_90_percent_no_message_is_taken(used: float, refuses: bool) -> None:
+    kept = Kept(by_files(MIDNIGHT))
+    assert not kept.retention.refuses_writes
+    ratio(kept, used)
+    due = kept.run(MIDNIGHT)
+    assert kept.retention.refuses_writes is refuses
+    assert kept.retention.used_ratio == used
+    assert due == (MIDNIGHT + 10_000 if used else None)
+    assert kept.log_files == [0]
+    ratio(kept, 0.5)
+    kept.run(MIDNIGHT + 10_000)
+    assert not kept.retention.refuses_writes
+
+
+def test_the_refusal_says_why() -> None:
+    kept = Kept(by_files(MIDNIGHT))
+    ratio(kept, 0.934)
+    kept.run(MIDNIGHT)
+    error = kept.retention.refusal()
+    assert isinstance(error, DiskFullError)
+    assert str(error) == "/store: no message is taken: the disk is 93.4% full, more than 90%"
+
+
+def test_the_ratios_are_settings() -> None:
+    config = with_settings(disk_max_used_ratio=10, disk_force_clean_ratio=20, disk_refuse_ratio=30)
+    kept = Kept(by_files(*[MIDNIGHT] * 3), config)
+    for used, files, refuses in ((0.2, 3, False), (0.21, 2, False), (0.31, 1, True)):
+        ratio(kept, used)
+        kept.run(MIDNIGHT)
+        assert (len(kept.log_files), kept.retention.refuses_writes) == (files, refuses)
+
+
+def test_a_real_disk_is_measured(tmp_path: Path) -> None:
+    assert 0.0 < DiskFiles().used_ratio(str(tmp_path)) <= 1.0
+    with pytest.raises(StoreIOError) as caught:
+        DiskFiles().used_ratio(str(tmp_path / "none"))
+    assert caught.value.filename == str(tmp_path / "none")
+
+
+# ----------------------------------------------------------------------------------------------------------- size
+
+
+def test_more_than_the_total_size_goes_at_once() -> None:
+    now = MIDNIGHT + 12 * HOUR
+    kept = Kept(by_files(*[now] * 15), with_settings(max_total_size=3 * FILE + FILE // 2))
+    assert kept.run(now) == now + 100  # ten a step
+    assert kept.deleted == list(range(10))
+    kept.run(now + 100)
+    assert kept.log_files == [12, 13, 14]
+    assert kept.run(now + 200) == MIDNIGHT + 4 * DAY + 4 * HOUR  # by age
+    assert kept.deleted == []
+
+
+def test_the_size_does_not_wait_for_the_end_of_a_round() -> None:
+    kept = Kept(by_files(*[MIDNIGHT] * 12), with_settings(max_total_size=12 * FILE))
+    ratio(kept, 0.86)
+    for number in range(10):
+        kept.run(MIDNIGHT + 100 * number)
+    assert kept.log_files == [10, 11]
+    kept.append([MIDNIGHT + 900] * 40 * 4)
+    assert kept.run(MIDNIGHT + 1_000) == MIDNIGHT + 1_100
+    assert kept.log_files[0] == 20
+
+
+def test_the_size_counts_whole_files_and_the_newest_stays() -> None:
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), with_settings(max_total_size=2 * FILE))
+    kept.run(MIDNIGHT)
+    assert kept.log_files == [0, 1]
+    kept.append([MIDNIGHT])
+    kept.run(MIDNIGHT)
+    assert kept.log_files == [1, 2]
+    one = Kept(by_files(*[MIDNIGHT] * 3), with_settings(max_total_size=FILE))
+    assert one.run(MIDNIGHT) is None
+    assert one.log_files == [2]
+
+
+def test_the_embedding_preset_is_bounded_by_size() -> None:
+    config = StoreConfig.embedded(max_total_size=192 * MIB)
+    assert (config.max_total_size, config.file_reserved_hours) == (192 * MIB, 72)
+    assert StoreConfig.embedded().max_total_size is not None
+
+
+# ----------------------------------------------------------------------------------------------------- what stays
+
+
+def test_the_newest_file_stays_whatever_happens() -> None:
+    config = with_settings(max_total_size=FILE, delete_when="0")
+    kept = Kept(by_files(MIDNIGHT), config)
+    ratio(kept, 0.99)
+    kept.run(MIDNIGHT + 100 * DAY)
+    assert kept.retention.expire(MIDNIGHT + 100 * DAY, forced=True) == []
+    assert kept.retention.delete_before(1 << 62) == []
+    assert kept.log_files == [0]
+
+
+def test_a_file_made_ahead_does_not_make_the_one_before_it_old() -> None:
+    """Else no record were left: the file of the last record stays, though it is not the last file."""
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT))
+    kept.store.log.sequence.create(2 * FILE)
+    kept.run(MIDNIGHT + 4 * HOUR + 5 * DAY)
+    assert kept.retention.delete_before(1 << 62) == []
+    assert kept.log_files == [1, 2]
+
+
+def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
+    """As a power loss leaves it that took the first record of the next file."""
+    kept = Kept([*by_files(MIDNIGHT), MIDNIGHT])
+    kept.store.log.sequence.file(FILE).buffer[:] = bytes(FILE)
+    files = died(kept.files)  # type: ignore[arg-type]
+    with opened(files) as store:
+        assert store.log.end == FILE
+        config = with_settings(max_total_size=FILE)
+        retention = Retention(store.log, store.queues.values, store.index, config, files, ROOT)
+        assert retention.run_due(MIDNIGHT + 100 * DAY) is None
+        assert retention.deleted == []
+
+
+def test_an_empty_store() -> None:
+    kept = Kept(by_files(MIDNIGHT))
+    store = MessageStore.open("/other", SMALL, files=kept.files, clock=kept.clock)
+    retention = Retention(store.log, store.queues.values, store.index, SMALL, kept.files, "/other")
+    assert retention.run_due(MIDNIGHT) is None
+    assert retention.deleted == []
+
+
+@configs
+def test_queues_and_index_follow(config: StoreConfig) -> None:
+    kept = Kept(by_files(*[MIDNIGHT] * 30), config)
+    store = kept.store
+    before = {key: queue.max_offset for key, queue in store.queues.items()}
+    gone = kept.retention.delete_before(20 * FILE + 17)
+    assert store.log.begin == 20 * FILE
+    assert sum("/commitlog/" in path for path in gone) == 20
+    assert sum("/consumequeue/" in path for path in gone) == 2 * 5  # eight entries a file
+    assert sum("/index/" in path for path in gone) == 2
+    assert all(kept.files.size(path) is None for path in gone)
+    for (topic, queue_id), queue in store.queues.items():
+        assert (queue.min_offset, queue.max_offset) == (40, before[topic, queue_id])
+        assert store.read(topic, queue_id, 39).status is GetStatus.OFFSET_TOO_SMALL
+        assert store.read(topic, queue_id, 40).messages[0].queue_offset == 40
+    assert len(served(store)) == 40
+    assert store.find_by_key("A", "k0") == []
+    assert verify(ROOT, config, kept.files).sound
+    store.close()
+    assert verify(ROOT, config, kept.files).sound
+    assert len(served(opened(kept.files, config))) == 40
+
+
+@configs
+def test_a_queue_whose_messages_are_all_gone_keeps_its_offsets(config: StoreConfig) -> None:
+    kept = Kept(by_files(MIDNIGHT), config)
+    kept.append([MIDNIGHT] * 13, topics="G")  # one more than a queue file holds, and some
+    kept.append([MIDNIGHT] * 20, topics="A")
+    kept.retention.delete_before(1 << 62)
+    gone = kept.store.queues["G", 0]
+    assert gone.max_offset == 13
+    assert kept.store.read("G", 0, 12).messages == []
+    for leave in (MessageStore.close, MessageStore.abandon):
+        leave(kept.store)
+        files = died(kept.files)  # type: ignore[arg-type]
+        assert verify(ROOT, config, files).sound
+        with opened(files, config) as again:
+            assert again.queues["G", 0].max_offset == 13
+            assert again.append(Message("G", b"next")).queue_offset == 13
+        assert verify(ROOT, config, files).sound
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_readers_go_on_in_what_they_hold(tmp_path: Path, on_disk: bool) -> None:
+    kept = Kept(
+        by_files(*[MIDNIGHT] * 4), files=DiskFiles() if on_disk else None, path=str(tmp_path / "s") if on_disk else ROOT
+    )
+    store = kept.store
+    messages = store.read("A", 0, 0).messages
+    file = store.log.sequence.file(0)
+    walk = iter(store)
+    first = next(walk)
+    kept.retention.delete_before(1 << 62)
+    assert kept.log_files == [3]
+    assert [message.body for message in messages] == [BODY] * len(messages)
+    assert file.buffer[: len(first.raw)] == first.raw
+    places = [message.physical_offset for message in walk]
+    assert places[3:] == [message.physical_offset for message in store]  # the rest of the file, then what is there
+    assert places[:3] == sorted(places[:3])
+    assert store.message_at(0) is None
+    store.close()
+
+
+# --------------------------------------------------------------------------------------------------- the contract
+
+
+def test_manual_expiry_does_not_wait_for_the_hour() -> None:
+    now = MIDNIGHT + 4 * DAY + 12 * HOUR
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT, now, now))
+    assert kept.retention.expire(now, at_most=0) == []
+    assert len(kept.retention.expire(now, at_most=1)) == 1
+    kept.retention.expire(now)
+    assert kept.log_files == [2, 3]
+    kept.retention.expire(now, forced=True)
+    assert kept.log_files == [3]
+
+
+def test_what_has_not_reached_the_device_stays() -> None:
+    settled = [2 * FILE]
+    config = with_settings(max_total_size=FILE)
+    kept = Kept(by_files(*[MIDNIGHT] * 4), config, settled=lambda: settled[0])
+    assert kept.run(MIDNIGHT) == MIDNIGHT + 1000
+    assert kept.log_files == [1, 2, 3]  # one record below that mark is left
+    settled[0] = kept.store.log.end
+    assert kept.run(MIDNIGHT + 1000) is None
+    assert kept.log_files == [3]
+
+
+def test_nothing_is_flushed_where_nothing_is_deleted() -> None:
+    asked: list[int] = []
+
+    def settled() -> int:
+        asked.append(1)
+        return 1 << 62
+
+    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), settled=settled)
+    kept.run(MIDNIGHT)
+    assert asked == []
+    kept.run(MIDNIGHT + 4 * DAY + 4 * HOUR)
+    assert asked == [1]
+    assert kept.deleted == [0]
+
+
+def test_log_and_queues_reach_the_device_before_anything_is_deleted() -> None:
+    """Without `settled`: the log, then all queues, then each deletion before the next, then what follows."""
+    files = RecordingFiles()
+    kept = Kept(by_files(*[MIDNIGHT] * 12), files=files)
+    kept.append([MIDNIGHT] * 4)
+    kept.store.log.sequence.mark_dirty(12 * FILE)
+    dirty = kept.store.queues["A", 0]
+    dirty._files.mark_dirty(dirty._files.starts[-1])
+    files.trace.clear()
+    kept.retention.delete_before(10 * FILE)
+    log = f"{ROOT}/commitlog"
+    calls = [(event.call, event.path) for event in files.trace]
+    first = calls.index(("delete", f"{log}/{0:020d}"))
+    assert {call for call, _ in calls[:first]} == {"flush"}
+    assert {path.removeprefix(ROOT).split("/")[1] for _, path in calls[:first]} == {"commitlog", "consumequeue"}
+    expected = [
+        step for number in range(10) for step in (("delete", f"{log}/{number * FILE:020d}"), ("flush_folder", log))
+    ]
+    assert calls[first : first + 20] == expected
+    derived = calls[first + 20 :]
+    assert derived
+    assert all(call == "delete" and log not in path for call, path in derived)
+
+
+class Held:
+    """A lock that knows whether it is held."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.taken = 0
+
+    def __enter__(self) -> None:
+        assert not self.held
+        self.held = True
+        self.taken += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+
+def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
+    lock = Held()
+
+    class Watched(MemoryFiles):
+        def delete(self, path: str) -> None:
+            assert lock.held
+            super().delete(path)
+
+        def flush_folder(self, path: str) -> None:
+            assert not lock.held
+
+        def flush(self, file: Any) -> None:
+            assert not lock.held
+
+    kept = Kept(by_files(*[MIDNIGHT] * 30), files=Watched(), lock=lock)
+    kept.retention.delete_before(20 * FILE)
+    assert lock.taken == 20 + 1 + len(kept.store.queues) + 1  # each file, the list of queues, each queue, the index
+
+
+def test_beside_producers_and_readers() -> None:
+    """Nothing is lost beside it, no reader fails, and the size is kept."""
+    config = with_settings(max_total_size=4 * FILE)
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
+    retention = Retention(store.log, lambda: list(store.queues.values()), store.index, config, files, ROOT,
+                          lock=store._lock, settled=store.flush)  # fmt: skip
+    errors: list[BaseException] = []
+    producing = threading.Event()
+
+    def produce() -> None:
+        try:
+            for number in range(1500):
+                result = store.append(Message("A", BODY, keys=f"k{number}"))
+                assert result.queue_offset == number
+        finally:
+            producing.set()
+
+    def read() -> None:
+        at = 0
+        while not producing.is_set() or at < 1500:
+            result = store.read("A", 0, at)
+            for message in result.messages:
+                assert message.queue_offset >= at
+            if result.status is GetStatus.NO_MESSAGE_IN_QUEUE:
+                continue
+            at = result.next_offset
+
+    def watched(target: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                target()
+            except BaseException as error:
+                errors.append(error)
+
+        return run
+
+    threads = [threading.Thread(target=watched(target)) for target in (produce, read)]
+    for thread in threads:
+        thread.start()
+    while not producing.is_set():
+        retention.run_due(MIDNIGHT)
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    while retention.run_due(MIDNIGHT) in (MIDNIGHT + 100, MIDNIGHT + 1000):
+        pass
+    assert len(store.log.sequence.starts) == 4
+    assert store.queues["A", 0].max_offset == 1500
+    served(store)
+    store.close()
+    assert verify(ROOT, config, files).sound
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("call", ["used_ratio", "delete", "flush_folder", "flush"])
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_call_that_fails_is_told_and_made_again(call: str, number: int) -> None:
+    disk = MemoryFiles()
+    files = FailingFiles(disk)
+    config = with_settings(max_total_size=2 * FILE)
+    kept = Kept(by_files(*[MIDNIGHT] * 12), config, files=files)
+    for queue in kept.store.queues.values():
+        queue._files.mark_dirty(queue._files.starts[-1])
+    before = files.calls[call]
+    files.fail(call, number, 5)
+    failures: list[str] = []
+    sound: list[bool] = []
+    for _ in range(number + 5):
+        try:
+            kept.run(MIDNIGHT)
+        except StoreIOError as error:
+            failures.append(error.call)
+            sound.append(verify(ROOT, config, died(disk)).sound)
+    reached = files.calls[call] - before >= number
+    assert failures == ([call] if reached else [])
+    assert all(sound)
+    assert reached or call == "flush"
+    assert kept.log_files == [10, 11]
+    assert {queue.min_offset for queue in kept.store.queues.values()} == {20}
+    kept.store.close()
+    assert verify(ROOT, config, disk).sound
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("file_reserved_hours", -1),
+        ("file_reserved_hours", 1.5),
+        ("delete_when", ""),
+        ("delete_when", "24"),
+        ("delete_when", "4;"),
+        ("delete_when", "4, 5"),
+        ("delete_when", "-1"),
+        ("delete_when", "004"),
+        ("delete_when", "٤"),
+        ("delete_when", 4),
+        ("delete_when", None),
+        ("disk_max_used_ratio", 101),
+        ("disk_force_clean_ratio", -1),
+        ("disk_refuse_ratio", True),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        StoreConfig.from_row({setting: value})
+
+
+def test_settings_of_a_row_are_taken() -> None:
+    row = {
+        "file_reserved_hours": 48,
+        "delete_when": "04;16",
+        "disk_max_used_ratio": 70,
+        "disk_force_clean_ratio": 80,
+        "disk_refuse_ratio": 95,
+    }
+    config = StoreConfig.from_row(row)
+    assert {name: getattr(config, name) for name in row} == row
+
+
+# -------------------------------------------------------------------------------------------------------- crashes
+
+
+def apply(files: MemoryFiles, event: Event) -> None:
+    """Do once more what was recorded."""
+    if event.call == "make_folder":
+        files.make_folder(event.path)
+    elif event.call == "create":
+        files.create(event.path, event.offset)
+    elif event.call == "replace":
+        files.write(event.path, event.data)
+    elif event.call == "delete":
+        files.delete(event.path)
+    elif event.call == "write":
+        files.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
+
+
+def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str, int], int], what: object) -> None:
+    """As it was left, and as it is after opening: sound, all messages led to, offsets kept, writable."""
+    verdict = verify(ROOT, config, files)
+    assert verdict.sound, (what, verdict.damage)
+    with opened(files, config) as store:
+        assert {key: queue.max_offset for key, queue in store.queues.items()} == offsets, what
+        served(store)
+        retention = Retention(store.log, store.queues.values, store.index, config, files, ROOT)
+        retention.run_due(MIDNIGHT)
+        begin = store.log.begin
+        for path in contents(files):
+            assert not path.startswith("commitlog/") or int(path[10:]) >= begin
+        for (topic, queue_id), queue in store.queues.items():
+            entries = queue.entries(queue.stored_begin)
+            files_of_queue = -(-len(entries) // 8)
+            gone = int((entries["physical_offset"] < begin).sum())
+            assert gone < 8 or files_of_queue == 1, (what, topic, queue_id)  # what was left has gone
+            assert store.append(Message(topic, b"more"), queue_id).queue_offset == offsets[topic, queue_id]
+    verdict = verify(ROOT, config, files)
+    assert verdict.sound, (what, verdict.damage)
+
+
+def recorded(config: StoreConfig) -> tuple[MemoryFiles, list[Event], dict[tuple[str, int], int]]:
+    """A store before a retention, what that did, and the offsets that its queues must keep.
+
+    One queue has all its messages in files that go.
+    """
+    files = RecordingFiles()
+    kept = Kept(by_files(MIDNIGHT), config, files=files)
+    kept.append([MIDNIGHT] * 9, topics="G")
+    kept.append([MIDNIGHT] * 80)
+    before = died(files)
+    offsets = {key: queue.max_offset for key, queue in kept.store.queues.items()}
+    files.trace.clear()
+    kept.retention.delete_before(1 << 62)
+    return before, list(files.trace), offsets
+
+
+@configs
+def test_killed_after_any_single_deletion(config: StoreConfig) -> None:
+    replay, trace, offsets = recorded(config)
+    deletions = [event for event in trace if event.call == "delete"]
+    assert {event.path.split("/")[2] for event in deletions} >= {"commitlog", "consumequeue", "index"}
+    check_image(died(replay), config, offsets, "before")
+    for number, event in enumerate(trace):
+        apply(replay, event)
+        check_image(died(replay), config, offsets, (number, event))
+
+
+@configs
+def test_power_lost_at_any_moment(config: StoreConfig) -> None:
+    """Deletions that were not flushed may be lost, one without the other.
+
+    Of the log's, any; of the other folders', all of each.
+    """
+    start, trace, offsets = recorded(config)
+    images = 0
+    for upto in range(len(trace) + 1):
+        unsure: dict[str, list[Event]] = {}
+        sure: list[Event] = []
+        for event in trace[:upto]:
+            folder = os.path.dirname(event.path)
+            if event.call == "delete":
+                unsure.setdefault(folder, []).append(event)
+            elif event.call == "flush_folder":
+                sure += unsure.pop(event.path, [])
+            else:
+                sure.append(event)
+        choices = []
+        for folder, events in unsure.items():
+            if folder.endswith("/commitlog"):
+                choices.append([c for n in range(len(events) + 1) for c in itertools.combinations(events, n)])
+            else:
+                choices.append([tuple(events[:n]) for n in {0, len(events)}])
+        for chosen in itertools.product(*choices):
+            image = died(start)
+            for event in [*sure, *itertools.chain(*chosen)]:
+                apply(image, event)
+            check_image(image, config, offsets, (upto, chosen))
+            images += 1
+    assert images > len(trace)
+
+
+def test_what_a_dead_process_left_of_queues_and_index_goes_with_the_first_run() -> None:
+    kept = Kept(by_files(*[MIDNIGHT] * 30))
+    kept.store.log.delete_before(20 * FILE)
+    files = died(kept.files)  # type: ignore[arg-type]
+    with opened(files) as store:
+        retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
+        retention.run_due(MIDNIGHT)
+        assert {path.split("/")[2] for path in retention.deleted} == {"consumequeue", "index"}
+        retention.run_due(MIDNIGHT)
+        assert retention.deleted == []
