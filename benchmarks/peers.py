@@ -94,10 +94,10 @@ def sqlite_append(folder: Path, records: Records, *, synchronous: str = "OFF") -
     return watch.seconds
 
 
-def sqlite_batches(folder: Path, records: Records, size: int) -> float:
+def sqlite_batches(folder: Path, records: Records, size: int, *, synchronous: str = "OFF") -> float:
     """A transaction for every ``size`` rows."""
     rows = records.rows()
-    connection = sqlite_table(folder)
+    connection = sqlite_table(folder, synchronous)
     execute, executemany = connection.execute, connection.executemany
     with Stopwatch() as watch:
         for at in range(0, len(rows), size):

@@ -142,10 +142,13 @@ def _against_peers(
 def single_append(bench: Bench, case: str, body_size: int) -> list[Row]:
     """One message a call, queue and index done."""
     others = {
-        "SQLite, a row a transaction": peers.Peer("sqlite3", peers.sqlite_append, Target(5, 8), 4),
-        "SQLite, synchronous NORMAL": peers.Peer(
-            "sqlite3", lambda folder, records: peers.sqlite_append(folder, records, synchronous="NORMAL"), share=8
+        "SQLite, a row a transaction": peers.Peer(
+            "sqlite3",
+            lambda folder, records: peers.sqlite_append(folder, records, synchronous="NORMAL"),
+            Target(5, 8),
+            8,
         ),
+        "SQLite, synchronous OFF": peers.Peer("sqlite3", peers.sqlite_append, share=4),
         "LMDB nosync": peers.Peer("lmdb", peers.lmdb_append, Target(2.5, 3.3), 4),
         "LMDB nosync, writable map": peers.Peer(
             "lmdb", lambda folder, records: peers.lmdb_append(folder, records, writemap=True)
@@ -174,7 +177,12 @@ def batch_append(bench: Bench, case: str, body_size: int) -> list[Row]:
     """Batches of 256, queue and index done."""
     others = {
         "SQLite, 256 rows a transaction": peers.Peer(
-            "sqlite3", lambda folder, records: peers.sqlite_batches(folder, records, BATCH), Target(1.4, 1.8)
+            "sqlite3",
+            lambda folder, records: peers.sqlite_batches(folder, records, BATCH, synchronous="NORMAL"),
+            Target(1.4, 1.8),
+        ),
+        "SQLite, 256 rows, synchronous OFF": peers.Peer(
+            "sqlite3", lambda folder, records: peers.sqlite_batches(folder, records, BATCH)
         ),
         "LMDB nosync, 256 a transaction": peers.Peer(
             "lmdb", lambda folder, records: peers.lmdb_batches(folder, records, BATCH), Target(0.75, 0.95)

@@ -8,15 +8,19 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import (
+    BodyCompressionError,
     ConfigError,
     CorruptionError,
+    DiskFullError,
     FilterError,
     FilterEvaluationError,
     FilterSyntaxError,
+    FlushFailedError,
     MessageIllegalError,
     MissingExtraError,
     NotAStoreError,
     ReadOnlyError,
+    RecordError,
     RmqError,
     StoreClosedError,
     StoreError,
@@ -24,13 +28,16 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import DiskFiles, MemoryFiles
+from librmq.flushing import Acknowledgement
 from librmq.indexfile import IndexFile
 from librmq.keyindex import KeyIndex
 from librmq.message import Message, StoredMessage, split_batch
 from librmq.store import AppendResult, GetStatus, MessageFilter, MessageStore, ReadResult
 
 __all__ = [
+    "Acknowledgement",
     "AppendResult",
+    "BodyCompressionError",
     "Checkpoint",
     "Clock",
     "CommitLog",
@@ -38,9 +45,11 @@ __all__ = [
     "ConsumeQueue",
     "CorruptionError",
     "DiskFiles",
+    "DiskFullError",
     "FilterError",
     "FilterEvaluationError",
     "FilterSyntaxError",
+    "FlushFailedError",
     "GetStatus",
     "IndexFile",
     "KeyIndex",
@@ -54,6 +63,7 @@ __all__ = [
     "NotAStoreError",
     "ReadOnlyError",
     "ReadResult",
+    "RecordError",
     "RmqError",
     "StoreClosedError",
     "StoreConfig",

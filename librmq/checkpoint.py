@@ -73,6 +73,14 @@ class Checkpoint:
         """Log, queues and index are whole for records stored up to here."""
         return min(self.min_timestamp_ms, self.index_timestamp_ms)
 
+    def lower(self, now_ms: int) -> None:
+        """Vouch for nothing that is stored from now on, should the clock have gone back; flushed if that changes it."""
+        times = self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
+        if max(times) > now_ms:
+            lowered = (min(time_ms, max(now_ms, 0)) for time_ms in times)
+            self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms = lowered
+            self.flush()
+
     def flush(self) -> None:
         """Write the times and return when they have reached the device."""
         if not self._writable:

@@ -91,6 +91,10 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         queue.min_offset = max(queue.min_offset, state.min_offset)
         return self._open.setdefault(name, queue)
 
+    def find(self, name: QueueName) -> ConsumeQueue | None:
+        """The queue, None for one that is not there: `get`, for those who ask often."""
+        return self._open.get(name) or (self[name] if name in self._known else None)
+
     def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
         self._open[name] = queue
 

@@ -38,12 +38,8 @@ _CHUNK: Final = 1 << 20
 _TOUCHED: Final = 128 << 10  # bytes at a time: the interpreter stands still meanwhile
 
 
-class LogItem(NamedTuple):
-    """What stands at a place of the log: a record, or (``raw`` None) the blank at the end of a file."""
-
-    physical_offset: int
-    size: int
-    raw: bytes | None
+LogItem = tuple[int, int, bytes | None]
+"""What stands at a place of the log: its physical offset, its size, and a record's bytes or (None) a file's blank."""
 
 
 class LogEnd(NamedTuple):
@@ -372,11 +368,11 @@ class CommitLog:
         """
         # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. The usual record is
         # checked here, as `codec.check_record` does it; whatever has anything particular goes there.
-        file_size, new, crc32, unpack = self.file_size, tuple.__new__, zlib.crc32, _unpack_frame
+        file_size, crc32, unpack, fixed = self.file_size, zlib.crc32, _unpack_frame, codec.FIXED_SIZE
         chunk, chunk_at, chunk_size = b"", place, 0
         while place < upto:
             inside = place - chunk_at
-            if inside + codec.FIXED_SIZE <= chunk_size:
+            if inside + fixed <= chunk_size:
                 size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
                 if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
                     raw = chunk[inside : inside + size]
@@ -389,7 +385,7 @@ class CommitLog:
                         and topic_end < body_end + 129
                         and (not check_body or not body_size or crc32(raw[88:body_end]) & 0x7FFFFFFF == checksum)
                     ):
-                        yield new(LogItem, (start + place, size, raw))
+                        yield start + place, size, raw
                         place += size
                         continue
             if inside or not chunk:  # it may only reach beyond the chunk: look again with one that begins here
@@ -401,13 +397,23 @@ class CommitLog:
             except RecordError as error:
                 raise self._damage(start + place, error) from error
             if not size:
-                yield LogItem(start + place, file_size - place, None)
+                yield start + place, file_size - place, None
                 return start + file_size
-            yield LogItem(start + place, size, buffer[place : place + size])
+            yield start + place, size, buffer[place : place + size]
             place += size
             chunk = b""
             chunk_size = 0
         return start + place
+
+    def search(self, text: bytes) -> Iterator[StoredMessage]:
+        """The messages whose records contain ``text``, in log order; looks through all of the log."""
+        for start in self._sequence.starts:
+            file = self._sequence.file_at(start)
+            if file is None or file.buffer.find(text, 0, max(self.end - start, 0)) < 0:
+                continue
+            for _, _, raw in self.scan(start, start + self.file_size, check_body=False):
+                if raw is not None and text in raw:
+                    yield StoredMessage(raw)
 
     def walk(self, begin: int) -> LogEnd:
         """Where the records that begin at ``begin`` end, looking at all files that exist. Changes nothing."""
@@ -430,6 +436,32 @@ class CommitLog:
             at = start + self.file_size
         return LogEnd(at, None, last)
 
+    def follow(self) -> Iterator[tuple[int, int, bytes]]:
+        """The records that another process has written behind `end`; the caller moves `end`, to behind any of them.
+
+        None is given in part. A writer copies a record from its first byte to its last over zeros, so it is there to
+        the end if something follows, or if its text is: neither topic nor properties have zeros in them, the lengths
+        agree, the body matches its checksum. Whatever else stands there is taken for a record that is being copied.
+        """
+        at = self.end
+        while (file := self._sequence.file_at(at)) is not None:
+            buffer, place = file.buffer, at % self.file_size
+            if not any(buffer[place : place + _BLANK_SIZE]):
+                return
+            try:
+                size = codec.check_record(buffer, place, self.file_size, check_body=True)
+            except RecordError:
+                return
+            if size:
+                following = place + size
+                raw = buffer[place:following]
+                if not any(buffer[following : following + _BLANK_SIZE]) and not _is_whole(raw, at):
+                    return
+                yield at, size, raw
+                at += size
+            else:
+                at += self.file_size - place
+
     def first_store_timestamp_ms(self, start: int) -> int | None:
         """When the first record of the file at ``start`` was stored; None if it begins with none."""
         buffer = self._sequence.file(start).buffer
@@ -442,3 +474,10 @@ class CommitLog:
         kind = "checksum" if isinstance(error, BodyChecksumError) else "record"
         path = self._sequence.path(physical_offset - physical_offset % self.file_size)
         return CorruptionError(path, physical_offset, kind, error.reason)
+
+
+def _is_whole(raw: bytes, physical_offset: int) -> bool:
+    """Whether a sound record was copied to its last byte, by what the bytes show that were zero before."""
+    address = int.from_bytes(raw[codec.PHYSICAL_OFFSET_AT : codec.PHYSICAL_OFFSET_AT + 8], "big")
+    _, _, topic_at, topic_end, properties_at, end = codec.frame(raw, 0, len(raw))
+    return address == physical_offset and 0 not in raw[topic_at:topic_end] and 0 not in raw[properties_at:end]

@@ -19,6 +19,7 @@ ENTRY_SIZE: Final = 20  # of a consume queue
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
+_LONGEST_S: Final = 86_400 * 365  # of an interval
 
 # The fields of a `config` row that describe a recorded run rather than a setting.
 _IGNORED = {"type", "version", "load_ok", "abort_file_present"}
@@ -116,6 +117,7 @@ class StoreConfig:
             ("disk_max_used_ratio", 0, 100),
             ("disk_force_clean_ratio", 0, 100),
             ("disk_refuse_ratio", 0, 100),
+            ("flush_least_bytes", 0, 1 << 31),
             ("mapped_files", 1, 1 << 20),
         ):
             value = getattr(self, name)
@@ -131,12 +133,25 @@ class StoreConfig:
                 raise ConfigError(f"{name}: expected true or false, found {value!r}")
         if self.durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {self.durability!r}")
-        if self.compress_from is not None and self.compress_from < 1:
-            raise ConfigError(f"compress_from: expected at least 1 byte, found {self.compress_from}")
-        if self.max_total_size is not None and self.max_total_size < self.commitlog_file_size:
-            raise ConfigError("max_total_size: expected at least one commitlog_file_size")
-        if not isinstance(self.delete_when, str):
-            raise ConfigError(f"delete_when: expected a text of hours, found {self.delete_when!r}")
+        for name, least in (("compress_from", 1), ("max_total_size", self.commitlog_file_size)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(
+                    f"{name}: expected a whole number of at least {least} bytes, or none, found {value!r}"
+                )
+        for name in (
+            "flush_interval_s",
+            "flush_thorough_interval_s",
+            "flush_interval_consumequeue_s",
+            "flush_thorough_interval_consumequeue_s",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
+                raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")
+        for name in ("message_delay_level", "store_host", "delete_when"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ConfigError(f"{name}: expected text, found {value!r}")
         parse_hours(self.delete_when)
 
     @classmethod

@@ -587,14 +587,12 @@ class ConsumeQueue:
                 self.min_offset = first + int(there.argmax())
                 return
 
-    def trim(self, min_physical_offset: int) -> list[str]:
-        """Delete the files whose messages are all gone, units' too, but never the last; and `serve_from`.
+    def advance(self, min_physical_offset: int) -> None:
+        """Move `min_offset` over the files whose messages are all gone, but never the last; and `serve_from`.
 
-        A file's last entry tells. Returns the paths of what was deleted. A queue whose messages are all gone
-        keeps its offsets.
+        A file's last entry tells. A queue whose messages are all gone keeps its offsets.
         """
-        self._check_writable()
-        low = self.min_offset
+        low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:
             physical_offset, size = self._place((following - 1) * ENTRY_SIZE)
             if size <= 0 or not 0 <= physical_offset < min_physical_offset:
@@ -602,12 +600,35 @@ class ConsumeQueue:
             low = following
         self.min_offset = low
         self.serve_from(min_physical_offset)
+
+    def trim(self, min_physical_offset: int) -> list[str]:
+        """`advance`, and delete the files that are no longer served, units' too; returns their paths."""
+        self._check_writable()
+        self.advance(min_physical_offset)
         last = self._files.end - self._files.file_size
         gone = self._files.delete_before(min(self.min_offset * ENTRY_SIZE, last))
         if self.ext is not None and gone and is_ext_address(code := self._tags_code(self.min_offset)):
             with suppress(CorruptionError):  # an address that points nowhere says nothing about the units
                 gone += self.ext.truncate_before(code)
         return gone
+
+    def mark_found(self, physical_offset: int) -> bool:
+        """Note that entries of messages from ``physical_offset`` on, and their units, may not be on the device yet.
+
+        The next `flush` takes them along; false if there are none. For recovery: whoever wrote them may have died
+        before a flush.
+        """
+        if self.max_physic_offset <= physical_offset:
+            return False
+        for start in reversed(self._files.starts):
+            place, size = self._place(start)
+            if size > 0 and place < physical_offset:
+                break
+        self._files.mark_found(start)
+        if self.ext is not None:
+            code = self._tags_code(start // ENTRY_SIZE)
+            self.ext.mark_found(code if is_ext_address(code) else None)
+        return True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -629,6 +650,7 @@ class ConsumeQueue:
         if not self._closed:
             self.flush()
             self._closed = True
+            self._files.unmap_all()
             self._sure = 0
             if self.ext is not None:
                 self.ext.close()

@@ -136,6 +136,10 @@ class ConsumeQueueExt:
         return ExtUnit(tags_code, store_timestamp_ms, bitmap, size)
 
     @property
+    def folder(self) -> str:
+        return self._files.folder
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is no file."""
         return not self._files.starts
@@ -255,6 +259,10 @@ class ConsumeQueueExt:
         else:
             self._files.delete_from(position)
 
+    def mark_found(self, address: int | None) -> None:
+        """Note that units from ``address`` (the first) on may not be on the device yet: the next `flush` takes them."""
+        self._files.mark_found(0 if address is None else address - _BASE)
+
     def _check_writable(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self._files.folder} is closed")
@@ -270,4 +278,5 @@ class ConsumeQueueExt:
         if not self._closed:
             self._files.flush()
             self._closed = True
+            self._files.unmap_all()
             self._sure = 0

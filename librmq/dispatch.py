@@ -114,7 +114,7 @@ class Dispatcher:
     when there are `BATCH`.
     """
 
-    BATCH: Final = 128
+    BATCH: Final = 64
     """So many records are written together at most; more would make the append that writes them stand out."""
 
     def __init__(self, index: KeyIndex, bitmap_of: BitmapOf | None = None) -> None:

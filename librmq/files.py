@@ -33,7 +33,18 @@ from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["DiskFiles", "Entry", "File", "FileLock", "Files", "MemoryFiles", "copy_file", "link_file"]
+__all__ = [
+    "DiskFiles",
+    "Entry",
+    "File",
+    "FileLock",
+    "Files",
+    "MemoryFiles",
+    "copy_file",
+    "folders_to_name",
+    "link_file",
+    "make_folders",
+]
 
 Buffer = mmap.mmap
 _CHUNK: Final = 1 << 20
@@ -195,6 +206,30 @@ def copy_file(
     files.flush(file)
 
 
+def folders_to_name(files: Files, folder: str) -> list[str]:
+    """The folders that are to be flushed when ``folder`` and its parents have been made; call it before.
+
+    Those that are not there have no name on the device either, until the one above them is flushed. The innermost
+    first; empty if the folder is there.
+    """
+    above = []
+    while not files.is_folder(folder):
+        parent = os.path.dirname(folder) or os.curdir
+        if parent == folder:
+            break
+        above.append(parent)
+        folder = parent
+    return above
+
+
+def make_folders(files: Files, folder: str) -> None:
+    """Make a folder and its parents, and return when their names are on the device."""
+    above = folders_to_name(files, folder)
+    files.make_folder(folder)
+    for other in above:
+        files.flush_folder(other)
+
+
 def link_file(files: Files, path: str, target: str) -> bool:
     """Give a file a second name; false where that can't be done, but a copy may be."""
     try:
@@ -260,6 +295,9 @@ class DiskFiles:
     def reserve(self, file: File, begin: int, end: int) -> None:
         if not hasattr(os, "posix_fallocate"):  # macOS and Windows: pages are found at the write
             return
+        # Whole pages: the first write to one wants blocks behind all of it, however small blocks are.
+        begin -= begin % mmap.PAGESIZE
+        end += -end % mmap.PAGESIZE
         with self._descriptor(file, "allocate") as descriptor:
             os.posix_fallocate(descriptor, begin, min(end, file.size) - begin)
 

@@ -27,11 +27,11 @@ _LONG: Final = struct.Struct(">q")
 @lru_cache(maxsize=1024)
 def encode_host(host: Host) -> bytes:
     """Address and port as a record has them: 8 bytes, 20 for IPv6. `MessageIllegalError` if they are none."""
-    ip, port = host
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
+        ip, port = host
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         return socket.inet_pton(family, ip) + _INT.pack(port)
-    except (OSError, ValueError, struct.error):
+    except (OSError, ValueError, TypeError, struct.error):
         raise MessageIllegalError(f"expected an IP address and a port of 32 bits, found {host!r}") from None
 
 

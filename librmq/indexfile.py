@@ -577,6 +577,10 @@ class IndexFile:
             buffer[begin:position] = bytes(position - begin)
             self._dirty = True
 
+    def mark_found(self) -> None:
+        """Note that what the file holds may not be on the device yet."""
+        self._dirty = True
+
     def flush(self) -> None:
         """Return when whatever was written before the call has reached the device."""
         if self._dirty:

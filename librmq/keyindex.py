@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Entry, Files, make_folders
 from librmq.indexfile import FRESH, IndexFile, check_geometry, file_length
 from librmq.javahash import index_key_hash
 
@@ -95,7 +95,7 @@ class KeyIndex:
 
     def _open_all(self) -> list[IndexFile]:
         length, found = file_length(self.max_slots, self.max_entries), []
-        for entry in self._files.list(self.folder):
+        for entry in self._listed():
             if not (entry.name.isascii() and entry.name.isdigit()):
                 continue
             path = os.path.join(self.folder, entry.name)
@@ -105,19 +105,23 @@ class KeyIndex:
                 raise CorruptionError(
                     path, min(entry.size, length), "size", f"expected {length} bytes, found {entry.size}"
                 )
-            found.append(
-                IndexFile.open(
-                    path,
-                    self._files,
-                    slots=self.max_slots,
-                    entries=self.max_entries,
-                    writable=self.writable,
-                    on_map=self._bound_mapped,
-                )
-            )
+            found.append(self._open_file(path))
         if self.writable and len(found) > 1 and found[-1].header == FRESH:
             found[-1].begin_after(found[-2].header)  # whoever made it died before it could
         return found
+
+    def _listed(self) -> list[Entry]:
+        return self._files.list(self.folder)
+
+    def _open_file(self, path: str) -> IndexFile:
+        return IndexFile.open(
+            path,
+            self._files,
+            slots=self.max_slots,
+            entries=self.max_entries,
+            writable=self.writable,
+            on_map=self._bound_mapped,
+        )
 
     def _bound_mapped(self, file: IndexFile) -> None:
         with self._guard:
@@ -271,7 +275,7 @@ class KeyIndex:
             moment = max(moment, (_moment(tail.name) or 0) + 1)
             if moment > _LAST_MOMENT:
                 raise CorruptionError(tail.path, 0, "name", "there is no name for a file behind it")
-        self._files.make_folder(self.folder)
+        make_folders(self._files, self.folder)
         tail = IndexFile.create(
             os.path.join(self.folder, _name(moment)),
             self.max_slots,
@@ -321,6 +325,13 @@ class KeyIndex:
         with self._guard:
             self._folder_dirty = True
         return file.path
+
+    def mark_found(self) -> None:
+        """Note that nothing may be on the device yet: the next `flush` takes all along."""
+        for file in self._list:
+            file.mark_found()
+        with self._guard:
+            self._folder_dirty = bool(self._list)
 
     def flush(self) -> None:
         """Return when whatever was written before the call has reached the device."""

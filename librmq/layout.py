@@ -141,6 +141,10 @@ def recognise(path: str, files: Files) -> StoreKind:
     return StoreKind.V4
 
 
+# What may lie in a folder in which a store is made: what a killed maker or the broker's tools leave, and a file system.
+_MAY_PRECEDE: Final = {LOCK, ABORT, CHECKPOINT, CONFIG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, OWN, "lost+found"}
+
+
 def check_kind(path: str, files: Files, *, writable: bool = False, log_only: bool = False) -> StoreKind:
     """The kind of the store in folder ``path``, if it can be opened so; changes nothing.
 
@@ -148,8 +152,12 @@ def check_kind(path: str, files: Files, *, writable: bool = False, log_only: boo
     (``writable``), and for queues in RocksDB, unless ``log_only``.
     """
     kind = recognise(path, files)
-    if kind is StoreKind.NEW and not writable:
-        raise NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
+    if kind is StoreKind.NEW:
+        if not writable:
+            raise NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
+        foreign = [entry.name for entry in files.list(path) if entry.name not in _MAY_PRECEDE]
+        if foreign:
+            raise NotAStoreError(f"{path}: a folder with something else in it ({foreign[0]}): no store is made there")
     if kind is StoreKind.V5_ROCKSDB and not log_only:
         raise NotAStoreError(f"{path}: {kind.value}, which are not read; only the log of such a store is")
     return kind
@@ -174,7 +182,7 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
         (length,), (gap,) = lengths, gaps
         if length and gap > length and gap % length == 0:
             raise NotAStoreError(
-                f"{folder}: only every {gap // length}th file of the log is here; "
+                f"{folder}: only one of every {gap // length} files of the log is here; "
                 "it is spread over several paths (storePathCommitLog), which librmq does not read"
             )
 

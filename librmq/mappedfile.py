@@ -16,10 +16,11 @@ import os
 import threading
 from bisect import bisect_right
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files import File, Files
+from librmq.files import Entry, File, Files, folders_to_name
 
 __all__ = ["MappedFileQueue", "MappingPool", "file_name"]
 
@@ -59,14 +60,15 @@ class MappedFileQueue:
     One thread may create, write and delete while any number read. Opening lists the folder and checks names and
     lengths; no file is opened before it is asked for.
 
-    ``durable`` keeps a descriptor open with each mapping, so that a failed flush is seen by the file that was written.
+    ``durable`` keeps a descriptor open with each mapping, so that a failed flush is seen by the file that was written,
+    and has a new file on the device before anything is written to it: after a crash there is no gap between files.
     """
 
     __slots__ = (
+        "_changed_folders",
         "_dirty",
         "_durable",
         "_files",
-        "_folder_dirty",
         "_guard",
         "_pool",
         "_reserved",
@@ -102,14 +104,14 @@ class MappedFileQueue:
         """The files that are mapped now, by start; to look into only."""
         self._reserved: dict[int, int] = {}
         self._dirty: set[int] = set()
-        self._folder_dirty = False
+        self._changed_folders: set[str] = set()
         self._guard = threading.Lock()
         self.starts: list[int] = self._list()
         """Where the files start, ascending."""
 
     def _list(self) -> list[int]:
         starts: list[int] = []
-        for entry in self._files.list(self.folder):
+        for entry in self._listed():
             path = os.path.join(self.folder, entry.name)
             if entry.is_folder or len(entry.name) != 20 or not (entry.name.isascii() and entry.name.isdigit()):
                 raise CorruptionError(path, 0, "name", "expected a file named by its start in 20 digits")
@@ -126,6 +128,9 @@ class MappedFileQueue:
                 )  # fmt: skip
             starts.append(start)
         return starts
+
+    def _listed(self) -> list[Entry]:
+        return self._files.list(self.folder)
 
     def refresh(self) -> None:
         """List the folder again: for readers beside a writer in another process."""
@@ -201,13 +206,25 @@ class MappedFileQueue:
         self._check_writable()
         if start % self.file_size or (self.starts and start != self.end):
             raise ValueError(f"{self.folder}: no file can start at {start}, the next starts at {self.end}")
+        changed = {self.folder}
         if not self.starts:
+            changed.update(folders_to_name(self._files, self.folder))
             self._files.make_folder(self.folder)
-        file = self._files.create(self.path(start), self.file_size, keep_descriptor=self._durable)
+        path = self.path(start)
+        file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
+        with self._guard:
+            self._changed_folders |= changed
+        if self._durable:
+            try:
+                self._files.flush(file)
+                self._flush_folders()
+            except BaseException:
+                with suppress(StoreIOError):
+                    self._files.delete(path)
+                raise
         with self._guard:
             self.mapped[start] = file
             self.starts = [*self.starts, start]
-            self._folder_dirty = True
         self._pool.mapped(self, start)
         return file
 
@@ -236,29 +253,42 @@ class MappedFileQueue:
         """Note that the file at ``start`` was written: the next flush takes it along."""
         self._dirty.add(start)
 
+    def mark_found(self, position: int) -> None:
+        """Note that files from the one that holds ``position`` on, and their names, may not be on the device yet.
+
+        Whoever wrote them may have died before a flush.
+        """
+        self._dirty.update(start for start in self.starts if start + self.file_size > position)
+        with self._guard:
+            self._changed_folders.add(self.folder)
+
     def flush(self) -> None:
         """Return when whatever was written before the call has reached the device."""
+        for start in sorted(self._dirty):
+            # Before the flush, and from the set that the writer adds to: a mark that comes later is never lost.
+            self._dirty.discard(start)
+            try:
+                if start in self.starts:
+                    self._files.flush(self.file(start))
+            except BaseException as error:
+                if start in self.starts:
+                    self._dirty.add(start)
+                elif isinstance(error, StoreIOError):
+                    continue  # deleted meanwhile
+                raise
+        self._flush_folders()
+
+    def _flush_folders(self) -> None:
         with self._guard:
-            folder_dirty, self._folder_dirty = self._folder_dirty, False
+            folders, self._changed_folders = self._changed_folders, set()
         try:
-            for start in sorted(self._dirty):
-                # Before the flush, and from the set that the writer adds to: a mark that comes later is never lost.
-                self._dirty.discard(start)
-                try:
-                    if start in self.starts:
-                        self._files.flush(self.file(start))
-                except BaseException as error:
-                    if start in self.starts:
-                        self._dirty.add(start)
-                    elif isinstance(error, StoreIOError):
-                        continue  # deleted meanwhile
-                    raise
-            if folder_dirty:
-                self._files.flush_folder(self.folder)
-                folder_dirty = False
+            for folder in sorted(folders):
+                self._files.flush_folder(folder)
+                folders.discard(folder)
         finally:
-            if folder_dirty:  # what was not flushed stays dirty
-                self._folder_dirty = True
+            if folders:  # what was not flushed stays to be flushed
+                with self._guard:
+                    self._changed_folders |= folders
 
     def own(self, start: int) -> bool:
         """Before the file at ``start`` is changed where it was written long ago: let it be no snapshot's too.
@@ -293,16 +323,20 @@ class MappedFileQueue:
     def delete_from(self, position: int) -> list[str]:
         """Delete the files that start at or behind ``position``, the last first; returns their paths."""
         self._check_writable()
-        gone = []
+        gone: list[str] = []
         while self.starts and self.starts[-1] >= position:
+            if gone:  # one after the other: a crash must not leave a gap
+                self._flush_folders()
             gone.append(self._delete(self.starts[-1]))
         return gone
 
     def delete_before(self, position: int) -> list[str]:
         """Delete the files that end at or before ``position``, the first first; returns their paths."""
         self._check_writable()
-        gone = []
+        gone: list[str] = []
         while self.starts and self.starts[0] + self.file_size <= position:
+            if gone:
+                self._flush_folders()
             gone.append(self._delete(self.starts[0]))
         return gone
 
@@ -313,13 +347,13 @@ class MappedFileQueue:
             self.starts = [other for other in before if other != start]
             self.mapped.pop(start, None)
             self._reserved.pop(start, None)
-            self._dirty.discard(start)
-            self._folder_dirty = True
+            self._changed_folders.add(self.folder)
         try:
             self._files.delete(path)
         except BaseException:
             self.starts = before
             raise
+        self._dirty.discard(start)
         return path
 
     def _check_writable(self) -> None:

@@ -44,9 +44,9 @@ class BySql:
     Thread-safe.
     """
 
-    def __init__(self, matches: SqlFilter | Registration, registrations: Registrations | None = None) -> None:
+    def __init__(self, filter_: SqlFilter | Registration, registrations: Registrations | None = None) -> None:
         """A registration's bits are those of ``registrations``, which holds it."""
-        self._filter = matches
+        self._filter = filter_
         self._registrations = registrations
 
     def match_entries(

@@ -13,17 +13,13 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from librmq.codec import (
     BATCH_FIXED_SIZE,
-    BODY_AT,
     BODY_CRC_AT,
-    BODY_LENGTH_AT,
     BORN_HOST_AT,
     BORN_HOST_V6,
     BORN_TIMESTAMP_AT,
-    COMPRESSED,
     FIXED_SIZE,
     FLAG_AT,
     HOST_V6_EXTRA,
-    HOSTS_V6,
     MAGIC_AT,
     PHYSICAL_OFFSET_AT,
     PROPERTY_DELAY,
@@ -62,8 +58,8 @@ from librmq.uniqueids import decode_unique_id as decode_unique_id
 DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
 
-_NOT_PLAIN: Final = HOSTS_V6 | COMPRESSED  # both in the last byte of the sys flag
 _INT: Final = struct.Struct(">i")
+_unpack_int = _INT.unpack_from
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(">iq")
@@ -354,10 +350,10 @@ class StoredMessage:
         `BodyCompressionError` if it cannot be restored; `MissingExtraError` for lz4, zstd without the extra.
         """
         raw = self.raw
-        if not raw[39] & _NOT_PLAIN:  # the usual body, at once: the hosts have 4 bytes, and nothing is compressed
-            end = BODY_AT + _INT.unpack_from(raw, BODY_LENGTH_AT)[0]
-            if BODY_AT <= end < len(raw) - 2:
-                return raw[BODY_AT:end]
+        if not raw[39] & 49:  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
+            end = 88 + _unpack_int(raw, 84)[0]
+            if 88 <= end < len(raw) - 2:
+                return raw[88:end]
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 
     def decompressed_body(self, limit: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from librmq.codec import MESSAGE_MAGIC
+from librmq.codec import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
@@ -125,39 +125,42 @@ def read_queue(
 
 
 def _read_all(log: CommitLog, entries: bytes, max_messages: int, transfer: Transfer, result: ReadResult) -> bool:
-    """Read without a filter; false when the log does not have all of them."""
-    # The path of every pull: locals, one buffer for all records of a file, no call that can be saved.
-    messages, total = result.messages, 0
-    log_end, log_begin, file_size = log.end, log.begin, log.file_size
-    most, most_bytes = transfer.limits(log_end, ENTRY.unpack_from(entries)[0]) if entries else (0, 0)
-    most = min(most, max_messages)
-    start, buffer, new = -1, b"", object.__new__
-    for physical_offset, size, _ in ENTRY.iter_unpack(entries):
-        if messages and (len(messages) >= most or total + size > most_bytes):
+    """Read without a filter; false when the log does not have all of them where they are looked for."""
+    # The path of every pull: as a rule all entries point into one file and fit into one answer, which is found
+    # on the way.
+    found = list(ENTRY.iter_unpack(entries))
+    if not found:
+        return False
+    log_end, file_size = log.end, log.file_size
+    begin = found[0][0]
+    most, most_bytes = transfer.limits(log_end, begin)
+    del found[min(most, max_messages) :]
+    start = begin - begin % file_size
+    file = log.sequence.file_at(start) if log.begin <= begin < log_end else None
+    if file is None:
+        return False
+    buffer, new, messages = file.buffer, object.__new__, result.messages
+    upto = min(file_size, log_end - start)
+    total = 0
+    for physical_offset, size, _ in found:
+        total += size
+        if total > most_bytes and messages:
+            total -= size
             break
         at = physical_offset - start
-        if start < 0 or not 0 <= at < file_size:
-            if not log_begin <= physical_offset < log_end:
-                return False
-            start = physical_offset - physical_offset % file_size
-            at = physical_offset - start
-            file = log.sequence.file_at(start)
-            if file is None:
-                return False
-            buffer = file.buffer  # type: ignore[assignment]
-        raw = buffer[at : at + size]
-        if physical_offset + size > log_end:
-            return False
-        if len(raw) < 91 or _unpack_size_and_magic(raw) != (size, MESSAGE_MAGIC):
+        end = at + size
+        if at < 0 or end > upto:
+            return False  # in another file: the other way finds it
+        raw = buffer[at:end]
+        if size < FIXED_SIZE or _unpack_size_and_magic(raw) != (size, MESSAGE_MAGIC):
             raw = log.read(physical_offset, size) or b""  # another magic, or an error that says what is there
         message = new(StoredMessage)
         message.raw = raw
         messages.append(message)
-        total += size
     result.status = GetStatus.FOUND
     result.next_offset += len(messages)
     result.total_size = total
-    return bool(messages)
+    return True
 
 
 def _read_matching(

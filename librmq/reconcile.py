@@ -150,10 +150,10 @@ def _index_again(log: CommitLog, index: KeyIndex) -> None:
         index.drop(file.name)
     prefixes: dict[str, int] = {}
     records: list[tuple[int, int, int, str | None, str | None]] = []
-    for item in log.scan(check_body=False):
-        if item.raw is None:
+    for physical_offset, _, raw in log.scan(check_body=False):
+        if raw is None:
             continue
-        message = StoredMessage(item.raw)
+        message = StoredMessage(raw)
         topic = message.topic
         prefix_hash = prefixes.get(topic)
         if prefix_hash is None:
@@ -161,7 +161,7 @@ def _index_again(log: CommitLog, index: KeyIndex) -> None:
         unique_key = keys = None
         if is_indexed(message.sys_flag):
             unique_key, keys = message.unique_key, message.properties.get(codec.PROPERTY_KEYS)
-        records.append((item.physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
+        records.append((physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
         if len(records) >= _BLOCK:
             index_block(index, records)
             records = []
@@ -457,9 +457,10 @@ class _QueueCheck:
             self._report_ahead(self._next)
             if self._mend:
                 queue.truncate_to(self._next)
-        if not self._whole:
+        if self._whole:
+            self._check_older()
+        elif not self._mend:
             return
-        self._check_older()
         stale = queue.data_behind_end()
         if stale:
             path, position = queue.place_of(queue.max_offset)

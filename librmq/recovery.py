@@ -22,10 +22,11 @@ from librmq.closedstate import ClosedState, QueueTable, read_closed_state
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.dispatch import BitmapOf, Dispatcher, Lane
+from librmq.dispatch import BitmapOf, Dispatcher, Lane, has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.files import Files
+from librmq.files import Files, make_folders
 from librmq.indexfile import IndexFile
+from librmq.javahash import java_decode
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
@@ -33,7 +34,7 @@ from librmq.message import StoredMessage
 from librmq.reconcile import Damage, GapError, OpenQueue, reconcile
 from librmq.topics import validate_queue
 
-__all__ = ["Parts", "clear_leftovers", "load", "settle"]
+__all__ = ["Parts", "clear_leftovers", "load", "settle", "vouched_for"]
 
 _T = TypeVar("_T")
 
@@ -82,29 +83,50 @@ class Parts:
 
 
 def clear_leftovers(path: str, files: Files) -> list[Damage]:
-    """Delete the files of length zero that a kill left between making a file and giving it its length."""
-    found = []
-    for folder in [
-        os.path.join(path, layout.COMMITLOG),
-        os.path.join(path, layout.INDEX),
-        *(
-            layout.queue_folder(path, topic, queue_id, ext=ext)
-            for ext in (False, True)
-            for topic, queue_id in layout.list_queues(path, files, ext=ext)
-        ),
-    ]:
-        for entry in reversed(files.list(folder)):  # the newest
-            if not entry.name.isdigit():
-                continue
-            if entry.size or entry.is_folder:
-                break
-            found.append(os.path.join(folder, entry.name))
+    """Delete files that a crash left without what precedes them; all that was in them can be made again.
+
+    Of the log those of length zero at its end; of queues and units the first of length zero, or behind a missing one,
+    and what follows it; of the index all of length zero.
+    """
+    found = _empty_at_end(os.path.join(path, layout.COMMITLOG), files)
+    for ext in (False, True):
+        for topic, queue_id in layout.list_queues(path, files, ext=ext):
+            found += _behind_missing(layout.queue_folder(path, topic, queue_id, ext=ext), files)
+    folder = os.path.join(path, layout.INDEX)
+    found += [name for name, size in _numbered(folder, files) if not size]
     checkpoint = os.path.join(path, layout.CHECKPOINT)
     if files.size(checkpoint) == 0:
         found.append(checkpoint)
     for file in found:
         files.delete(file)
-    return [Damage(file, 0, "size", "a file of length zero, as a kill leaves it") for file in found]
+    what = "a file of length zero, or behind one that is missing, as a crash leaves it"
+    return [Damage(file, 0, "size", what) for file in found]
+
+
+def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
+    """Path and length of the files that are named by numbers, the smallest first."""
+    return [
+        (os.path.join(folder, entry.name), entry.size)
+        for entry in files.list(folder)
+        if entry.name.isascii() and entry.name.isdigit() and not entry.is_folder
+    ]
+
+
+def _empty_at_end(folder: str, files: Files) -> list[str]:
+    backwards = reversed(_numbered(folder, files))
+    return [path for path, _ in itertools.takewhile(lambda found: not found[1], backwards)]
+
+
+def _behind_missing(folder: str, files: Files) -> list[str]:
+    """The files of a sequence from the first on that is empty, or does not follow the one before; the last first."""
+    found = _numbered(folder, files)
+    if len({size for _, size in found if size}) > 1:
+        return []  # no crash does that
+    for number, (path, size) in enumerate(found):
+        before, length = found[number - 1] if number else (path, 0)
+        if not size or int(os.path.basename(path)) != int(os.path.basename(before)) + length:
+            return [path for path, _ in reversed(found[number:])]
+    return []
 
 
 def load(
@@ -116,6 +138,7 @@ def load(
     *,
     writable: bool,
     thorough: bool = False,
+    lenient: bool = False,
     bitmap_of: BitmapOf | None = None,
 ) -> Parts:
     """Open the parts of the store in ``path``; if ``writable``, bring them to agree.
@@ -123,6 +146,9 @@ def load(
     ``thorough`` looks at all of the log instead of what the last exit calls for, and makes queues, index and checkpoint
     again whose files have a wrong length or an impossible header. A store that is only read is left as it is: its log
     ends where a recovery would end it.
+
+    ``lenient`` is for a look at what a recovery would give, in an `OverlayFiles`: the log ends at the first damage,
+    whatever is behind it, which stays.
 
     `CorruptionError` for what no crash explains, sound records behind a damage among it, unless ``thorough``: a store
     that is refused is left as it was.
@@ -143,7 +169,7 @@ def load(
         if closed is not None and closed.agrees_with(log):
             trusted = closed
             return closed.log_end
-        return log.third_last_file() if clean else _vouched_for(log, checkpoint)
+        return log.third_last_file() if clean else vouched_for(log, checkpoint)
 
     log = CommitLog.open(
         os.path.join(path, layout.COMMITLOG),
@@ -183,9 +209,10 @@ def load(
             writable=writable,
         ),
         files,
-        mend,
+        mend if clean or not writable else cuts,
         [folder],
         _INDEX_DIGITS,
+        only=None if thorough else "header",  # a crash may leave one half written
     )
     names = layout.list_queues(path, files)
     lost = trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index))
@@ -203,11 +230,13 @@ def load(
     if writable and trusted is not None:
         set_abort(files, path)
     elif writable:
-        run = _Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost)
+        run = _Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient)
         end, cut = run.cut_at()
         set_abort(files, path)  # only now: a store that is refused is left as it was
-        files.make_folder(log.sequence.folder)  # by which it is known as a store
+        make_folders(files, log.sequence.folder)  # by which it is known as a store
         run.run(end, cut)
+    if writable:
+        checkpoint.lower(clock.now_ms())
     else:
         for queue in queues.opened():
             queue.serve_from(log.begin)
@@ -230,17 +259,23 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock) -> tuple[
 
 
 def _opened(
-    open_part: Callable[[], _T], files: Files, mend: list[Damage] | None, places: Sequence[str], digits: int = 0
+    open_part: Callable[[], _T],
+    files: Files,
+    mend: list[Damage] | None,
+    places: Sequence[str],
+    digits: int = 0,
+    *,
+    only: str | None = None,
 ) -> _T:
     """Open a part that is derived from the log; if ``mend``, one whose files can't be its is removed, and noted there.
 
     ``places`` are its files and folders, in which its files have names of so many ``digits``. Where there are others
-    too, it is refused, and nothing is removed.
+    too, it is refused, and nothing is removed; so it is for another kind of damage than ``only``, if that is given.
     """
     try:
         return open_part()
     except CorruptionError as error:
-        if mend is None or (error.kind == "name" and digits != _QUEUE_DIGITS):
+        if mend is None or error.kind != (only or error.kind) or (error.kind == "name" and digits != _QUEUE_DIGITS):
             raise
         gone = []
         for place in places:
@@ -259,13 +294,28 @@ def _opened(
         return open_part()
 
 
-def _vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
+def vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
     """Where the newest file starts whose first record is no younger than the checkpoint, else the oldest one."""
     for start in reversed(log.sequence.starts):
         stored = log.first_store_timestamp_ms(start)
         if stored and stored <= checkpoint.min_timestamp_ms:
             return start
     return log.begin
+
+
+def _lacks_entries(log: CommitLog, queues: QueueTable) -> bool:
+    """Whether a queue lacks the entry of its last record among those of the last three files."""
+    last: dict[tuple[bytes, int], tuple[int, int]] = {}
+    for physical_offset, _, raw in log.scan(log.third_last_file(), check_body=False):
+        if raw is not None and has_queue_entry(int.from_bytes(raw[36:40], "big")):
+            _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, len(raw))
+            queue_id, queue_offset = int.from_bytes(raw[12:16], "big"), int.from_bytes(raw[20:28], "big", signed=True)
+            last[raw[topic_at:topic_end], queue_id] = queue_offset, physical_offset
+    for (topic, queue_id), (queue_offset, physical_offset) in last.items():
+        queue = queues.find((java_decode(topic), queue_id))
+        if queue is None or (queue_offset >= queue.max_offset and physical_offset >= queue.max_physic_offset):
+            return True
+    return False
 
 
 class _Recovery:
@@ -281,8 +331,9 @@ class _Recovery:
         clean: bool,
         thorough: bool,
         lost: bool,
+        lenient: bool,
     ) -> None:
-        """``lost``: queues or index are known to lack something, wherever it is."""
+        """``lost``: queues or index are known to lack something, wherever it is; ``lenient``: see `load`."""
         self._path = path
         self._files = files
         self._clock = clock
@@ -291,6 +342,7 @@ class _Recovery:
         self._clean = clean
         self._thorough = thorough
         self._lost = lost
+        self._lenient = lenient
 
     def cut_at(self) -> tuple[LogEnd, int]:
         """Where the log is going to end, and how many bytes are going to be cut there; nothing is changed yet.
@@ -300,7 +352,10 @@ class _Recovery:
         log = self._parts.log
         end = log.found_end
         if not self._clean and not self._thorough:
-            end = _first_without_queue(log, self._begin) or end
+            torn = _first_torn(log, self._begin)
+            # One that no crash left torn is served, as by a broker: nothing but its body has a checksum.
+            if torn is not None and self._explained_by_crash(torn.physical_offset, log.sequence.end):
+                end = torn
         cut = self._bytes_behind(end)
         if not self._thorough:
             self._check_cut(end, cut)
@@ -326,17 +381,12 @@ class _Recovery:
         It does where what was written last reached the device in another order: then records that nobody vouched for
         stand behind a page or sector that was never written.
         """
-        if not cut:
+        if not cut or self._lenient:
             return
         log, at = self._parts.log, end.physical_offset
+        if self._explained_by_crash(at, at + cut):
+            return
         following = salvage.find_record(log.sequence, at + 1, at + cut)
-        if following is None:
-            return
-        place = following % log.file_size
-        stored_ms = codec.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
-        vouched_for = stored_ms <= self._parts.checkpoint.min_timestamp_ms
-        if not self._clean and not vouched_for and _may_be_unwritten(log, at, following):
-            return
         what = "a stretch of zeros" if end.damage is None else end.damage.what
         raise CorruptionError(
             log.sequence.path_at(at),
@@ -347,6 +397,17 @@ class _Recovery:
             f"(--dry-run shows it), `librmq salvage {self._path}` gives what is sound",
         )
 
+    def _explained_by_crash(self, at: int, upto: int) -> bool:
+        """Whether no sound record stands behind ``at``, or one to which the checkpoint does not reach, behind zeros."""
+        log = self._parts.log
+        following = salvage.find_record(log.sequence, at + 1, upto)
+        if following is None:
+            return True
+        place = following % log.file_size
+        stored_ms = codec.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
+        vouched_for = stored_ms <= self._parts.checkpoint.min_timestamp_ms
+        return not self._clean and not vouched_for and _may_be_unwritten(log, at, following)
+
     def run(self, end: LogEnd, cut: int) -> None:
         """Bring the parts to agree, the log ending at ``end`` with ``cut`` bytes cut there."""
         parts = self._parts
@@ -354,8 +415,10 @@ class _Recovery:
         for queue in parts.queues.values():
             self._cut_queue(queue)
         begin = self._reconcile_from()
-        if begin < parts.log.end or self._thorough:
+        if begin < parts.log.end or self._thorough or not self._clean:
             self._reconcile(begin)
+        if self._lenient:
+            return
         stored = self._last_timestamp_ms()
         if self._thorough:
             self._check_checkpoint(stored)
@@ -382,6 +445,8 @@ class _Recovery:
     def _set_checkpoint(self, stored: int) -> None:
         """Vouch for what is there now: all of it."""
         log, checkpoint = self._parts.log, self._parts.checkpoint
+        if not self._clean:
+            self._mark_found()
         log.flush()
         for queue in self._parts.queues.values():
             queue.flush()
@@ -390,14 +455,30 @@ class _Recovery:
         checkpoint.index_timestamp_ms = min(self._parts.index.full_timestamp_ms, stored)
         checkpoint.flush()
 
+    def _mark_found(self) -> None:
+        """What no exit vouched for may not be on the device: whoever wrote it may have died before a flush."""
+        self._parts.log.sequence.mark_found(self._begin)
+        self._parts.index.mark_found()
+        above = {self._path}
+        for queue in self._parts.queues.values():
+            if queue.mark_found(self._begin):
+                folders = [queue.folder] if queue.ext is None else [queue.folder, queue.ext.folder]
+                for folder in map(os.path.dirname, folders):
+                    above |= {folder, os.path.dirname(folder)}
+        for folder in sorted(above):
+            self._files.flush_folder(folder)
+
     def _cut_log(self, end: LogEnd, cut: int) -> None:
         log = self._parts.log
         if cut:
             why = f"no record: {end.damage.what}" if end.damage else "bytes behind the last record"
-            salvage.keep(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
+            if not self._lenient:
+                salvage.keep(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
-        if cut or log.sequence.end > end.physical_offset + log.file_size:
+        if self._lenient:
+            log.end = end.physical_offset  # it may be followed by gigabytes, which would have to be changed in memory
+        elif cut or log.sequence.end > end.physical_offset + log.file_size:
             log.truncate(end.physical_offset)
 
     def _cut_queue(self, queue: ConsumeQueue) -> None:
@@ -416,24 +497,36 @@ class _Recovery:
             return log.begin
         if self._clean:
             begin = max((queue.max_physic_offset for queue in parts.queues.values()), default=log.begin)
+            begin = min(begin, index.end_physical_offset)
+            if _lacks_entries(log, parts.queues):
+                begin = log.begin  # a queue was lost since, wherever its first record is
         else:
             begin = self._begin
-            newer = [file for file in index.files if file.header.end_timestamp_ms > parts.checkpoint.index_timestamp_ms]
-            begin = min(begin, self._drop_index(newer, "the checkpoint"))
+            self._drop_index(self._unvouched_index(), "the checkpoint")
+            begin = min(begin, index.end_physical_offset)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
         if not index.files:
             begin = log.begin
         return max(begin, log.begin)
 
+    def _unvouched_index(self) -> list[IndexFile]:
+        """The index files that may not be whole on the device: behind the first that the checkpoint ends with."""
+        files, limit = self._parts.index.files, self._parts.checkpoint.index_timestamp_ms
+        for number, file in enumerate(files):
+            end = file.header.end_timestamp_ms
+            if not file.full or end > limit:
+                return files[number:]
+            if end == limit:
+                return files[number + 1 :]
+        return []
+
     def _drop_index(self, files: Sequence[IndexFile], than: str) -> int:
         """Delete index files that are to be made again; the physical offset from which on."""
-        begin = self._parts.log.end
         for file in files:
-            begin = min(begin, file.header.begin_physical_offset)
             self._parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
             self._parts.index.drop(file.name)
-        return begin
+        return self._parts.index.end_physical_offset if files else self._parts.log.end
 
     def _reconcile(self, begin: int) -> None:
         parts = self._parts
@@ -463,7 +556,7 @@ class _Recovery:
                 end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
                 if not self._thorough:
                     self._check_cut(end, cut)
-                    if error.offset < self._begin:
+                    if error.offset < self._begin and not self._lenient:
                         raise  # what an exit vouched for is cut only on demand
                 parts.cuts += found
                 self._cut_log(end, cut)
@@ -474,24 +567,46 @@ class _Recovery:
             return
 
 
-def _first_without_queue(log: CommitLog, begin: int) -> LogEnd | None:
-    """The first record from ``begin`` on that names no possible queue: with it the log ends."""
+def _first_torn(log: CommitLog, begin: int) -> LogEnd | None:
+    """The first record from ``begin`` on that did not reach the device whole though its body did: there the log ends.
+
+    Where a sector was not written there are zeros. In topic or properties they lead to no possible queue, or to zeros
+    that go on to the end of the sector.
+    """
     known: set[tuple[bytes, bool]] = set()
     for physical_offset, size, raw in log.scan(begin, check_body=False):
         if raw is None:
             continue
-        _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, size)
+        what = None
+        _, _, topic_at, topic_end, properties_at, _ = codec.frame(raw, 0, size)
         name = raw[topic_at:topic_end], raw[codec.QUEUE_ID_AT] > 127
-        if name in known:
-            continue
-        message = StoredMessage(raw)
-        try:
-            validate_queue(message.topic, message.queue_id)
-        except MessageIllegalError as error:
-            path, what = log.sequence.path_at(physical_offset), f"it names no queue: {error}"
+        if name not in known:
+            message = StoredMessage(raw)
+            try:
+                validate_queue(message.topic, message.queue_id)
+                known.add(name)
+            except MessageIllegalError as error:
+                what = f"it names no queue: {error}"
+        if what is None and _ends_in_zeros(log, physical_offset, raw, properties_at):
+            what = "its properties are zeros to the end of a sector"
+        if what is not None:
+            path = log.sequence.path_at(physical_offset)
             return LogEnd(physical_offset, CorruptionError(path, physical_offset, "record", what))
-        known.add(name)
     return None
+
+
+def _ends_in_zeros(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
+    """Whether a record has zeros in its properties that go on to the end of a sector."""
+    zero = raw.find(b"\0", properties_at)
+    if zero < 0:
+        return False
+    place, size = physical_offset % log.file_size, len(raw)
+    edge = (place + zero) // _SECTOR * _SECTOR + _SECTOR
+    while edge <= place + size:
+        if not raw[edge - place - 1]:
+            return True
+        edge += _SECTOR
+    return not raw[-1] and not any(log.data_at(physical_offset + size, edge - place - size))
 
 
 def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
@@ -501,6 +616,6 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     """
     start = begin - begin % log.file_size
     buffer = log.sequence.file(start).buffer
-    at, upto = begin - start, min(end - start, log.file_size)
+    at, upto = begin - start, min(end - start + 3, log.file_size)  # a record may begin with three zeros, its size
     edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
     return any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges)

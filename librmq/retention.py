@@ -224,8 +224,8 @@ class Retention:
         """When the last record of the file at ``start`` was stored; by what follows if that can't be read."""
         last = None
         try:
-            for item in self._log.scan(start, start + self._log.file_size, check_body=False):
-                last = item.raw or last
+            for _, _, raw in self._log.scan(start, start + self._log.file_size, check_body=False):
+                last = raw or last
         except CorruptionError:
             last = None  # there may be later ones behind the damage
         if last is not None:

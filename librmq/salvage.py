@@ -306,7 +306,8 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
         if begin == start > physical_offset and link_file(files, file.path, target):
             files.flush(file)
         else:
-            copy_file(files, file, target, begin=begin - start, end=end)
-        source = _Source(target, begin, end - (begin - start))
+            # Of full length, as the last record may end in zeros; they take no blocks.
+            copy_file(files, file, target, begin=begin - start, end=end, size=start + log.file_size - begin)
+        source = _Source(target, begin, start + log.file_size - begin)
         count += sum(what is None for _, _, what in source.items(files.open(target).buffer))
     return count

@@ -22,8 +22,15 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.dispatch import has_queue_entry
-from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreError, StoreIOError
-from librmq.files import DiskFiles, Entry, Files, copy_file, link_file
+from librmq.errors import (
+    CorruptionError,
+    MessageIllegalError,
+    NotAStoreError,
+    StoreError,
+    StoreIOError,
+    StoreLockedError,
+)
+from librmq.files import DiskFiles, Entry, FileLock, Files, copy_file, link_file
 from librmq.mappedfile import file_name
 from librmq.message import StoredMessage
 from librmq.recovery import settle
@@ -170,12 +177,13 @@ def _append(log: CommitLog, message: StoredMessage, following: dict[tuple[str, i
 def _growing(target: str, files: Files) -> Iterator[str]:
     """A folder that gets the name ``target`` when all has gone well, and is removed otherwise."""
     target = target.rstrip(os.sep) or target
-    if files.size(target) is not None and (not files.is_folder(target) or files.list(target)):
+    if files.list(target) if files.is_folder(target) else files.size(target) is not None:
         raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "there is something else already"))
     parent, part = os.path.dirname(target) or os.curdir, target + _PART
     files.make_folder(part)
-    lock = files.lock(layout.lock_path(part))
+    lock: FileLock | None = None
     try:
+        lock = files.lock(layout.lock_path(part))
         for entry in files.list(part):
             if entry.name != layout.LOCK:
                 files.delete(os.path.join(part, entry.name))
@@ -185,12 +193,15 @@ def _growing(target: str, files: Files) -> Iterator[str]:
         files.delete(target)
         files.rename(part, target)
         files.flush_folder(parent)
+    except StoreLockedError:  # somebody else makes it
+        raise
     except BaseException:
         with contextlib.suppress(StoreError):
             files.delete(part)
         raise
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def _flush_folders(folder: str, files: Files) -> None:

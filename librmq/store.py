@@ -7,6 +7,7 @@ derived from the log and can always be rebuilt.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import sys
@@ -32,9 +33,11 @@ from librmq.errors import (
     MessageIllegalError,
     ReadOnlyError,
     StoreClosedError,
+    StoreIOError,
 )
-from librmq.files import DiskFiles, FileLock, Files
+from librmq.files import DiskFiles, FileLock, Files, make_folders
 from librmq.flushing import Acknowledgement, GroupCommit
+from librmq.following import Following
 from librmq.housekeeping import Background, Housekeeping
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
@@ -123,8 +126,9 @@ class MessageStore:
         closed cleanly is recovered as the broker would; ``thorough`` looks at all of the log and makes again what
         `recover` does. `recovered` lists what was cut. ``background`` lets a thread of the store flush and expire by
         time, from the first append on; None does so unless ``clock`` is given, else `run_due` is the caller's to call.
-        ``filters`` are the groups' SQL filters, by which messages get their bitmaps where the store has extension
-        files; they may change while it is open.
+        ``read_only`` takes no lock and changes no byte: beside a writer it sees what is written (`refresh`), else what
+        a recovery would give, in memory. ``filters`` are the groups' SQL filters, by which messages get their bitmaps
+        where the store has extension files; they may change while it is open.
 
         `NotAStoreError` for a directory that holds something else or another kind of store, `ConfigError` for a
         configuration that disagrees with the files, `StoreLockedError` if somebody else writes to it,
@@ -164,21 +168,23 @@ class MessageStore:
         self.recovered = []
         self._file_lock: FileLock | None = None
         self._parts: recovery.Parts | None = None
+        self._following: Following | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         layout.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         try:
             if not read_only:
-                files.make_folder(path)
+                make_folders(files, path)
                 self._file_lock = files.lock(layout.lock_path(path))
                 if thorough or has_abort(files, path):
                     leftovers = recovery.clear_leftovers(path, files)
-            if config is None:
-                config = layout.infer_config(path, files)
-            else:
+            if config is not None:
                 layout.check_config(path, config, files)
-            self._set_config(config)
-            self._load(thorough=thorough)
+            if read_only:
+                self._follow(config)
+            else:
+                self._set_config(config or layout.infer_config(path, files))
+                self._load(thorough=thorough)
             self.recovered[:0] = leftovers
         except BaseException:
             self._release()
@@ -198,23 +204,41 @@ class MessageStore:
 
     def _load(self, *, thorough: bool = False) -> None:
         """Open the parts and bring them to agree."""
-        parts = self._parts = recovery.load(
+        bitmaps = self.filters if self.config.enable_calc_filter_bitmap else None
+        parts = recovery.load(
             self.path,
             self.config,
             self.levels,
             self.files,
             self.clock,
-            writable=not self.read_only,
+            writable=True,
             thorough=thorough,
-            bitmap_of=self.filters.bitmap if self.filters and self.config.enable_calc_filter_bitmap else None,
+            bitmap_of=None if bitmaps is None else bitmaps.bitmap,
         )
+        self._take(parts)
+        self.recovered = self.recovered + parts.cuts
+
+    def _follow(self, config: StoreConfig | None) -> None:
+        """Open the parts for reading only, beside whoever writes to them."""
+
+        def opened(following: Following) -> None:
+            self._set_config(following.config)
+            self._take(following.parts)
+            self.recovered = following.parts.cuts
+
+        bitmaps = self.filters
+        self._following = Following(
+            self.path, config, self.files, self.clock, None if bitmaps is None else bitmaps.bitmap, opened
+        )
+
+    def _take(self, parts: recovery.Parts) -> None:
+        self._parts = parts
         self.log = parts.log
         self.queues = parts.queues
         self.index = parts.index
         self.checkpoint = parts.checkpoint
         self._dispatcher = parts.dispatcher
         self._lanes = parts.lanes
-        self.recovered = self.recovered + parts.cuts
         self._commit = GroupCommit(self.log.flush, self.log.end, self._on_failed_flush)
         self._settled = 0  # below this physical offset queues and index have reached the device too
         self._retention = Retention(
@@ -308,6 +332,8 @@ class MessageStore:
             with self._lock:
                 if not self._accepts:
                     raise self._refusal()
+                if len(dispatcher.records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
+                    dispatcher.drain()
                 now = self._now_ms()
                 physical_offset = log.end
                 if physical_offset + size > log.fits:
@@ -331,10 +357,7 @@ class MessageStore:
                     if not pending:
                         dispatcher.lanes.append(lane)
                     pending.append(_pack_entry(physical_offset, size, tags_code))
-                records = dispatcher.records
-                records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
-                if len(records) >= _BATCH:
-                    dispatcher.drain()
+                dispatcher.records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset + size >= self._housekeeping.alarm:
@@ -399,6 +422,8 @@ class MessageStore:
             with self._lock:
                 if not self._accepts:
                     raise self._refusal()
+                if len(dispatcher.records) >= _BATCH:
+                    dispatcher.drain()
                 now = self._now_ms()
                 born = now if born_timestamp_ms is None else born_timestamp_ms
                 physical_offset = log.claim(total)
@@ -427,8 +452,6 @@ class MessageStore:
                 lane.pending += entries
                 lane.next_queue_offset = queue_offset
                 dispatcher.records += records
-                if len(dispatcher.records) >= _BATCH:
-                    dispatcher.drain()
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset >= self._housekeeping.alarm:
@@ -449,7 +472,7 @@ class MessageStore:
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
         validate_topic(topic)
-        if not 0 <= queue_id < 1 << 31:
+        if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
             raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
         if not self._accepts:
             raise self._refusal()
@@ -479,15 +502,22 @@ class MessageStore:
         """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on.
 
         At most 32 messages and 256 KiB a call (8 and 64 KiB from far behind the log's end), the first is always given;
-        a read does not cross a queue file. Whatever the status, ``next_offset`` says where to go on.
+        a read does not cross a queue file. Whatever the status, ``next_offset`` says where to go on. While the disk is
+        full, the newest messages may not be in their queues yet, and are read when there is room again.
 
         `CorruptionError` if an entry points at what is no record of its size.
         """
         self._check_open()
+        if self._following is not None:
+            return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
         if self._dispatcher.records:
-            self._drain()
+            try:
+                self._drain()
+            except StoreIOError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
         return read_queue(
-            self.log, self.queues.get((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
+            self.log, self.queues.find((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
         )
 
     def matching(
@@ -537,7 +567,8 @@ class MessageStore:
         `CorruptionError` if no sound record stands there.
         """
         self._check_open()
-        return self.log.message(physical_offset)
+        message = self.log.message(physical_offset)
+        return self.log.message(physical_offset) if message is None and self.refresh() else message
 
     def find_by_key(
         self,
@@ -554,15 +585,19 @@ class MessageStore:
         The index knows hashes and whole seconds: ``max_messages`` bounds what it gives, and ``exact`` false gives that
         whole, collisions and repetitions included, as a broker does.
         """
-        self._check_open()
-        self._drain()
+        return self._find_by_key(self._up_to_date(), topic, key, begin_ms, end_ms, max_messages, exact)
+
+    @staticmethod
+    def _find_by_key(
+        parts: recovery.Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
+    ) -> list[StoredMessage]:
         found = []
         last = -1
-        for physical_offset in sorted(self.index.query(topic, key, begin_ms, end_ms, max_messages)):
+        for physical_offset in sorted(parts.index.query(topic, key, begin_ms, end_ms, max_messages)):
             if exact and physical_offset == last:
                 continue
             last = physical_offset
-            message = self.log.message(physical_offset, check_body=False)
+            message = parts.log.message(physical_offset, check_body=False)
             if message is None:
                 continue
             if exact and (message.topic != topic or (key != message.unique_key and key not in message.keys)):
@@ -576,40 +611,73 @@ class MessageStore:
         An offset id (32 or 56 hexadecimal digits) that names a record gives that one; else it is taken for a unique
         key, which gives every record that has it, over all topics.
         """
-        self._check_open()
-        self._drain()
+        parts = self._up_to_date()
         try:
             _, physical_offset = codec.parse_offset_message_id(message_id)
         except ValueError:
             pass
         else:
             try:
-                message = self.log.message(physical_offset)
+                message = parts.log.message(physical_offset)
             except CorruptionError:
                 message = None  # 32 digits may be a unique key too
             if message is not None and message.offset_id == message_id.upper():
                 return [message]
         found = {
             message.physical_offset: message
-            for topic in sorted({topic for topic, _ in self.queues} | layout.known_topics(self.path, self.files))
-            for message in self.find_by_key(topic, message_id, max_messages=1 << 31)
+            for topic in sorted({topic for topic, _ in parts.queues} | layout.known_topics(self.path, self.files))
+            for message in self._find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
             if message.unique_key == message_id
         }
+        if not found:  # records that no index knows: of a rollback, or of a topic without a queue
+            found = {
+                message.physical_offset: message
+                for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode())
+                if message.unique_key == message_id
+            }
         return [found[physical_offset] for physical_offset in sorted(found)]
+
+    def messages(
+        self, topic: str, queue_id: int = 0, begin: int = 0, end: int | None = None
+    ) -> Iterator[StoredMessage]:
+        """The messages of a queue from queue offset ``begin`` (or the first that is there) up to ``end`` (its end now).
+
+        Messages that retention deletes meanwhile are left out. `CorruptionError` as for `read`.
+        """
+        at = begin
+        while True:
+            result = self.read(topic, queue_id, at)
+            if end is None:
+                end = result.max_offset
+            for place, message in enumerate(result.messages, at):
+                if place >= end:
+                    return
+                yield message
+            if result.next_offset >= end or (result.next_offset <= at and not result.messages):
+                return
+            at = result.next_offset
 
     def queue_offset_at(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
         """The queue offset of the message stored nearest to ``timestamp_ms``, as a broker answers; 0 for no queue."""
-        self._check_open()
-        self._drain()
-        queue = self.queues.get((topic, queue_id))
-        return 0 if queue is None else queue.offset_at(timestamp_ms, self.log.store_timestamp_ms)
+        parts = self._up_to_date()
+        queue = parts.queues.find((topic, queue_id))
+        return 0 if queue is None else queue.offset_at(timestamp_ms, parts.log.store_timestamp_ms)
 
     def __iter__(self) -> Iterator[StoredMessage]:
         """All messages in log order; `CorruptionError` at the first that can't be read."""
+        for _, _, raw in self._up_to_date().log.scan():
+            if raw is not None:
+                yield StoredMessage(raw)
+
+    def refresh(self) -> bool:
+        """See what somebody else has written, deleted or recovered since; true if there is anything new.
+
+        For a handle that only reads. Reading at a queue's end, finding and iterating do it by themselves; `log`,
+        `queues` and `index` show the store as of the last time, and may be other objects afterwards. What was given
+        out before stays as it was.
+        """
         self._check_open()
-        for item in self.log.scan():
-            if item.raw is not None:
-                yield StoredMessage(item.raw)
+        return self._following is not None and self._following.refresh()
 
     # ----------------------------------------------------------------------------------------------- flush and close
 
@@ -640,6 +708,7 @@ class MessageStore:
                 dispatcher, checkpoint, index = self._dispatcher, self.checkpoint, self.index
                 dispatcher.drain()
                 end, stored = self.log.end, dispatcher.dispatched_timestamp_ms
+                indexed = index.full_timestamp_ms
                 queues, dispatcher.unflushed = dispatcher.unflushed, set()
                 entries, dispatcher.entries = dispatcher.entries, 0
             try:
@@ -652,7 +721,7 @@ class MessageStore:
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
                     # No later than the last record, should the clock have gone back.
-                    checkpoint.index_timestamp_ms = min(index.full_timestamp_ms, stored)
+                    checkpoint.index_timestamp_ms = min(indexed, stored)
                 checkpoint.flush()
                 self._settled = end
             except BaseException:
@@ -692,6 +761,8 @@ class MessageStore:
             with self._lock:
                 refused = self._closed is not None or self._commit.failure is not None
                 self._accepts = not refused and not self._retention.refuses_writes
+                if self._commit.failure is not None:  # meanwhile
+                    self._accepts = False
 
     def recover(self) -> list[Damage]:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
@@ -798,6 +869,15 @@ class MessageStore:
                 self._file_lock = None
             if self._temporary is not None:
                 self._temporary.cleanup()
+
+    def _up_to_date(self) -> recovery.Parts:
+        """The parts, with everything in them that was acknowledged before the call."""
+        self.refresh()
+        self._drain()
+        parts = self._parts
+        if parts is None:
+            raise self._unusable()
+        return parts
 
     def _drain(self) -> None:
         """Write what readers look into."""

@@ -20,7 +20,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, NotAStoreError
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
@@ -147,8 +147,12 @@ class _Look:
         queues = {}
         for topic, queue_id in names:
             queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
-            if queue is not None:
-                queues[topic, queue_id] = queue
+            # One that can't be opened is told already: it lacks everything.
+            queues[topic, queue_id] = queue or ConsumeQueue.open(
+                layout.queue_folder(self._path, topic, queue_id),
+                self._config.consumequeue_file_size,
+                files=MemoryFiles(),
+            )
         return queues
 
     def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:

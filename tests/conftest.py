@@ -132,7 +132,20 @@ def slow_budget(request: pytest.FixtureRequest) -> Iterator[SlowBudget]:
     _Slow.told += [f"{request.node.nodeid}: {reached}" for reached in budget.reached]
 
 
+_figures: list[str] = []
+
+
+@pytest.fixture
+def figure() -> Callable[[str], None]:
+    """``figure("756 of 756 cases …")``: what a test measured, printed at the end of the run."""
+    return _figures.append
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _figures:
+        terminalreporter.section("figures")
+        for line in _figures:
+            terminalreporter.line(line)
     if _Slow.told:
         terminalreporter.section("how far slow tests came")
         for line in _Slow.told:

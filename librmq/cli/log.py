@@ -35,15 +35,15 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
     items = _all_items(sequence, damages.append) if arguments.all else _items(sequence)
-    for item in items:
-        if item.raw is None:
-            output.row(blank_row(item.physical_offset, item.size))
+    for physical_offset, size, raw in items:
+        if raw is None:
+            output.row(blank_row(physical_offset, size))
             continue
-        message = StoredMessage(item.raw)
-        output.row(message_row(message, levels, item.physical_offset))
+        message = StoredMessage(raw)
+        output.row(message_row(message, levels, physical_offset))
         if arguments.all and not message.crc_ok:
-            path = sequence.path(item.physical_offset - item.physical_offset % sequence.file_size)
-            damages.append(CorruptionError(path, item.physical_offset, "checksum", "the body's checksum is wrong"))
+            path = sequence.path_at(physical_offset)
+            damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
     for damage in damages:
         complain(f"librmq dump: {damage}")
@@ -81,10 +81,10 @@ def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> 
     """Records and blanks to the end of the last file, but for a blank there: the log's end is before it."""
     log = CommitLog(sequence)
     log.end = sequence.end
-    for item in log.scan(begin, check_body=check_body):
-        if item.raw is None and item.physical_offset + item.size == sequence.end:
+    for physical_offset, size, raw in log.scan(begin, check_body=check_body):
+        if raw is None and physical_offset + size == sequence.end:
             return
-        yield item
+        yield physical_offset, size, raw
 
 
 def _zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:

@@ -78,6 +78,8 @@ def run(
     store = MessageStore.open(store_path, config, clock=clock, files=files, filters=filters)
     crashed = False
     try:
+        for cut in store.recovered:
+            warn(f"opening: {cut.file}: at {cut.offset}: {cut.what}")
         tables = BrokerConfig.open(folder, files=files)
         operations = _Operations(store, tables, filters, clock, warn)
         try:

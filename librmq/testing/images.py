@@ -107,6 +107,10 @@ _Node = _File | _Folder
 _Change = tuple[tuple[str, _Node | None], ...]
 
 
+def _names(path: str) -> list[str]:
+    return [name for name in path.split(os.sep) if name not in ("", os.curdir)]
+
+
 def _set(names: dict[str, _Node], name: str, node: _Node | None) -> None:
     if node is None:
         names.pop(name, None)
@@ -120,7 +124,7 @@ class _Disk:
     def __init__(self, contents: Mapping[str, bytes | None]) -> None:
         self.root = _Folder()
         for path, data in contents.items():
-            names = [name for name in path.split(os.sep) if name]
+            names = _names(path)
             folder = self._folder(names if data is None else names[:-1], make=True)
             if data is not None:
                 folder.change((names[-1], _File(bytearray(data), sized=True)))
@@ -144,12 +148,12 @@ class _Disk:
         return folder
 
     def _place(self, path: str) -> tuple[_Folder, str]:
-        *above, name = (name for name in path.split(os.sep) if name)
+        *above, name = _names(path)
         return self._folder(above), name
 
     def apply(self, event: Event) -> None:
         call, path, at, data = event
-        names = [name for name in path.split(os.sep) if name]
+        names = _names(path)
         if call == "make_folder":
             self._folder(names, make=True)
             return

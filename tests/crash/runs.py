@@ -13,7 +13,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.dispatch import has_queue_entry
 from librmq.flushing import Acknowledgement
-from librmq.message import StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.retention import Retention
 from librmq.store import AppendResult, MessageStore
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
@@ -23,7 +23,16 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, 
 PAGES = replace(SMALL, commitlog_file_size=3 * 4096)
 """Log files of several pages."""
 BOUNDED = replace(SMALL, max_total_size=3 * SMALL.commitlog_file_size)
-CONFIGS = (SMALL, SMALL, SMALL_EXT, PAGES, BOUNDED)
+WIDE = replace(
+    SMALL_EXT,
+    commitlog_file_size=4 * 4096,
+    consumequeue_file_size=2000,
+    consumequeue_ext_file_size=2048,
+    max_hash_slot_num=64,
+    max_index_num=256,
+)
+"""Files of queues and index of several sectors, too."""
+CONFIGS = (SMALL, SMALL_EXT, PAGES, BOUNDED, WIDE, replace(WIDE, enable_consumequeue_ext=False))
 
 
 class BusyFiles(RecordingFiles):
@@ -89,7 +98,7 @@ class Run:
             self.recorded = Recorded(seed, config, {}, {})
         else:
             earlier, image = before
-            self.clock.advance(days=1)
+            self.clock.advance(seconds=rng.choice([0, 2, 60, 86_400]))  # perhaps to before where it was
             image.write_to(self.files)
             self.files.trace.clear()
             self.recorded = Recorded(seed, earlier.config, dict(image.contents), {})
@@ -141,6 +150,16 @@ class Run:
             self.promise(result.physical_offset + result.size)
         self.note(result)
 
+    def burst(self) -> None:
+        """Many of one queue."""
+        message, _ = any_message(self.rng, delay=False)
+        queue_id, tag = self.rng.randrange(2), self.rng.choice([None, "a", "b"])
+        for number in range(self.rng.randrange(5, 30)):
+            one = Message(message.topic, b"%d" % number, tags=tag, keys=f"k{number % 4}")
+            acknowledgement = self.store.submit(one, queue_id)
+            self.note(acknowledgement.result)
+            self.waiting.append(acknowledgement)
+
     def batch(self) -> None:
         message, _ = any_message(self.rng, delay=False)
         count = self.rng.randrange(1, 5)
@@ -163,7 +182,7 @@ class Run:
         self.submit()
 
         def meanwhile() -> None:
-            if self.rng.random() < 0.5:
+            if not self.store._lock.locked() and self.rng.random() < 0.5:  # else a producer flushes
                 self.submit()
 
         self.files.meanwhile = meanwhile
@@ -199,7 +218,8 @@ class Run:
         }
 
     def recover(self) -> None:
-        assert self.store.recover() == []
+        cuts = self.store.recover()
+        assert cuts == [], cuts
         self.waiting.clear()
 
     def threads(self) -> None:
@@ -224,6 +244,7 @@ class Run:
     STEPS: tuple[tuple[Callable[[Run], None], int], ...] = (
         (submit, 10),
         (append, 10),
+        (burst, 2),
         (batch, 3),
         (wait, 2),
         (flush, 2),

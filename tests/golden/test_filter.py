@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_explanations_agree_with_the_verdict(file: str, dialect: Dialect) -> Non
 
 
 @pytest.mark.parametrize(("file", "dialect"), DIALECTS)
-def test_arrow_answers_every_case_itself(file: str, dialect: Dialect) -> None:
+def test_arrow_answers_every_case_itself(file: str, dialect: Dialect, figure: Callable[[str], None]) -> None:
     pa = pytest.importorskip("pyarrow")
     from librmq.filter.arrow_backend import match_arrow
 
@@ -91,7 +92,7 @@ def test_arrow_answers_every_case_itself(file: str, dialect: Dialect) -> None:
             batch = pa.RecordBatch.from_arrays(columns, names=names)
             assert match_arrow(sql.question, batch).to_pylist() == [row["match"], empty], row
         answered += 1
-    print(f"{file}: {answered} of {len(rows)} compiling cases answered by Arrow kernels")
+    figure(f"filter, Arrow: {answered} of {len(rows)} compiling cases of {file} answered by kernels")
     assert answered == len(rows)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from librmq.filter.sqlfilter import compiled
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.spark
 EXPRESSIONS_A_JOB = 60
 
 
-def test_spark_answers_every_case_itself() -> None:
+def test_spark_answers_every_case_itself(figure: Callable[[str], None]) -> None:
     pytest.importorskip("pyspark")
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -42,6 +44,6 @@ def test_spark_answers_every_case_itself() -> None:
             for number in of_expression[key]:
                 assert found[number][1 + i] is rows[number][0]["match"], rows[number]
                 answered += 1
-    print(f"{answered} of {len(rows)} compiling cases answered by native Spark expressions")
+    figure(f"filter, Spark: {answered} of {len(rows)} compiling cases answered by native expressions")
     assert answered == len(rows)
     frame.unpersist()

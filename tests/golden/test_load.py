@@ -135,10 +135,10 @@ def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> None:
     ours, theirs = log_bytes(store), log_bytes(folder / "store")
     end = own_end(folder, store, config)
     with open_log(store, config) as log:
-        for item in log.scan(end=end):
-            begin, upto = item.physical_offset, item.physical_offset + item.size
+        for begin, size, raw in log.scan(end=end):
+            upto = begin + size
             a, b = ours[begin:upto], theirs[begin:upto]
-            assert (a == b) if item.raw is None else (masked(a) == masked(b)), f"log at {begin}"
+            assert (a == b) if raw is None else (masked(a) == masked(b)), f"log at {begin}"
         assert not any(ours[log.end :])
 
 
@@ -242,7 +242,7 @@ def test_messages_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     with MessageStore.open(loaded.path, config, read_only=True) as store:
         written = [essence(message) for message in store]
     with open_log(folder / "store", config) as log:
-        there = [StoredMessage(item.raw) for item in log.scan() if item.raw is not None]
+        there = [StoredMessage(raw) for _, _, raw in log.scan() if raw is not None]
     expected = [essence(message) for message in there if not comes_later(message)]
     if (folder / "mutation.json").exists():
         written = written[: len(expected)]
@@ -283,11 +283,11 @@ def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     recorded_ones = recorded_units(folder)
     theirs: list[Unit] = []
     with open_log(folder / "store", config) as log:
-        for item in log.scan():
-            if item.raw is not None and item.physical_offset in recorded_ones:
-                message = StoredMessage(item.raw)
+        for place, _, raw in log.scan():
+            if raw is not None and place in recorded_ones:
+                message = StoredMessage(raw)
                 if not comes_later(message):
-                    unit_of = recorded_ones[item.physical_offset]
+                    unit_of = recorded_ones[place]
                     free = unit_of is not None and message.topic == OP_TOPIC
                     theirs.append((unit_of[0], 0, unit_of[2]) if unit_of is not None and free else unit_of)
     if (folder / "mutation.json").exists():

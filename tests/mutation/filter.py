@@ -1,8 +1,8 @@
-"""Break every rule of every operator of the filter, one at a time, and see that a test notices.
+"""Break every rule of the filters, those of every operator first, one at a time, and see that a test notices.
 
 From the root of the checkout: ``python -m tests.mutation.filter [word …]`` (only rules whose name holds a word).
-Each rule is broken in a copy of ``librmq`` and ``tests``; the quick filter tests run there. Prints killed of all;
-status 1 where one lives. Not part of the test run: it takes some minutes.
+Each rule is broken in a copy of ``librmq`` and ``tests``; the quick filter tests run there, those of Spark for its
+back-end. Prints killed of all; status 1 where one lives. Not part of the test run: it takes a quarter of an hour.
 """
 
 # ruff: noqa: E501 (a rule a line)
@@ -21,14 +21,16 @@ from typing import NamedTuple
 from tests.reference import CHECKOUT, reference
 
 TESTS = (
-    ("tests/unit/filter/test_sqlfilter.py", "tests/unit/filter/test_arrow.py", "tests/golden/test_filter.py"),
-    ("tests/unit/filter", "tests/property/test_filter.py"),
+    ("tests/unit/filter", "tests/golden/test_filter.py", "tests/unit/test_matching.py"),
+    ("tests/property/test_filter.py",),
 )
 """What finds most, and quickly, goes first."""
 
+SPARK_TESTS = (("tests/property/test_filter_spark.py::test_spark_agrees",), ("tests/golden/test_filter_spark.py",))
+
 
 class Mutant(NamedTuple):
-    """One rule broken: in ``file``, the only place that reads ``before`` reads ``after``."""
+    """One rule broken: in ``file`` of ``librmq/filter``, the only place that reads ``before`` reads ``after``."""
 
     rule: str
     file: str
@@ -42,10 +44,16 @@ def mutants() -> Iterator[Mutant]:
     yield from (Mutant(f"python: {rule}", "python_backend.py", b, a) for rule, b, a in PYTHON)
     yield from (Mutant(f"columns: {rule}", "columns.py", b, a) for rule, b, a in COLUMNS)
     yield from (Mutant(f"arrow: {rule}", "arrow_backend.py", b, a) for rule, b, a in ARROW)
+    yield from (Mutant(f"spark: {rule}", "spark_backend.py", b, a) for rule, b, a in SPARK)
     yield from (Mutant(f"arrow texts: {rule}", "arrow_texts.py", b, a) for rule, b, a in ARROW_TEXTS)
     yield from (Mutant(f"numbers: {rule}", "javanumbers.py", b, a) for rule, b, a in NUMBERS)
     yield from (Mutant(f"parser: {rule}", "parser.py", b, a) for rule, b, a in PARSER)
     yield from (Mutant(f"grammar: {rule}", "sql92.lark", b, a) for rule, b, a in GRAMMAR)
+    yield from (Mutant(f"tags: {rule}", "tags.py", b, a) for rule, b, a in TAGS)
+    yield from (Mutant(f"bloom: {rule}", "bloom.py", b, a) for rule, b, a in BLOOM)
+    yield from (Mutant(f"registrations: {rule}", "registrations.py", b, a) for rule, b, a in REGISTRATIONS)
+    yield from (Mutant(f"predicate: {rule}", "predicate.py", b, a) for rule, b, a in PREDICATE)
+    yield from (Mutant(f"matching: {rule}", "../matching.py", b, a) for rule, b, a in MATCHING)
 
 
 # fmt: off
@@ -203,6 +211,27 @@ ARROW = (
     ("many texts", "found = pc.is_in(text, pa.array(texts, text.type))", "found = pc.is_in(text, pa.array(texts[:4], text.type))"),
 )
 
+SPARK = (
+    ("null is no match", "F.coalesce(condition.column(), F.lit(False))", "condition.column()"),
+    ("first", "case = case.when(condition, F.lit(value))", "case = case.when(condition, F.lit(True))"),
+    ("missing", "text.isNull() if is_true else text.isNotNull()", "text.isNull()"),
+    ("TRUE in any case", 'compare(F.lower(text), "true")', 'compare(text, "true")'),
+    ("not in", "return found if is_true else _of(lambda found: ~found, found)", "return found"),
+    ("both missing are the same", "return _of(lambda a, b: a.eqNullSafe(b), left, right)", "return _of(lambda a, b: a == b, left, right)"),
+    ("right missing is different", "a.isNotNull() & ~a.eqNullSafe(b)", "a != b"),
+    ("negated search", "true = _of(lambda found: ~found, true)", "pass"),
+    ("search is false", "return true if is_true else self.none([true])", "return true"),
+    ("errors of numbers", "text.isNotNull() & number.isNull()", "number.isNull()"),
+    ("negated numbers", "compare = _COMPARE[question.operator if condition == \"is_true\" else _NEGATED[question.operator]]", "compare = _COMPARE[question.operator]"),
+    ("orders fail only with both", "return self.every([present, ", "return self.some([present, "),
+    ("negated orders", "operator = question.operator if condition == \"is_true\" else _NEGATED[question.operator]\n", "operator = question.operator\n"),
+    ("texts that are integers", 'F.when(number.cast("string") == text, number).otherwise(_unusual(text, target))', "number"),
+    ("blanks around an integer", 'is_integer = (number.cast("string") == text) | text.rlike(_INTEGER)', "is_integer = F.lit(True)"),
+    ("other digits", "F.translate(text, others, ascii_digits).try_cast(target)", "text.try_cast(target)"),
+    ("infinities and NaN", ".when(text.rlike(_DOUBLE), number)", ".otherwise(number)"),
+    ("minus zero", "return F.when(zeros, compare(*ranks)).otherwise(compare(a, b))", "return compare(a, b)"),
+)
+
 ARROW_TEXTS = (
     ("length", "self._lengths == len(data)", "self._lengths >= 0"),
     ("first word", "found &= (self._words", "found |= (self._words"),
@@ -258,6 +287,72 @@ GRAMMAR = (
     ("letters", "ID.2: /[A-Za-z_$][A-Za-z0-9_$]*/", r"ID.2: /[^\W\d][\w$]*/"),
     ("comments end at their first end", r"BLOCK_COMMENT.4: /\/\*[^*]*\*+(?:[^*\/][^*]*\*+)*\//", r"BLOCK_COMMENT.4: /\/\*(?:.|\n)*\*\//"),
 )
+
+TAGS = (
+    ("all", "return self.expression == ALL_TAGS", "return not self.tags"),
+    ("||", "if parts and not any(parts):", "if False:"),
+    ("blanks", "tag := part.strip(_TRIMMED)", "tag := part"),
+    ("32 bits", "((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 in self.codes", "code in self.codes"),
+    ("no code", "if code is None or self.takes_all:", "if self.takes_all:"),
+    ("no text", "return not self.tags or tags in self.tags", "return tags in self.tags"),
+    ("code of none", "return string_hash(tags) if tags else 0", "return string_hash(tags or 'x')"),
+)
+
+BLOOM = (
+    ("hashes", "hashes = math.ceil(", "hashes = math.floor("),
+    ("whole bytes", "8 * math.ceil(bits / 8)", "bits"),
+    ("first position", "for i in range(1, self.hash_count + 1):", "for i in range(self.hash_count):"),
+    ("negative", "combined ^= 0xFFFFFFFF", "combined &= 0x7FFFFFFF"),
+    ("order of bits", "bitmap[position >> 3] |= 1 << (position & 7)", "bitmap[position >> 3] |= 128 >> (position & 7)"),
+    ("all bits", "return all(bitmap[position >> 3]", "return any(bitmap[position >> 3]"),
+    ("settings fit", "data.bit_count == self.bit_count and", "True and"),
+)
+
+REGISTRATIONS = (
+    ("dead", "return self.dead_timestamp_ms >= self.born_timestamp_ms", "return self.dead_timestamp_ms > 0"),
+    ("without a filter", "return self.filter is None or self.filter.matches(properties)", "return self.filter is not None and self.filter.matches(properties)"),
+    ("older than the registration", "or store_timestamp_ms <= self.born_timestamp_ms:", "or store_timestamp_ms < self.born_timestamp_ms:"),
+    ("no bitmap", "if bitmap is None or store_timestamp_ms is None or", "if bitmap is None:\n            return False\n        if store_timestamp_ms is None or"),
+    ("length of bitmaps", "if len(bitmap) * 8 != self.bloom.bit_count:", "if False:"),
+    ("key of the bits", 'self.bloom.of(f"{group}#{topic}")', 'self.bloom.of(f"{topic}#{group}")'),
+    ("older version", "if client_version < old.client_version or not old.dead:", "if not old.dead:"),
+    ("same version", "if client_version < old.client_version or not old.dead:", "if client_version < old.client_version:"),
+    ("the same expression is not born again", "if old is not None and (old.expression, old.expression_type, old.bloom) == (", "if old is not None and (old.expression, old.expression_type, None) == ("),
+    ("a bad expression ends the old one", "self._keep(lambda one: one is not old)", "pass"),
+    ("topics no longer named", "lambda registration: registration.topic not in topics", "lambda registration: registration.topic in topics"),
+    ("forgotten", "now_ms - one.dead_timestamp_ms < after_ms", "now_ms - one.dead_timestamp_ms <= after_ms"),
+    ("no empty bitmap", "        if not groups:\n            return None\n        made", "        made"),
+    ("bitmap", "if registration.filter.matches(properties):", "if True:"),
+    ("dead on load", "if registration.dead_timestamp_ms == 0:", "if False:"),
+    ("dead not before birth", "max(now_ms - DEAD_ON_LOAD_MS, registration.born_timestamp_ms)", "now_ms - DEAD_ON_LOAD_MS"),
+    ("other settings", "if not self.bloom.fits(registration.bloom):", "if False:"),
+    ("answers for: expression", "return now is not None and (now.expression, now.expression_type, now.born_timestamp_ms) == (", "return now is not None or (0, 0, 0) == ("),
+    ("answers for: gone", "return now is not None and (now.expression,", "return now is None or (now.expression,"),
+)
+
+PREDICATE = (
+    ("errors", "except Exception:", "except ZeroDivisionError:"),
+    ("failed is skipped", "match = self._on_error is Policy.DELIVER", "match = True"),
+    ("failed is counted", "failed=before.failed + failed", "failed=before.failed"),
+    ("over budget", "late = seconds > self._budget", "late = False"),
+    ("over budget is counted", "over_budget=before.over_budget + late", "over_budget=before.over_budget"),
+    ("policy over budget", "match = self._over_budget is Policy.DELIVER", "match = self._over_budget is Policy.SKIP"),
+    ("as answered", "if not failed and self._over_budget is not Policy.AS_ANSWERED:", "if not failed:"),
+    ("a failure is not answered late", "if not failed and self._over_budget", "if self._over_budget"),
+    ("slowest", "slowest=max(before.slowest, seconds)", "slowest=seconds"),
+    ("seconds", "seconds=before.seconds + seconds", "seconds=seconds"),
+)
+
+MATCHING = (
+    ("by code alone", "return not self._exact or self._filter.matches(message.tags)", "return self._filter.matches(message.tags)"),
+    ("exact tags", "return not self._exact or self._filter.matches(message.tags)", "return True"),
+    ("32 bits of a code", "tags_codes.astype(np.int32)", "tags_codes"),
+    ("bitmaps", "may[at] = self._filter.may_match(unit.bitmap, unit.store_timestamp_ms, bloom)", "pass"),
+    ("no unit", "if unit is not None:\n                        may", "if unit is None:\n                        may[at] = False\n                    else:\n                        may"),
+    ("filters that changed", "if self._registrations.answers_for(self._filter):", "if True:"),
+    ("exact SQL", "return self._filter.matches(message.properties)", "return True"),
+    ("address", 'f"physical offset {message.physical_offset}"', '"somewhere"'),
+)
 # fmt: on
 
 
@@ -277,9 +372,11 @@ def survives(mutant: Mutant, copy: Path) -> bool:
         "HYPOTHESIS_PROFILE": "ci",
     }
     try:
-        for tests in TESTS:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not spark", *tests]
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=300, check=False)
+        spark = mutant.file == "spark_backend.py"
+        for tests in SPARK_TESTS if spark else TESTS:
+            marks = "not slow" if spark else "not slow and not spark"
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marks, *tests]
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=150, check=False)
             if done.returncode:
                 return False
         return True

@@ -133,10 +133,11 @@ def test_a_section_is_replaced_and_nothing_else(common: ModuleType, tmp_path: Pa
         common.write_section(file, "filter", "new")
 
 
-def test_the_documentation_has_the_section(common: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("section", ["store", "filter"])
+def test_the_documentation_has_the_section(common: ModuleType, section: str, tmp_path: Path) -> None:
     copy = tmp_path / "performance.md"
     copy.write_text(common.PERFORMANCE.read_text("utf-8"), "utf-8")
-    common.write_section(copy, "store", "new")
+    common.write_section(copy, section, "new")
 
 
 def test_the_table_is_printed_without_rich(
@@ -162,9 +163,13 @@ def test_wrong_arguments_are_refused(
     assert "error:" in capsys.readouterr().err
 
 
-def test_the_command_shows_a_table() -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "shown"),
+    [("store", "memory", "50,000 entries"), ("filter", "message,compile", "filter, one message")],
+)
+def test_the_command_shows_a_table(name: str, rows: str, shown: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.store", "--quick", "--rounds", "1", "--rows", "memory"],
+        [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--rounds", "1", "--rows", rows],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
@@ -172,5 +177,5 @@ def test_the_command_shows_a_table() -> None:
         env={"PYTHONPATH": str(CHECKOUT), "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "50,000 entries" in done.stdout
+    assert shown in done.stdout
     assert "rounds: 1." in done.stdout

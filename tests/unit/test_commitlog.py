@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from librmq import codec
-from librmq.commitlog import CommitLog, LogItem
+from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, MessageIllegalError, ReadOnlyError, StoreIOError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.testing import FailingFiles, RecordingFiles
@@ -48,7 +48,7 @@ def opened(files: Files, size: int = SIZE, folder: str = FOLDER, *, writable: bo
 
 
 def items(log: CommitLog) -> list[tuple[int, int, bool]]:
-    return [(item.physical_offset, item.size, item.raw is not None) for item in log.scan()]
+    return [(place, size, raw is not None) for place, size, raw in log.scan()]
 
 
 # ------------------------------------------------------------------------------------------------ append and roll
@@ -193,16 +193,16 @@ def files() -> MemoryFiles:
 
 def test_read_and_scan_agree(files: MemoryFiles) -> None:
     log = opened(files, writable=False)
-    found = [item for item in log.scan() if item.raw is not None]
-    assert [item.physical_offset for item in found] == [0, 300, 600, 1024, 1424, 2048]
+    found = [item for item in log.scan() if item[2] is not None]
+    assert [place for place, _, _ in found] == [0, 300, 600, 1024, 1424, 2048]
     for place, size, raw in found:
         assert raw == log.read(place) == log.read(place, size)
         message = log.message(place)
         assert message is not None
         assert (message.raw, message.physical_offset) == (raw, place)
         assert log.store_timestamp_ms(place) == 1_700_000_000_000 + place
-    assert [item.physical_offset for item in log.scan(600, 1400)] == [600, 900, 1024]
-    assert next(log.scan(900)) == LogItem(900, 124, None)
+    assert [place for place, _, _ in log.scan(600, 1400)] == [600, 900, 1024]
+    assert next(log.scan(900)) == (900, 124, None)
     assert list(log.scan(log.end)) == []
 
 
@@ -242,7 +242,7 @@ def test_damage_is_told_with_its_place(files: MemoryFiles, at: int, kind: str) -
     assert log.found_end.damage is not None
     assert (log.found_end.damage.offset, log.found_end.damage.kind) == (300, kind)
     assert log.found_end.last_record == 0
-    assert [item.physical_offset for item in log.scan()] == [0]
+    assert [place for place, _, _ in log.scan()] == [0]
     log.end = 2348
     seen = []
     with pytest.raises(CorruptionError) as told:
@@ -380,7 +380,7 @@ def test_readers_keep_what_they_hold(files: MemoryFiles) -> None:
     walk = log.scan()
     first = next(walk)
     log.delete_before(2048)
-    assert [item.physical_offset for item in walk][:1] == [300]
+    assert [place for place, _, _ in walk][:1] == [300]
     assert first.raw is not None
 
 

@@ -74,8 +74,8 @@ def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
         (files_with("consumequeue/T/0/"), "a folder consumequeue but no commitlog"),
         (files_with("index/20240101000000000"), "a folder index but no commitlog"),
         (files_with("commitlog"), "commitlog is a file"),
-        (files_with(sizes=log_files(0, 2000, 4000)), "every 2th file"),
-        (files_with(sizes=log_files(1000, 4000, 7000, 10000)), "every 3th file"),
+        (files_with(sizes=log_files(0, 2000, 4000)), "one of every 2 files"),
+        (files_with(sizes=log_files(1000, 4000, 7000, 10000)), "one of every 3 files"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(files: MemoryFiles, said: str) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from librmq.clock import ManualClock
@@ -16,7 +17,8 @@ from librmq.config import StoreConfig
 from librmq.consumequeueext import ExtUnit
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.files import MemoryFiles
-from librmq.filter import SQL92, Policy, Registrations, SqlFilter, WatchedPredicate, tags_code
+from librmq.filter import SQL92, Policy, Registrations, SqlFilter, TagFilter, WatchedPredicate, tags_code
+from librmq.matching import ByTags
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus, MessageFilter
 from librmq.store import MessageStore
@@ -342,13 +344,25 @@ def test_a_unit_that_cannot_be_read_rules_nothing_out(spoil: str, log_reads: Cou
         assert log_reads() == 10
 
 
+def test_messages_from_before_the_extension_are_checked_exactly(log_reads: Counter) -> None:
+    filters = registered("T")
+    files = MemoryFiles()
+    roomy = replace(SMALL, consumequeue_file_size=2000)  # old and new entries in one file, and in one read
+    with opened(files, filters, roomy) as store:
+        for number in (7, 70):
+            store.append(priced(number))
+    with opened(died(files), filters, replace(roomy, enable_consumequeue_ext=True), later_ms=5) as store:
+        for number in (7, 70):
+            store.append(priced(number))
+        log_reads()
+        assert read_all(store, store.matching(registration=("T", "cheap"))) == [0, 2]
+        assert log_reads() == 3
+
+
 # --- tags
 
 
 def test_tags_exactly_and_by_code() -> None:
-    from librmq.filter import TagFilter
-    from librmq.matching import ByTags
-
     assert tags_code("Aa") == tags_code("BB")
     for config in (SMALL, SMALL_EXT):
         with opened(MemoryFiles(), None, config) as store:
@@ -362,6 +376,14 @@ def test_tags_exactly_and_by_code() -> None:
             assert read_all(store, store.matching(tags="|| ||")) == []
             for every in ("*", ""):
                 assert read_all(store, store.matching(tags=every)) == [0, 1, 2, 3, 4]
+
+
+def test_32_bits_of_a_code_are_compared() -> None:
+    """As the original does, also where a delivery time stands in place of a code."""
+    by_code = ByTags(TagFilter("C"), exact=False)
+    codes = np.array([67, 67 + (5 << 32), 68, 67 - (1 << 32)], np.int64)
+    assert by_code.match_entries(codes, None).tolist() == [True, True, False, True]
+    assert ByTags(TagFilter("C || D"), exact=False).match_entries(codes, None).all()
 
 
 def test_tags_do_not_touch_the_log(log_reads: Counter) -> None:

@@ -12,6 +12,11 @@ import librmq
 from tests.reference import CHECKOUT
 
 PUBLIC_NAMES = (
+    "Acknowledgement",
+    "RecordError",
+    "FlushFailedError",
+    "DiskFullError",
+    "BodyCompressionError",
     "AppendResult",
     "Checkpoint",
     "Clock",

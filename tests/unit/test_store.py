@@ -695,6 +695,16 @@ def test_sizes_are_told_by_the_files(config: StoreConfig) -> None:
             assert getattr(store.config, name) == getattr(config, name)
 
 
+@pytest.mark.parametrize("queue_id", [True, 1.0, "1", None, -1, 1 << 31])
+def test_what_is_no_queue_id_is_refused_and_leaves_nothing(queue_id: Any) -> None:
+    files = MemoryFiles()
+    with opened(files, SMALL) as store:
+        with pytest.raises(MessageIllegalError, match="queue id"):
+            store.append(Message("TopicA", b"x"), queue_id)
+        assert not store.queues
+    opened(files).close()
+
+
 def test_a_config_that_disagrees_is_refused() -> None:
     files = in_memory(filled(SMALL, 60))
     before = contents(files)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -66,7 +68,7 @@ def test_what_is_shown_is_harmless(run: Run) -> None:
     ("words", "said"),
     [
         (["--explain", "price == 5", "price=5"], "unexpected '='; expected a number"),
-        (["--explain", "a =\n b >\n c", "a=1"], "unexpected '>'; "),
+        (["--explain", "a =\n b = >\n c", "a=1"], "unexpected '>'; "),
         (["--explain", "a CONTAINS 'x'", "--strict"], "the expression ended before"),
         (["--dialect", "5.3", "--explain", "CONTAINS = 'x'"], "unexpected 'CONTAINS'"),
         (["--explain", "(" * 100_000], "more than 2000 parentheses"),
@@ -118,3 +120,45 @@ def test_strict_cases(run: Run) -> None:
 def test_no_input_is_no_output(run: Run) -> None:
     for words in (["filter"], ["filter", "--explain"], ["bloom"]):
         assert run(*words) == (0, [], "")
+
+
+# --- bitmaps
+
+
+@pytest.fixture
+def store(run: Run, tmp_path: Path) -> Path:
+    """A store with a filter and a message that matches it, of which queues and extension were lost."""
+    config = tmp_path / "config.json"
+    sizes = {"commitlog_file_size": 65536, "consumequeue_file_size": 4000, "consumequeue_ext_file_size": 1024}
+    config.write_text(
+        json.dumps(sizes | {"enable_consumequeue_ext": True, "max_hash_slot_num": 64, "max_index_num": 256})
+    )
+    folder = tmp_path / "store"
+    given = (
+        '{"op": "filter", "topic": "T", "group": "G", "expr": "a > 1", "version": 1}\n'
+        '{"op": "put", "topic": "T", "queueId": 0, "body": "b", "props": {"a": "2"}}\n'
+    )
+    assert run("load", str(folder), "--config", str(config), given=given)[0] == 0
+    shutil.copytree(folder, tmp_path / "whole")
+    shutil.rmtree(folder / "consumequeue")
+    shutil.rmtree(folder / "consumequeue_ext")
+    return folder
+
+
+def test_recovering_makes_bitmaps_of_the_filters_in_the_tables(run: Run, store: Path) -> None:
+    config = str(store.parent / "config.json")
+    status, _, err = run("recover", str(store), "--config", config)
+    assert (status, err) == (0, "")
+    ours, whole = (run("queue", str(folder), "T", "0")[1] for folder in (store, store.parent / "whole"))
+    assert ours == whole
+    assert json.loads(ours[0])["ext"]["bitmap_hex"] not in (None, "00" * 14)
+
+
+def test_tables_that_cannot_be_read_stop_no_recovery(run: Run, store: Path) -> None:
+    for path in (store / "config").glob("consumerFilter.json*"):
+        path.write_text("{")
+    status, _, err = run("recover", str(store), "--config", str(store.parent / "config.json"))
+    assert status == 0
+    assert err.startswith("note: bitmaps of filters are not made again: ")
+    (entry,) = run("queue", str(store), "T", "0")[1]
+    assert json.loads(entry)["ext"]["bitmap_hex"] is None

@@ -144,6 +144,9 @@ def test_the_file() -> None:
     assert loaded.load(document, 1_000_000)
     assert [one.dead_timestamp_ms for one in loaded] == [970_000]
     assert one.matches({"a": "2"})
+    data["deadTime"] = 99_999  # before it was born: it lives
+    assert loaded.load(document, 1_000_000)
+    assert [(one.dead, one.dead_timestamp_ms) for one in loaded] == [(False, 99_999)]
     other = Registrations(BloomFilter(20, 64))
     assert not other.load(document, 1)
     assert list(other) == []
@@ -197,9 +200,9 @@ def test_a_predicate_is_watched(caplog: pytest.LogCaptureFixture) -> None:
     watched = WatchedPredicate(predicate, clock=clock, budget=0.005)
     with caplog.at_level(logging.WARNING, "librmq.filter"):
         assert watched.matches("x") is True
+        assert watched.matches("xxxxxxx", "T-0@18") is True
         assert watched.matches("y") is False
         assert watched.matches("bad", "T-0@17") is False
-        assert watched.matches("xxxxxxx", "T-0@18") is True
     assert "T-0@17" in caplog.text
     assert "what a message" in caplog.text
     assert "T-0@18" in caplog.text
@@ -230,6 +233,18 @@ def test_policies_over_budget(policy: Policy, answer: bool, expected: bool) -> N
     patient = WatchedPredicate(predicate, clock=clock, budget=0.02, over_budget=policy)
     assert patient.matches("m") is answer
     assert patient.counts.over_budget == 0
+
+
+def test_a_failure_is_a_failure_however_late() -> None:
+    clock = ManualClock()
+
+    def predicate(message: str) -> bool:
+        clock.advance(ms=10)
+        raise ValueError(message)
+
+    watched = WatchedPredicate(predicate, clock=clock, budget=0.005, over_budget=Policy.DELIVER, on_error=Policy.SKIP)
+    assert not watched.matches("m")
+    assert (watched.counts.failed, watched.counts.over_budget) == (1, 1)
 
 
 def test_policies_on_errors() -> None:

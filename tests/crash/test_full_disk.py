@@ -1,0 +1,442 @@
+"""A full disk: an error to the producer that names file and cause, never a signal; the store is intact and goes on.
+
+On real small file systems (mounted where that is allowed), where blocks really run out under a mapping, and simulated.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import librmq
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import DiskFullError, FlushFailedError, StoreError, StoreIOError
+from librmq.files import File, MemoryFiles
+from librmq.message import Message
+from librmq.store import AppendResult, MessageStore
+from librmq.verify import verify
+from tests.conftest import SlowBudget
+from tests.stores import ROOT, SMALL, START_MS
+
+CONFIG = StoreConfig(
+    commitlog_file_size=256 << 10,
+    consumequeue_file_size=2000 * 20,
+    max_hash_slot_num=500,
+    max_index_num=2000,
+    max_message_size=16 << 10,
+    flush_interval_s=0.005,
+    flush_thorough_interval_s=0.01,
+    flush_interval_consumequeue_s=0.01,
+    flush_thorough_interval_consumequeue_s=0.05,
+    # The disk itself shall be met, not the ratios that keep off it.
+    disk_max_used_ratio=100,
+    disk_force_clean_ratio=100,
+    disk_refuse_ratio=100,
+)
+MIB = 1 << 20
+
+
+def mount(*words: str | Path) -> bool:
+    if not hasattr(os, "geteuid") or os.geteuid() or sys.platform != "linux" or shutil.which("mount") is None:
+        return False
+    return not subprocess.run(["mount", *map(str, words)], stderr=subprocess.DEVNULL).returncode
+
+
+@contextmanager
+def small_file_system(kind: str, folder: Path) -> Iterator[Path]:
+    """A file system of some 6 MiB."""
+    place = folder / "disk"
+    place.mkdir()
+    if kind == "tmpfs":
+        mounted = mount("-t", "tmpfs", "-o", "size=6m", "tmpfs", place)
+    else:
+        image, maker = folder / "image", shutil.which("mkfs.ext4") or "/usr/sbin/mkfs.ext4"
+        mounted = False
+        if os.path.exists(maker):
+            with open(image, "wb") as file:
+                file.truncate(6 * MIB)
+            made = subprocess.run([maker, "-q", "-m", "0", "-O", "^has_journal", image], stderr=subprocess.DEVNULL)
+            mounted = not made.returncode and mount("-o", "loop", image, place)
+    if not mounted:
+        pytest.skip(f"no {kind} can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    with small_file_system(request.param, tmp_path) as place:
+        yield place
+
+
+real = pytest.mark.platform
+
+
+def body(number: int) -> bytes:
+    rng = random.Random(number)
+    return b"%d " % number + rng.randbytes(rng.choice([100, 2000, 9000]))
+
+
+def fill_disk(disk: Path, name: str = "ballast", leave: int = 0) -> Path:
+    """Take all the room there is, but for some."""
+    ballast = disk / name
+    with open(ballast, "wb", buffering=0) as file:
+        for size in (64 << 10, 4096, 512):
+            with suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+        os.fsync(file.fileno())
+        if leave:
+            file.truncate(max(file.tell() - leave, 0))
+    return ballast
+
+
+def append_until_full(store: MessageStore, results: dict[int, AppendResult]) -> StoreIOError:
+    number = max(results, default=-1) + 1
+    while True:
+        try:
+            results[number] = store.append(Message(f"T{number % 3}", body(number), keys=f"k{number}"), number % 2)
+        except StoreIOError as error:
+            return error
+        number += 1
+
+
+def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
+    """Whatever was acknowledged is read from log and queue."""
+    for number, result in results.items():
+        message = store.message_at(result.physical_offset)
+        assert message is not None
+        assert message.body == body(number)
+    for number in list(results)[:: max(1, len(results) // 40)]:
+        result = results[number]
+        found = store.read(f"T{number % 3}", number % 2, result.queue_offset, 1).messages
+        assert [message.physical_offset for message in found] == [result.physical_offset]
+
+
+# ------------------------------------------------------------------------------------------------------- for real
+
+
+@real
+@pytest.mark.parametrize("durability", ["async", "sync"])
+def test_a_full_disk_is_an_error_and_the_store_goes_on(disk: Path, durability: Literal["async", "sync"]) -> None:
+    """Several times full and not full: each time an error, each time the same store goes on."""
+    path = disk / "store"
+    results: dict[int, AppendResult] = {}
+    config = replace(CONFIG, durability=durability)
+    with ExitStack() as stack:
+        store = stack.enter_context(MessageStore.open(path, config))
+        ballast = fill_disk(disk, leave=2 * MIB)
+        for _ in range(3):
+            error = append_until_full(store, results)
+            assert error.errno == errno.ENOSPC
+            assert error.filename is not None
+            assert str(path) in str(error)
+            assert isinstance(append_until_full(store, results), StoreIOError), "again and again"
+            check_served(store, results)
+            taken = len(results)
+            ballast.write_bytes(bytes(max(ballast.stat().st_size - (1 << 19), 0)))  # space returns
+            append_until_full(store, results)
+            assert len(results) > taken, "space returned, and nothing is taken"
+        ballast.unlink()
+        store.flush()
+        assert store.log.end == max(result.physical_offset + result.size for result in results.values())
+    assert verify(str(path), CONFIG).sound
+    with MessageStore.open(path, CONFIG) as store:
+        assert store.recovered == []
+        check_served(store, results)
+
+
+@real
+def test_readers_and_the_thread_of_the_store_survive_a_full_disk(disk: Path) -> None:
+    path = disk / "store"
+    results: dict[int, AppendResult] = {}
+    with MessageStore.open(path, CONFIG) as store, MessageStore.open(path, read_only=True):
+        ballast = fill_disk(disk, leave=MIB)
+        stop, errors, read = threading.Event(), [], 0
+
+        def follow() -> None:
+            nonlocal read
+            queue_offset = 0
+            while not stop.is_set():
+                try:
+                    result = store.read("T0", 0, queue_offset)
+                    for message in result.messages:
+                        assert message.body == body(int(message.body.split(b" ")[0]))
+                        read += 1
+                    queue_offset = result.next_offset
+                except StoreIOError:
+                    continue  # what a reader waits for can't be written now
+                except Exception as error:
+                    errors.append(error)
+                    return
+
+        reader = threading.Thread(target=follow)
+        reader.start()
+        append_until_full(store, results)
+        thread = store._background
+        ballast.unlink()
+        append_until_full_or(store, results, 400)
+        acknowledgement = store.submit(Message("last", b""))
+        while not acknowledgement.done:  # by the thread of the store
+            pass
+        stop.set()
+        reader.join()
+        assert errors == []
+        assert read > 0
+        assert store._background is thread
+        assert thread is not None
+        assert thread._thread.is_alive()
+
+
+def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], count: int) -> None:
+    """Append so many more, or until the disk is full; then make room by ending."""
+    for number in range(max(results) + 1, max(results) + 1 + count):
+        try:
+            results[number] = store.append(Message(f"T{number % 3}", body(number), keys=f"k{number}"), number % 2)
+        except StoreIOError:
+            return
+
+
+@real
+def test_no_signal_kills_a_writer_whatever_runs_out_when(disk: Path) -> None:
+    """A process of its own, so that a signal is seen; another one takes the room at any moment."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(GREEDY), str(disk)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(librmq.__file__ or "").parent.parent), str(Path(__file__).parent.parent.parent)]
+            ),
+        },
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    refused, taken = map(int, done.stdout.split())
+    assert refused > 20
+    assert taken > 20
+
+
+GREEDY = """
+import os, random, sys, threading
+from pathlib import Path
+from dataclasses import replace
+from librmq import Message, MessageStore
+from librmq.errors import FlushFailedError, StoreIOError
+from librmq.verify import verify
+from tests.crash.test_full_disk import CONFIG, body, check_served, fill_disk
+import logging
+logging.disable()
+
+disk, rng = Path(sys.argv[1]), random.Random(5)
+refused = taken = 0
+for attempt in range(6):
+    path, results = disk / f"store{attempt}", {}
+    ballast = fill_disk(disk, leave=rng.choice([0, 4096, 50_000, 300_000, 1_000_000]))
+    try:
+        store = MessageStore.open(path, CONFIG)
+    except StoreIOError:
+        refused += 1
+        ballast.unlink()
+        store = MessageStore.open(path, CONFIG)
+        fill_disk(disk, leave=rng.choice([50_000, 300_000]))
+    number = 0
+    for _ in range(60):
+        kind = rng.random()
+        try:
+            if kind < 0.05:
+                fill_disk(disk)
+            elif kind < 0.1:
+                fill_disk(disk, leave=rng.choice([4096, 20_000, 100_000]))
+            for _ in range(rng.choice([1, 20])):
+                topic = f"T{number % 3}" if kind < 0.9 else f"T{number % 3}"
+                results[number] = store.append(Message(topic, body(number), keys=f"k{number}"), number % 2)
+                number += 1
+                taken += 1
+        except StoreIOError:
+            number += 1
+            refused += 1
+    (disk / "ballast").unlink()
+    check_served(store, results)
+    store.close()
+    assert verify(str(path), CONFIG).sound
+    with MessageStore.open(path, CONFIG) as again:
+        check_served(again, results)
+    import shutil
+    shutil.rmtree(path)
+print(refused, taken)
+"""
+
+
+@real
+def test_a_store_opens_read_only_on_a_full_disk_and_writes_when_there_is_room(tmp_path: Path) -> None:
+    """Not on tmpfs, which gives a page to whoever reads a hole through a mapping, and a signal if it has none."""
+    with small_file_system("ext4", tmp_path) as disk:
+        open_when_full(disk)
+
+
+def open_when_full(disk: Path) -> None:
+    path = disk / "store"
+    results: dict[int, AppendResult] = {}
+    store = MessageStore.open(path, CONFIG)
+    fill_disk(disk, leave=MIB)
+    append_until_full(store, results)
+    store.abandon()
+    fill_disk(disk, "more")
+    with MessageStore.open(path, read_only=True) as reader:
+        assert sum(1 for _ in reader) == len(results)
+    with suppress(StoreIOError, FlushFailedError), MessageStore.open(path, CONFIG) as store:
+        check_served(store, results)
+    (disk / "ballast").unlink()
+    with MessageStore.open(path, CONFIG) as store:
+        check_served(store, results)
+        store.append(Message("goes on", b""))
+        store.flush()
+    assert verify(str(path), CONFIG).sound
+
+
+# ------------------------------------------------------------------------------------------------------- simulated
+
+
+class BoundedFiles(MemoryFiles):
+    """Files in memory that have so many blocks of 512 bytes behind them and no more.
+
+    A write to a block that was not reserved is what kills a process on a real disk; `check_blocks` finds it.
+    """
+
+    BLOCK = 512
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.reserved: dict[str, set[int]] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(map(len, self.reserved.values()))
+
+    def reserve(self, file: File, begin: int, end: int) -> None:
+        with self._guard:
+            wanted = set(range(begin // self.BLOCK, -(-min(end, file.size) // self.BLOCK)))
+            have = self.reserved.setdefault(file.path, set())
+            if self.used + len(wanted - have) > self.blocks:
+                raise StoreIOError("allocate", file.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            have |= wanted
+
+    def delete(self, path: str) -> None:
+        with self._guard:
+            super().delete(path)
+            self.reserved = {
+                other: blocks
+                for other, blocks in self.reserved.items()
+                if other != path and not other.startswith(path + os.sep)
+            }
+
+    def check_blocks(self) -> None:
+        """Every byte that is not zero has a block behind it."""
+        for path, file in self._files.items():
+            if not isinstance(file, File):
+                continue
+            have = self.reserved.get(path, set())
+            for block in range(-(-file.size // self.BLOCK)):
+                if block not in have:
+                    assert not any(file.buffer[block * self.BLOCK : (block + 1) * self.BLOCK]), (path, block)
+
+
+def run_out(seed: int, config: StoreConfig, *, check: bool = True) -> int:
+    """One store whose disk fills up and gets room again; how often it was refused."""
+    rng = random.Random(seed)
+    files = BoundedFiles(rng.randrange(20, 120))
+    results: dict[int, AppendResult] = {}
+    refused = 0
+    store = None
+    while store is None:
+        try:
+            store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS))
+        except StoreIOError as error:
+            refused += error.errno == errno.ENOSPC
+            files.blocks += rng.randrange(1, 100)
+    for number in range(150):
+        message = Message(f"T{number % 3}", body(number)[: rng.choice([50, 1500])], keys=f"k{number}")
+        try:
+            if rng.random() < 0.1:
+                store.run_due(START_MS + 1000 * number)
+            results[number] = store.append(message, number % 2)
+        except StoreIOError as error:
+            refused += error.errno == errno.ENOSPC
+            if rng.random() < 0.3:
+                files.blocks += rng.randrange(1, 60)
+        if check:
+            files.check_blocks()
+    files.blocks += 10_000
+    for one, result in results.items():
+        found = store.message_at(result.physical_offset)
+        assert found is not None
+        assert body(one).startswith(found.body)
+        served = store.read(f"T{one % 3}", one % 2, result.queue_offset, 1).messages
+        assert [message.physical_offset for message in served] == [result.physical_offset]
+    assert len(list(store)) == len(results), "a refused message stands in the log"
+    store.close()
+    files.check_blocks()
+    assert verify(ROOT, config, files).sound
+    return refused
+
+
+EXT = replace(SMALL, enable_consumequeue_ext=True)
+
+
+@pytest.mark.parametrize("config", [SMALL, EXT], ids=["plain", "ext"])
+def test_whatever_block_is_the_last_nothing_is_lost_and_nothing_written_without_one(config: StoreConfig) -> None:
+    assert sum(run_out(seed, config) for seed in range(8)) > 50
+
+
+@pytest.mark.slow
+def test_many_full_disks(slow_budget: SlowBudget) -> None:
+    for seed in slow_budget.rounds(2_000, "full disks", at_least=20):
+        run_out(seed, EXT if seed % 2 else SMALL, check=seed % 10 == 0)
+
+
+def test_a_write_without_a_block_would_be_noticed() -> None:
+    files = BoundedFiles(10)
+    files.make_folder("/x")
+    file = files.create("/x/1", 4096)
+    files.reserve(file, 0, 600)
+    file.buffer[1000:1005] = b"abcde"
+    files.check_blocks()
+    file.buffer[1024:1025] = b"a"
+    with pytest.raises(AssertionError):
+        files.check_blocks()
+
+
+def test_a_disk_nearly_full_refuses_by_ratio_and_takes_again() -> None:
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        store.append(Message("t", b"1"))
+        files.disk_used_ratio = 0.91
+        clock.advance(seconds=20)
+        store.run_due(clock.now_ms())
+        with pytest.raises(DiskFullError, match="91"):
+            store.append(Message("t", b"2"))
+        assert [message.body for message in store] == [b"1"]
+        assert issubclass(DiskFullError, StoreError)
+        files.disk_used_ratio = 0.5
+        clock.advance(seconds=20)
+        store.run_due(clock.now_ms())
+        store.append(Message("t", b"3"))

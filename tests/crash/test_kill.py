@@ -1,0 +1,204 @@
+"""A writer that is killed under load: whatever it said is acknowledged is there, the rest is whole or not there.
+
+A process of its own appends from several threads and tells, unbuffered, of each message that was acknowledged; it is
+killed with no warning after some of them. `kill` spares the page cache, so this holds in async too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq.config import StoreConfig
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.verify import verify
+from tests.conftest import SlowBudget
+
+pytestmark = [
+    pytest.mark.platform,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be killed"),
+]
+
+CONFIG = StoreConfig(
+    commitlog_file_size=16 << 10,
+    consumequeue_file_size=50 * 20,
+    consumequeue_ext_file_size=1 << 10,
+    max_hash_slot_num=16,
+    max_index_num=200,
+    max_message_size=3000,
+    flush_interval_s=0.002,
+    flush_thorough_interval_s=0.005,
+    flush_interval_consumequeue_s=0.004,
+    flush_thorough_interval_consumequeue_s=0.01,
+)
+"""Files so small that they roll all the time, flushed all the time."""
+
+WRITER = """
+import os
+import sys
+import threading
+import zlib
+from collections import deque
+from dataclasses import replace
+
+from librmq import Message, MessageStore
+from tests.crash.test_kill import CONFIG, body_of
+
+path, mode, life, thread_count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+sync = mode == "sync" or (mode == "pipelined" and life % 2 == 0)
+store = MessageStore.open(path, replace(CONFIG, durability="sync" if sync else "async"))
+
+
+def tell(number, thread, result):
+    os.write(1, b"%d %d %d\\n" % (thread, number, result.physical_offset))
+
+
+def produce(thread):
+    window = deque()
+    number = 0
+    while True:
+        topic, queue_id = f"T{thread % 3}", thread % 2
+        message = Message(topic, body_of(life, thread, number), keys=f"{life}-{thread}-{number}")
+        if mode == "pipelined":
+            window.append((number, store.submit(message, queue_id)))
+            while window and (window[0][1].done or len(window) > 32):
+                first, acknowledgement = window.popleft()
+                tell(first, thread, acknowledgement.wait())
+        elif number % 7 == 3:
+            more = Message(topic, body_of(life, thread, number + 1), keys=f"{life}-{thread}-{number + 1}")
+            for at, result in enumerate(store.append_batch([message, more], queue_id)):
+                tell(number + at, thread, result)
+            number += 1
+        else:
+            tell(number, thread, store.append(message, queue_id))
+            if mode == "async" and number % 50 == 49:
+                store.flush()
+        number += 1
+
+
+threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._exit(1))
+for thread in range(thread_count):
+    threading.Thread(target=produce, args=(thread,)).start()
+"""
+
+MODES = ("async", "sync", "pipelined")
+
+
+def body_of(life: int, thread: int, number: int) -> bytes:
+    """The body of a message by who wrote it: lengths vary, so that files end anywhere."""
+    rng = random.Random(life * 1_000_003 + thread * 10_007 + number)
+    return b"%d %d %d " % (life, thread, number) + rng.randbytes(rng.choice([0, 10, 200, 1200]))
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """What a life said of one message."""
+
+    life: int
+    thread: int
+    number: int
+    physical_offset: int
+
+    @property
+    def topic(self) -> str:
+        return f"T{self.thread % 3}"
+
+
+def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> list[Acknowledged]:
+    """Let a writer run until it has told of so many messages, kill it, and read what else it has told of."""
+    assert librmq.__file__ is not None
+    root = Path(__file__).parent.parent.parent
+    paths = [str(Path(librmq.__file__).parent.parent), str(root)]
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), str(path), mode, str(life), str(threads)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    ) as child:
+        assert child.stdout is not None
+        told = b""
+        while told.count(b"\n") < messages:
+            select.select([child.stdout], [], [])
+            part = os.read(child.stdout.fileno(), 1 << 16)
+            assert part, f"the writer ended by itself: {child.wait()}"
+            told += part
+        child.send_signal(signal.SIGKILL)
+        while part := os.read(child.stdout.fileno(), 1 << 16):
+            told += part
+        assert child.wait() == -signal.SIGKILL
+    assert told.endswith(b"\n")
+    return [Acknowledged(life, *map(int, line.split())) for line in told.splitlines()]
+
+
+def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = False) -> None:
+    """Open what the killed process left: nothing acknowledged is lost, all is whole, and it goes on."""
+    with MessageStore.open(path, CONFIG, thorough=thorough) as store:
+        found = {}
+        for message in store:
+            if message.topic == "goes on":
+                continue
+            life, thread, number = map(int, message.body.split(b" ", 3)[:3])
+            assert message.body == body_of(life, thread, number), "torn"
+            found[message.physical_offset] = (life, thread, number)
+        for one in acknowledged:
+            assert found[one.physical_offset] == (one.life, one.thread, one.number)
+        assert len(set(found.values())) == len(found), "twice"
+        for (topic, queue_id), queue in store.queues.items():
+            queue_offset = queue.min_offset
+            while queue_offset < queue.max_offset:
+                result = store.read(topic, queue_id, queue_offset)
+                assert result.messages, result
+                queue_offset = result.next_offset
+        for one in acknowledged[:: max(1, len(acknowledged) // 50)]:
+            keyed = store.find_by_key(one.topic, f"{one.life}-{one.thread}-{one.number}")
+            assert [message.physical_offset for message in keyed] == [one.physical_offset]
+        assert sum(queue.max_offset - queue.min_offset for queue in store.queues.values()) == len(list(store))
+        last = store.append(Message("goes on", b"%d" % len(acknowledged)))
+        store.flush()
+        assert store.read("goes on", 0, last.queue_offset, 1).messages[0].body == b"%d" % len(acknowledged)
+    verdict = verify(str(path), CONFIG)
+    assert verdict.sound, verdict.damage
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_killed_writer_acknowledged_is_there(tmp_path: Path, mode: str) -> None:
+    acknowledged: list[Acknowledged] = []
+    for life, messages in enumerate((60, 400)):
+        acknowledged += live(tmp_path / "store", mode, life, messages)
+        check(tmp_path / "store", acknowledged)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
+    """The store lives on from kill to kill, up to some, and then begins anew."""
+    path: Path | None = None
+    acknowledged: list[Acknowledged] = []
+    for kill in slow_budget.rounds(100, "kills", at_least=6):
+        if kill % 9 == 0:
+            path, acknowledged = tmp_path / f"store-{kill}", []
+        assert path is not None
+        rng = random.Random(kill)
+        acknowledged += live(path, MODES[kill % 3], kill, rng.choice([1, 5, 50, 500, 2000]), rng.choice([1, 4, 8]))
+        check(path, acknowledged)
+
+
+def test_a_message_that_is_missing_would_be_noticed(tmp_path: Path) -> None:
+    """The check itself can fail: a byte changed in what was acknowledged, a message too many in the list."""
+    path = tmp_path / "store"
+    acknowledged = live(path, "async", 0, 30)
+    check(path, acknowledged)
+    with pytest.raises(KeyError):
+        check(path, [*acknowledged, Acknowledged(0, 0, 10_000, 1 << 40)])
+    with pytest.raises(AssertionError):
+        check(path, [*acknowledged, Acknowledged(0, 0, 10_000, acknowledged[0].physical_offset)])

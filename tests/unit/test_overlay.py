@@ -1,0 +1,163 @@
+"""Trying out on the disk what shall not change it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
+from librmq.files import DiskFiles, Files
+from librmq.message import Message
+from librmq.overlay import OverlayFiles
+from librmq.store import MessageStore
+from librmq.verify import verify
+from tests.crash.test_damage import spoil, subjects
+from tests.stores import SMALL, START_MS, Contents, contents, filled, from_disk
+
+
+def write_out(found: Contents, folder: Path) -> None:
+    for path, data in found.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if data is None:
+            (folder / path).mkdir(exist_ok=True)
+        else:
+            (folder / path).write_bytes(data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_out({"a": b"aaaa", "b": b"bbbb", "f/c": b"cccc", "f/empty": b"", "f/g/d": b"dddd"}, tmp_path)
+    return tmp_path
+
+
+def test_everything_is_seen_and_nothing_changed(folder: Path) -> None:
+    before = from_disk(folder)
+    disk, files = DiskFiles(), OverlayFiles()
+    root = str(folder)
+    assert contents(files, root) == before
+    assert files.list(root) == disk.list(root)
+    assert files.size(f"{root}/a") == 4
+    assert files.is_folder(f"{root}/f/g")
+
+    held = files.open(f"{root}/a")
+    file = files.open(f"{root}/a", writable=True)
+    files.reserve(file, 0, 4)
+    file.buffer[1:3] = b"XY"
+    files.flush(file)
+    assert held.buffer[:] == files.read(f"{root}/a") == files.open(f"{root}/a").buffer[:] == b"aXYa"
+    del held, file
+    assert files.open(f"{root}/a").buffer[:] == b"aXYa"
+
+    files.write(f"{root}/b", b"new")
+    files.create(f"{root}/f/e", 3).buffer[:] = b"eee"
+    files.delete(f"{root}/f/c")
+    files.rename(f"{root}/f/g/d", f"{root}/d")
+    files.make_folder(f"{root}/h/i")
+    files.link(f"{root}/d", f"{root}/h/d")
+    files.flush_folder(root)
+    assert contents(files, root) == {
+        "a": b"aXYa", "b": b"new", "d": b"dddd", "f": None, "f/e": b"eee", "f/empty": b"", "f/g": None,
+        "h": None, "h/d": b"dddd", "h/i": None,
+    }  # fmt: skip
+    files.delete(f"{root}/f")
+    assert not files.is_folder(f"{root}/f/g")
+    assert files.list(f"{root}/f") == []
+    files.make_folder(f"{root}/f")
+    files.write(f"{root}/f/c", b"again")
+    assert [entry.name for entry in files.list(f"{root}/f")] == ["c"]
+    assert from_disk(folder) == before
+
+
+def test_errors_are_those_of_the_disk(folder: Path) -> None:
+    root = str(folder)
+    files = OverlayFiles()
+    for seam in (DiskFiles(), files):
+        calls: list[Callable[[], object]] = [
+            partial(seam.open, f"{root}/nothing"),
+            partial(seam.read, f"{root}/nothing"),
+            partial(seam.rename, f"{root}/nothing", f"{root}/x"),
+            partial(seam.create, f"{root}/nowhere/x", 4),
+            partial(seam.write, f"{root}/nowhere/x", b""),
+        ]
+        for call in calls:
+            with pytest.raises(StoreIOError) as told:
+                call()
+            assert told.value.errno == errno.ENOENT
+        with pytest.raises(StoreIOError) as told:
+            seam.create(f"{root}/a", 4)
+        assert told.value.errno == errno.EEXIST
+        with pytest.raises(CorruptionError):
+            seam.open(f"{root}/f/empty")
+    files.delete(f"{root}/a")
+    with pytest.raises(StoreIOError):
+        files.open(f"{root}/a")
+    files.create(f"{root}/a", 4)
+
+
+def test_a_change_to_what_was_deleted_does_not_bring_it_back(folder: Path) -> None:
+    files = OverlayFiles()
+    file = files.open(f"{folder}/a", writable=True)
+    files.delete(f"{folder}/a")
+    file.buffer[:1] = b"X"
+    assert files.size(f"{folder}/a") is None
+    assert (folder / "a").read_bytes() == b"aaaa"
+
+
+def test_somebody_elses_lock_is_respected(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path, SMALL) as store:
+        store.append(Message("T", b"x"))
+        with pytest.raises(StoreLockedError):
+            MessageStore.open(tmp_path, SMALL, files=OverlayFiles())
+    files = OverlayFiles()
+    with MessageStore.open(tmp_path, SMALL, files=files):
+        assert files.lock_holder(f"{tmp_path}/lock")
+        MessageStore.open(tmp_path, SMALL).close()
+
+
+def test_a_store_is_gone_on_with_in_memory_only(tmp_path: Path) -> None:
+    write_out(filled(SMALL, 60), tmp_path)
+    before = from_disk(tmp_path)
+    files = OverlayFiles()
+    with MessageStore.open(tmp_path, SMALL, files=files, clock=ManualClock(START_MS + 10**9)) as store:
+        for n in range(50):
+            store.append(Message("TopicA", b"x" * 90, keys=f"k{n}"))
+        assert len(store.find_by_key("TopicA", "k49")) == 1
+        end = store.log.end
+    assert verify(str(tmp_path), SMALL, files).sound
+    with MessageStore.open(tmp_path, SMALL, files=files, read_only=True) as store:
+        assert store.log.end == end
+    assert from_disk(tmp_path) == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_would_be_recovered_is_what_is_recovered(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    for number in range(12):
+        for which, subject in enumerate(subjects()):
+            folder = tmp_path / f"{number}-{which}"
+            write_out(spoil(subject, rng).found, folder)
+            before = from_disk(folder)
+            overlay = OverlayFiles()
+            tried = outcome(folder, subject.config, overlay)
+            assert from_disk(folder) == before
+            assert outcome(folder, subject.config, DiskFiles()) == tried
+            assert contents(overlay, str(folder)) == contents(DiskFiles(), str(folder))
+
+
+def outcome(folder: Path, config: StoreConfig, files: Files) -> object:
+    """What recovering says and finds: an error, or the cuts and the queues."""
+    clock = ManualClock(START_MS + 10**9)
+    try:
+        with MessageStore.open(os.fspath(folder), config, thorough=True, files=files, clock=clock) as store:
+            queues = sorted((name, queue.min_offset, queue.max_offset) for name, queue in store.queues.items())
+            return store.recovered, store.log.begin, store.log.end, queues
+    except RmqError as error:
+        return str(error)

@@ -1,0 +1,580 @@
+"""Snapshots of a store in use, what is restored from them, and new stores of what was sound in a damaged one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq import salvage
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.dispatch import has_queue_entry
+from librmq.errors import (
+    CorruptionError,
+    MessageIllegalError,
+    NotAStoreError,
+    RmqError,
+    StoreClosedError,
+    StoreIOError,
+    StoreLockedError,
+)
+from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.message import Message, StoredMessage
+from librmq.reading import GetStatus
+from librmq.salvage import Gap
+from librmq.snapshot import Snapshot, rescue, restore, snapshot
+from librmq.store import MessageStore
+from librmq.testing import FailingFiles
+from librmq.topics import validate_queue
+from librmq.verify import verify
+from tests.reference import rows, store_folders
+from tests.stores import (
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    START_MS,
+    Contents,
+    contents,
+    derived,
+    fill,
+    filled,
+    from_disk,
+    in_memory,
+    opened,
+    served,
+)
+
+TARGET = "/snapshots/one"
+configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+
+
+def open_target(files: Files, target: str = TARGET, config: StoreConfig = SMALL) -> MessageStore:
+    return MessageStore.open(target, config, files=files, clock=ManualClock(START_MS + 10**9))
+
+
+def raws(store: MessageStore) -> dict[int, bytes]:
+    return {message.physical_offset: message.raw for message in store}
+
+
+def on_disk(found: Contents, folder: Path) -> None:
+    for path, data in found.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if data is None:
+            (folder / path).mkdir(exist_ok=True)
+        else:
+            (folder / path).write_bytes(data)
+
+
+# ------------------------------------------------------------------------------------------------ of a store at rest
+
+
+@configs
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 30, 300])
+def test_a_snapshot_is_the_store(config: StoreConfig, clean: bool, count: int) -> None:
+    found = filled(config, count, clean=clean)
+    found["config/topics.json"] = b"{}"
+    found["config/more/tables"] = b"x"
+    files = in_memory(found)
+    before = contents(files)
+    with opened(files, config, read_only=True) as store:
+        there, end = raws(store), store.log.end
+        queues = {name: queue.max_offset for name, queue in store.queues.items()}
+    made = snapshot(ROOT, TARGET, config, files=files)
+    assert made[:3] == (TARGET, 0, end)
+    assert contents(files) == before
+    assert verify(TARGET, config, files).sound
+    after = contents(files, TARGET)
+    assert "abort" not in after
+    assert (after["config/topics.json"], after["config/more/tables"]) == (b"{}", b"x")
+    with open_target(files, config=config) as copy:
+        assert copy.recovered == []
+        assert raws(copy) == there
+        served(copy)
+        if clean:
+            assert {name: queue.max_offset for name, queue in copy.queues.items()} == queues
+        for n in range(30):
+            copy.append(Message("TopicA", b"more", keys=f"m{n}"))
+    assert contents(files) == before
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_snapshots_of_real_stores(folder: Path, tmp_path: Path) -> None:
+    config = StoreConfig.from_row(rows(folder, "config")[0])
+    files = in_memory(from_disk(folder / "store"))
+    opened(files, config, thorough=True).close()
+    with opened(files, config, read_only=True) as store:
+        there = raws(store)
+        queues = {name: (queue.min_offset, queue.max_offset) for name, queue in store.queues.items()}
+    snapshot(ROOT, TARGET, config, files=files)
+    assert verify(TARGET, config, files).sound
+    with open_target(files, config=config) as copy:
+        assert raws(copy) == there
+        assert {name: (queue.min_offset, queue.max_offset) for name, queue in copy.queues.items()} == queues
+
+
+def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
+    files = MemoryFiles()
+    with opened(files) as store:
+        for _ in range(5):
+            store.append(Message("Early", b"x"))
+        for _ in range(60):
+            store.append(Message("Late", b"y" * 100))
+        store.log.delete_before(3 * 4096)
+        assert store.log.begin == 3 * 4096
+        made = store.snapshot(TARGET)
+    assert made.begin == 3 * 4096
+    with open_target(files) as copy:
+        assert copy.read("Early", 0, 5).status in (GetStatus.OFFSET_OVERFLOW_ONE, GetStatus.NO_MESSAGE_IN_QUEUE)
+        assert copy.append(Message("Early", b"x")).queue_offset == 5
+    assert verify(TARGET, SMALL, files).sound
+
+
+def test_full_files_are_linked_but_for_the_last_two(tmp_path: Path) -> None:
+    on_disk(filled(SMALL, 120), tmp_path / "store")
+    made = snapshot(str(tmp_path / "store"), str(tmp_path / "one"))
+    log = sorted(path.name for path in (tmp_path / "store" / "commitlog").iterdir())
+    assert (made.linked_files, made.copied_files) == (len(log) - 2, 2)
+    for number, name in enumerate(log):
+        same = (tmp_path / "store" / "commitlog" / name).samefile(tmp_path / "one" / "commitlog" / name)
+        assert same is (number < len(log) - 2)
+    assert all(path.stat().st_nlink == 1 for path in (tmp_path / "one" / "consumequeue").rglob("*") if path.is_file())
+    assert verify(str(tmp_path / "one")).sound
+    copied = snapshot(str(tmp_path / "store"), str(tmp_path / "two"), copy=True)
+    assert (copied.linked_files, copied.copied_files) == (0, len(log))
+    back = restore(str(tmp_path / "one"), str(tmp_path / "three"))
+    assert back == Snapshot(str(tmp_path / "three"), 0, made.end, len(log), 0)
+    one, three = (
+        {path: data for path, data in derived(from_disk(tmp_path / name)).items() if not path.startswith("index/")}
+        for name in ("one", "three")
+    )
+    assert one == three
+    assert verify(str(tmp_path / "three")).sound
+
+
+def test_what_happens_to_the_store_later_leaves_the_snapshot_alone(tmp_path: Path) -> None:
+    path, target = tmp_path / "store", tmp_path / "one"
+    on_disk(filled(SMALL, 120), path)
+    snapshot(str(path), str(target))
+    before = from_disk(target)
+    with open(path / "commitlog" / f"{4096:020d}", "r+b") as file:
+        file.seek(10)
+        data = file.read(200)
+    spoilt = path / "commitlog" / f"{4096:020d}"
+    changed = spoilt.read_bytes()
+    spoilt.unlink()
+    spoilt.write_bytes(changed[:10] + bytes(byte ^ 255 for byte in data) + changed[210:])
+    with MessageStore.open(path, SMALL, thorough=True) as store:
+        assert store.log.end == 4096
+        for _ in range(60):
+            store.append(Message("TopicA", b"new" * 40))
+    assert from_disk(target) == before
+    assert verify(str(target)).sound
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_without_links_all_is_copied(code: int) -> None:
+    files = in_memory(filled(SMALL, 120))
+    failing = FailingFiles(files)
+    for number in range(1, 50):
+        failing.fail("link", number, code)
+    made = snapshot(ROOT, TARGET, files=failing)
+    assert made.linked_files == 0
+    assert failing.calls["link"] > 3
+    assert verify(TARGET, SMALL, files).sound
+
+
+# ------------------------------------------------------------------------------------------------ of a store in use
+
+
+@configs
+def test_writers_go_on_meanwhile(config: StoreConfig) -> None:
+    files = MemoryFiles()
+    store = opened(files, config)
+    acknowledged: list[tuple[int, bytes]] = []
+    half = threading.Barrier(3)
+
+    def write(number: int) -> None:
+        for n in range(240):
+            if n == 60:
+                half.wait()
+            body = b"%d %d " % (number, n) + b"x" * (n % 90)
+            result = store.append(Message(f"Topic{number}", body, keys=f"k{n}", tags="a"), n % 2)
+            acknowledged.append((result.physical_offset, body))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    half.wait()
+    taken = []
+    for number in range(4):
+        known = list(acknowledged)
+        taken.append((f"/snapshots/{number}", known))
+        store.snapshot(f"/snapshots/{number}", copy=number % 2 > 0)
+    for thread in threads:
+        thread.join()
+    store.close()
+    assert len(taken[0][1]) >= 120
+    for target, known in taken:
+        assert verify(target, config, files).sound
+        with open_target(files, target, config) as copy:
+            there = served(copy)
+            for place, body in known:
+                assert there[place].body == body
+            assert set(there) <= {place for place, _ in acknowledged}
+    with opened(files, config) as again:
+        assert len(served(again)) == 480
+
+
+WRITER = """
+import sys
+from librmq import Message, MessageStore, StoreConfig
+config = StoreConfig.tiny(commitlog_file_size=8192, consumequeue_file_size=400)
+with MessageStore.open(sys.argv[1], config) as store:
+    for n in range(3000):
+        result = store.append(Message("T", b"%d" % n + b"." * (n % 200), keys=f"k{n}", tags="a"), n % 3)
+        sys.stdout.write(f"{result.physical_offset}\\n")
+        sys.stdout.flush()
+"""
+
+
+@pytest.mark.platform
+@pytest.mark.skipif("sys.platform == 'win32'", reason="files in use can't be opened there")
+def test_another_process_goes_on_writing(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    assert librmq.__file__ is not None
+    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
+    child = subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True, env=environment)
+    assert child.stdout is not None
+    known: list[int] = []
+    for number in range(3):
+        while len(known) < 300 * (number + 1):
+            known.append(int(child.stdout.readline()))
+        target = str(tmp_path / f"{number}")
+        made = snapshot(path, target)
+        assert made.end > known[-1]
+        assert verify(target).sound
+        with MessageStore.open(target) as copy:
+            assert copy.recovered == []
+            assert set(known) <= set(served(copy))
+    known += [int(line) for line in child.stdout]
+    assert child.wait() == 0
+    child.stdout.close()
+    assert len(known) == 3000
+    assert verify(path).sound
+
+
+class Expiring(MemoryFiles):
+    """Deletes the oldest files of log, queues and index when a file of the log is opened for the ``nth`` time."""
+
+    nth = 0
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        if path.startswith(f"{ROOT}/commitlog/"):
+            self.nth -= 1
+            if self.nth == 0:
+                self.expire()
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+    def expire(self) -> None:
+        folders: dict[str, list[str]] = {}
+        for name in sorted(contents(self)):
+            if os.path.basename(name).isdigit() and self.size(f"{ROOT}/{name}"):
+                folders.setdefault(os.path.dirname(name), []).append(name)
+        for names in folders.values():
+            for name in names[: len(names) // 2]:
+                self.delete(f"{ROOT}/{name}")
+
+
+@configs
+@pytest.mark.parametrize("nth", range(1, 12))
+def test_retention_goes_on_meanwhile(config: StoreConfig, nth: int) -> None:
+    files = Expiring()
+    files.make_folder(ROOT)
+    for path, data in filled(config, 200).items():
+        files.make_folder(os.path.dirname(f"{ROOT}/{path}"))
+        if data is not None:
+            files.write(f"{ROOT}/{path}", data)
+    files.nth = nth
+    made = snapshot(ROOT, TARGET, config, files=files)
+    assert files.nth <= 0
+    assert verify(TARGET, config, files).sound
+    with opened(files, config, read_only=True) as left, open_target(files, config=config) as copy:
+        assert raws(left).items() <= raws(copy).items()
+        assert copy.log.begin == made.begin <= left.log.begin
+        assert copy.log.end == left.log.end
+        served(copy)
+
+
+def test_a_handle_that_only_reads_looks_anew() -> None:
+    files = MemoryFiles()
+    with opened(files) as store:
+        store.append(Message("T", b"1"))
+        with opened(files, read_only=True) as reader:
+            store.append(Message("T", b"2"))
+            reader.snapshot(TARGET)
+    with open_target(files) as copy:
+        assert [message.body for message in copy] == [b"1", b"2"]
+    with pytest.raises(StoreClosedError):
+        store.snapshot(TARGET)
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def nothing_left(files: Files, target: str = TARGET) -> bool:
+    return not files.is_folder(target) and not files.is_folder(f"{target}.part")
+
+
+CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "rename", "write", "read", "list", "lock")
+
+
+def failures(files: Files, code: int) -> Iterator[FailingFiles]:
+    """Files of which each call fails once."""
+    for call in CALLS:
+        number = 1
+        while True:
+            failing = FailingFiles(files)
+            failing.fail(call, number, code)
+            yield failing
+            if failing.calls[call] < number:
+                break
+            number += 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_any_call_that_fails_leaves_the_store_as_it_was(code: int) -> None:
+    files = in_memory({**filled(SMALL, 60), "config/topics.json": b"{}"})
+    before = contents(files)
+    failed = 0
+    for failing in failures(files, code):
+        try:
+            snapshot(ROOT, TARGET, SMALL, files=failing)
+        except RmqError:
+            failed += 1
+            assert not files.is_folder(TARGET) or verify(TARGET, SMALL, files).sound  # only the last flush came after
+        else:
+            assert verify(TARGET, SMALL, files).sound
+        assert not files.is_folder(f"{TARGET}.part")
+        files.delete(TARGET)
+        assert contents(files) == before
+    assert failed > 100
+
+
+def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
+    files = in_memory(filled(SMALL, 10))
+    files.make_folder(TARGET)
+    snapshot(ROOT, TARGET, files=files)
+    before = contents(files, TARGET)
+    with pytest.raises(StoreIOError, match="there is something else already"):
+        snapshot(ROOT, TARGET, files=files)
+    assert contents(files, TARGET) == before
+    files.write("/snapshots/file", b"")
+    with pytest.raises(StoreIOError):
+        snapshot(ROOT, "/snapshots/file", files=files)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "empty").mkdir()
+    on_disk(filled(SMALL, 10), tmp_path / "store")
+    with pytest.raises(StoreIOError):
+        snapshot(str(tmp_path / "store"), str(tmp_path / "full"))
+    snapshot(str(tmp_path / "store"), str(tmp_path / "empty") + os.sep)
+    assert verify(str(tmp_path / "empty")).sound
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "store"]
+
+
+def test_what_a_process_left_that_died_is_removed_and_what_grows_is_not() -> None:
+    files = in_memory(filled(SMALL, 40))
+    files.make_folder(f"{TARGET}.part/commitlog")
+    files.write(f"{TARGET}.part/commitlog/{0:020d}", b"half")
+    lock = files.lock(f"{TARGET}.part/lock")
+    with pytest.raises(StoreLockedError):
+        snapshot(ROOT, TARGET, files=files)
+    assert files.read(f"{TARGET}.part/commitlog/{0:020d}") == b"half"
+    lock.release()
+    snapshot(ROOT, TARGET, files=files)
+    assert verify(TARGET, SMALL, files).sound
+    assert not files.is_folder(f"{TARGET}.part")
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_of_a_damaged_log_no_snapshot_is_made(which: int, in_use: bool) -> None:
+    files = in_memory(filled(SMALL, 120))
+    path = sorted(path for path in contents(files) if path.startswith("commitlog/"))[which]
+    store = opened(files)
+    if not in_use:
+        store.close()
+    files.open(f"{ROOT}/{path}", writable=True).buffer[10:60] = b"\xff" * 50
+    with pytest.raises(CorruptionError, match="damaged log") as told:
+        store.snapshot(TARGET) if in_use else snapshot(ROOT, TARGET, files=files)
+    assert (told.value.file, told.value.offset) == (f"{ROOT}/{path}", int(path.split("/")[1]))
+    assert nothing_left(files)
+    store.close()
+
+
+def test_a_log_file_of_a_wrong_length_is_told_by_its_name() -> None:
+    found = filled(SMALL, 60)
+    path = f"commitlog/{4096:020d}"
+    data = found[path]
+    assert data is not None
+    files = in_memory({**found, path: data[:-1]})
+    for end in (None, lambda: 3 * 4096):
+        with pytest.raises(CorruptionError) as told:
+            snapshot(ROOT, TARGET, SMALL, files=files, end=end)
+        assert told.value.file == f"{ROOT}/{path}"
+        assert nothing_left(files)
+
+
+def test_other_kinds_of_stores_are_refused() -> None:
+    files = in_memory({**filled(SMALL, 10), "timerwheel": b"x"})
+    with pytest.raises(NotAStoreError, match="RocketMQ 5"):
+        snapshot(ROOT, TARGET, files=files)
+    with pytest.raises(NotAStoreError):
+        snapshot("/nowhere", TARGET, files=files)
+    assert nothing_left(files)
+
+
+# ------------------------------------------------------------------------------------------------------- rescuing
+
+
+def spoilt(found: Contents, rng: random.Random, times: int, least: int = 1) -> Contents:
+    """The log damaged in some places."""
+    found = dict(found)
+    for _ in range(times):
+        path = rng.choice(sorted(path for path, data in found.items() if data and path.startswith("commitlog/")))
+        data = found[path]
+        assert data is not None
+        begin = rng.randrange(max(1, len(data.rstrip(b"\0"))))
+        end = min(len(data), begin + rng.choice([least, 20, 400]))
+        found[path] = data[:begin] + rng.randbytes(end - begin) + data[end:]
+    return found
+
+
+def names_a_queue(message: StoredMessage) -> bool:
+    try:
+        validate_queue(message.topic, message.queue_id)
+    except MessageIllegalError:
+        return False
+    return True
+
+
+def without_places(message: StoredMessage) -> tuple[object, ...]:
+    return (message.topic, message.queue_id, message.stored_body, message.properties_raw, message.store_timestamp_ms)
+
+
+@configs
+@pytest.mark.parametrize("seed", range(6))
+def test_every_sound_record_goes_into_a_new_store(config: StoreConfig, seed: int) -> None:
+    rng = random.Random(seed)
+    files = in_memory(spoilt(filled(config, 120, seed), rng, 1 + seed % 3, least=8))
+    before = contents(files)
+    found = list(salvage.records(ROOT, files))
+    wanted = [item for item in found if isinstance(item, StoredMessage) and names_a_queue(item)]
+    told: list[Gap] = []
+    made = rescue(ROOT, TARGET, config, files=files, tell=told.append)
+    assert contents(files) == before
+    assert (made.path, made.records + made.gaps) == (TARGET, len(found))
+    assert len(told) == made.gaps
+    assert verify(TARGET, config, files).sound
+    with open_target(files, config=config) as store:
+        assert store.recovered == []
+        there = list(store)
+        assert [without_places(message) for message in there] == [without_places(message) for message in wanted]
+        for name in {(message.topic, message.queue_id) for message in there if has_queue_entry(message.sys_flag)}:
+            offsets = [m.queue_offset for m in there if (m.topic, m.queue_id) == name and has_queue_entry(m.sys_flag)]
+            assert offsets == sorted(set(offsets))
+        served(store)
+
+
+def test_queue_offsets_stay_where_they_can() -> None:
+    found = filled(SMALL, 120)
+    files = in_memory(found)
+    with opened(files, read_only=True) as store:
+        queue_offsets = [message.queue_offset for message in store]
+    rescue(ROOT, TARGET, SMALL, files=files)
+    with open_target(files) as copy:
+        assert [message.queue_offset for message in copy] == queue_offsets
+        assert [message.physical_offset for message in copy] == list(raws(copy))
+    assert {path: data for path, data in contents(files, TARGET).items() if path.startswith("commitlog/")} == {
+        path: data for path, data in found.items() if path.startswith("commitlog/")
+    }
+
+
+def test_cut_records_come_behind_those_that_took_their_place() -> None:
+    files = MemoryFiles()
+    with opened(files) as store:
+        bodies = [b"%d" % n * 30 for n in range(10)]
+        results = [store.append(Message("T", body)) for body in bodies]
+    path = f"{ROOT}/commitlog/{0:020d}"
+    at = results[4].physical_offset + 90
+    files.open(path, writable=True).buffer[at : at + 2] = b"??"
+    with opened(files, thorough=True) as store:
+        assert store.append(Message("T", b"later")).queue_offset == 4
+    told: list[Gap] = []
+    made = rescue(ROOT, TARGET, SMALL, files=files, tell=told.append)
+    assert (made.records, made.gaps) == (10, 1)
+    assert (told[0].physical_offset, told[0].size) == (results[4].physical_offset, results[4].size)
+    with open_target(files) as copy:
+        messages = list(copy)
+        assert [message.body for message in messages] == [*bodies[:4], b"later", *bodies[5:]]
+        assert [message.queue_offset for message in messages] == list(range(10))
+
+
+def test_records_that_name_no_queue_are_left_out() -> None:
+    files = MemoryFiles()
+    with opened(files) as store:
+        first = store.append(Message("Topic", b"1"))
+        store.append(Message("Topic", b"2"))
+    path = f"{ROOT}/commitlog/{0:020d}"
+    buffer = files.open(path, writable=True).buffer
+    at = buffer.find(b"Topic")
+    buffer[at + 1 : at + 2] = b"/"
+    told: list[Gap] = []
+    assert rescue(ROOT, TARGET, SMALL, files=files, tell=told.append).records == 1
+    assert [(gap.physical_offset, gap.size) for gap in told] == [(first.physical_offset, first.size)]
+    assert "no name of a folder" in told[0].what
+
+
+def test_a_full_disk_leaves_no_half_of_a_rescued_store() -> None:
+    files = in_memory(spoilt(filled(SMALL, 60), random.Random(1), 2))
+    for number in range(1, 200):
+        failing = FailingFiles(files)
+        failing.fail("reserve", number)
+        try:
+            rescue(ROOT, TARGET, SMALL, files=failing)
+        except StoreIOError:
+            assert nothing_left(files)
+            continue
+        assert number > 5
+        return
+    raise AssertionError("it never came to an end")
+
+
+def test_a_store_on_disk(tmp_path: Path) -> None:
+    on_disk(spoilt(filled(SMALL, 60), random.Random(2), 2), tmp_path / "store")
+    wanted = sum(isinstance(item, StoredMessage) for item in salvage.records(str(tmp_path / "store")))
+    made = rescue(str(tmp_path / "store"), str(tmp_path / "new"), files=DiskFiles())
+    assert made.records == wanted
+    assert verify(str(tmp_path / "new")).sound
+
+
+def test_filling_a_restored_store_goes_on() -> None:
+    files = in_memory(filled(SMALL, 80))
+    snapshot(ROOT, TARGET, files=files)
+    restore(TARGET, "/back", files=files)
+    clock = ManualClock(START_MS + 10**9)
+    with MessageStore.open("/back", SMALL, files=files, clock=clock) as store:
+        fill(store, clock, random.Random(9), 40)
+        assert len(served(store)) >= 120
+    assert verify("/back", SMALL, files).sound
+    assert verify(TARGET, SMALL, files).sound
