@@ -10,13 +10,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 
-__all__ = ["Acknowledgement", "GroupCommit"]
+__all__ = ["Acknowledgement", "GroupCommit", "flush_all"]
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound="Flushable")
+
+_MANY: Final = 16
+_AT_A_TIME: Final = 8
+
+
+class Flushable(Protocol):
+    """What can be flushed."""
+
+    def flush(self) -> None: ...
+
+
+def flush_all(parts: set[_F]) -> None:
+    """Flush all of ``parts``, some side by side where they are many: the device takes them together.
+
+    Those that are flushed are taken out of ``parts``; raises what the first that fails raises.
+    """
+
+    def flush(part: _F) -> None:
+        part.flush()
+        parts.discard(part)
+
+    if len(parts) < _MANY:
+        for part in list(parts):
+            flush(part)
+        return
+    with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
+        for done in [pool.submit(flush, part) for part in list(parts)]:
+            done.result()
 
 
 class GroupCommit:

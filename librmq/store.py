@@ -36,7 +36,7 @@ from librmq.errors import (
     StoreIOError,
 )
 from librmq.files import DiskFiles, FileLock, Files, make_folders
-from librmq.flushing import Acknowledgement, GroupCommit
+from librmq.flushing import Acknowledgement, GroupCommit, flush_all
 from librmq.following import Following
 from librmq.housekeeping import Background, Housekeeping
 from librmq.keyindex import KeyIndex
@@ -713,10 +713,7 @@ class MessageStore:
                 entries, dispatcher.entries = dispatcher.entries, 0
             try:
                 self._commit.reach(end)
-                while queues:
-                    queue = next(iter(queues))
-                    queue.flush()
-                    queues.discard(queue)
+                flush_all(queues)
                 index.flush()
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
