@@ -17,7 +17,7 @@ import struct
 from typing import Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError
-from librmq.files import File, Files
+from librmq.files import DiskFiles, File, Files
 
 __all__ = ["CHECKPOINT_SIZE", "Checkpoint", "clear_abort", "has_abort", "set_abort"]
 
@@ -44,11 +44,12 @@ class Checkpoint:
         """Store time of the last record in an index file that was full and flushed."""
 
     @classmethod
-    def open(cls, path: str, *, files: Files, writable: bool = False) -> Self:
+    def open(cls, path: str | os.PathLike[str], *, files: Files | None = None, writable: bool = False) -> Self:
         """Read the checkpoint at ``path``; where there is none, the times are 0; `flush` makes it.
 
         `CorruptionError` for a file of another length, or with a time before 1970.
         """
+        path, files = os.fspath(path), files or DiskFiles()
         size = files.size(path)
         if size is None:
             return cls(path, files, None, writable=writable)

@@ -11,6 +11,7 @@ behind the log's end. The record itself is drawn in `librmq.codec`. Mirrors 4.9.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import zlib
@@ -82,7 +83,7 @@ class CommitLog:
     @classmethod
     def open(
         cls,
-        folder: str,
+        folder: str | os.PathLike[str],
         file_size: int = 1 << 30,
         *,
         files: Files | None = None,
@@ -96,7 +97,9 @@ class CommitLog:
         `CorruptionError` for wrong names and lengths.
         """
         pool = MappingPool(_MAPPED_FILES)
-        sequence = MappedFileQueue(folder, file_size, files or DiskFiles(), pool, writable=writable, durable=writable)
+        sequence = MappedFileQueue(
+            os.fspath(folder), file_size, files or DiskFiles(), pool, writable=writable, durable=writable
+        )
         log = cls(sequence)
         if sequence.starts:
             log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log))

@@ -16,6 +16,7 @@ Mirrors 4.9.4's ``ConsumeQueue``.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -113,7 +114,7 @@ class ConsumeQueue:
     @classmethod
     def open(
         cls,
-        folder: str,
+        folder: str | os.PathLike[str],
         file_size: int = FILE_SIZE,
         *,
         files: Files | None = None,
@@ -133,7 +134,7 @@ class ConsumeQueue:
             raise ConfigError(f"queue file size: expected a multiple of 20 up to 2 GiB, found {file_size}")
         files = files or DiskFiles()
         pool = pool or MappingPool(4)
-        queue = MappedFileQueue(folder, file_size, files, pool, writable=writable)
+        queue = MappedFileQueue(os.fspath(folder), file_size, files, pool, writable=writable)
         return cls(queue, None if ext_folder is None else (ext_folder, ext_file_size, files, pool))
 
     def __enter__(self) -> Self:

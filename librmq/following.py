@@ -107,7 +107,7 @@ class Following:
             elif live is None:
                 if self._look() != self._marks:
                     self._open()
-            elif live.is_lost() or self._told != self._told_now():
+            elif live.has_lost_its_place() or self._told != self._told_now():
                 self._open()
             elif live.follow():
                 self.version += 1
@@ -507,7 +507,8 @@ class _Live:
         self._index = _Index(os.path.join(path, layout.INDEX), config.max_hash_slot_num, config.max_index_num, files)
         self._queues = _Queues(path, config, files, log)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self._last: tuple[int, bytes] | None = None
+        self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
+        self._begin = log.begin
         self.parts = recovery.Parts(
             self._levels, log, self._queues, self._index, checkpoint, Dispatcher(self._index), self._queues._opened, []
         )
@@ -528,22 +529,22 @@ class _Live:
         if self._last is None and found.last_record is not None:
             self._last = found.last_record, log.data_at(found.last_record, _GLANCE)
 
-    def is_lost(self) -> bool:
-        """Whether the log is no longer the one that was walked through: its end was deleted, or cut."""
+    def has_lost_its_place(self) -> bool:
+        """List the log's files again; true if its end, as far as it is known, is no longer there: deleted, or cut."""
         log = self._log
-        if self._last is None:
-            return False
+        log.sequence.refresh()
+        if log.begin > log.end or self._last is None:
+            return log.begin > log.end
         place, raw = self._last
-        return log.begin > log.end or log.data_at(place, len(raw)) != raw
+        return log.data_at(place, len(raw)) != raw
 
     def follow(self) -> bool:
-        """Take in what was written meanwhile; true if there is anything."""
+        """Take in what was written, and deleted, by the last listing; true if there is anything."""
         log = self._log
-        begin = log.begin
-        log.sequence.refresh()
         self._index.refresh()
         new = self._walk_on()
-        if log.begin != begin:
+        if log.begin != self._begin:
+            self._begin = log.begin
             self._queues.follow_begin()
             new = True
         return new

@@ -203,7 +203,7 @@ class IndexFile:
     @classmethod
     def open(
         cls,
-        path: str,
+        path: str | os.PathLike[str],
         files: Files | None = None,
         *,
         slots: int | None = None,
@@ -216,7 +216,7 @@ class IndexFile:
         `CorruptionError` for a wrong length or a header that can't be.
         """
         files = files or DiskFiles()
-        return cls(files.open(path, writable=writable), slots, entries, files, on_map)
+        return cls(files.open(os.fspath(path), writable=writable), slots, entries, files, on_map)
 
     def __repr__(self) -> str:
         return f"<IndexFile {self.path}>"

@@ -14,6 +14,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files import DiskFiles, Entry, Files, make_folders
 from librmq.indexfile import FRESH, IndexFile, check_geometry, file_length
@@ -77,21 +78,21 @@ class KeyIndex:
     @classmethod
     def open(
         cls,
-        folder: str,
+        folder: str | os.PathLike[str],
         *,
         slots: int = 5_000_000,
         entries: int = 20_000_000,
         files: Files | None = None,
-        now_ms: Callable[[], int],
+        now_ms: Callable[[], int] | None = None,
         writable: bool = True,
     ) -> KeyIndex:
-        """Open the files of a folder, which need not exist yet; ``now_ms`` names those to come.
+        """Open the files of a folder, which need not exist yet; ``now_ms`` names those to come (the system's clock).
 
         Names that are no numbers are passed over, as 4.9 does. `CorruptionError` for a number that is no
         time, a file of another length, a header that can't be.
         """
         check_geometry(slots, entries)
-        return cls(folder, slots, entries, files or DiskFiles(), now_ms, writable)
+        return cls(os.fspath(folder), slots, entries, files or DiskFiles(), now_ms or SystemClock().now_ms, writable)
 
     def _open_all(self) -> list[IndexFile]:
         length, found = file_length(self.max_slots, self.max_entries), []

@@ -61,7 +61,7 @@ class MappedFileQueue:
     lengths; no file is opened before it is asked for.
 
     ``durable`` keeps a descriptor open with each mapping, so that a failed flush is seen by the file that was written,
-    and has a new file on the device before anything is written to it: after a crash there is no gap between files.
+    and has a file made, or deleted, on the device before the next: after a crash there is no gap between them.
     """
 
     __slots__ = (
@@ -325,7 +325,7 @@ class MappedFileQueue:
         self._check_writable()
         gone: list[str] = []
         while self.starts and self.starts[-1] >= position:
-            if gone:  # one after the other: a crash must not leave a gap
+            if gone and self._durable:  # one after the other: a crash must not leave a gap
                 self._flush_folders()
             gone.append(self._delete(self.starts[-1]))
         return gone
@@ -335,7 +335,7 @@ class MappedFileQueue:
         self._check_writable()
         gone: list[str] = []
         while self.starts and self.starts[0] + self.file_size <= position:
-            if gone:
+            if gone and self._durable:
                 self._flush_folders()
             gone.append(self._delete(self.starts[0]))
         return gone

@@ -21,7 +21,7 @@ from librmq.clock import Clock
 from librmq.closedstate import ClosedState, QueueTable, read_closed_state
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.dispatch import BitmapOf, Dispatcher, Lane, has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Files, make_folders
@@ -85,13 +85,16 @@ class Parts:
 def clear_leftovers(path: str, files: Files) -> list[Damage]:
     """Delete files that a crash left without what precedes them; all that was in them can be made again.
 
-    Of the log those of length zero at its end; of queues and units the first of length zero, or behind a missing one,
-    and what follows it; of the index all of length zero.
+    Of the log those of length zero at its end; of queues and units those of length zero, and beside a missing one; of
+    the index all of length zero.
     """
-    found = _empty_at_end(os.path.join(path, layout.COMMITLOG), files)
+    log = os.path.join(path, layout.COMMITLOG)
+    found = _empty_at_end(log, files)
+    log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
     for ext in (False, True):
         for topic, queue_id in layout.list_queues(path, files, ext=ext):
-            found += _behind_missing(layout.queue_folder(path, topic, queue_id, ext=ext), files)
+            folder = layout.queue_folder(path, topic, queue_id, ext=ext)
+            found += _beside_missing(folder, files, 0 if ext else log_begin)
     folder = os.path.join(path, layout.INDEX)
     found += [name for name, size in _numbered(folder, files) if not size]
     checkpoint = os.path.join(path, layout.CHECKPOINT)
@@ -99,7 +102,7 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
         found.append(checkpoint)
     for file in found:
         files.delete(file)
-    what = "a file of length zero, or behind one that is missing, as a crash leaves it"
+    what = "a file of length zero, or beside one that is missing, as a crash leaves it"
     return [Damage(file, 0, "size", what) for file in found]
 
 
@@ -117,15 +120,22 @@ def _empty_at_end(folder: str, files: Files) -> list[str]:
     return [path for path, _ in itertools.takewhile(lambda found: not found[1], backwards)]
 
 
-def _behind_missing(folder: str, files: Files) -> list[str]:
-    """The files of a sequence from the first on that is empty, or does not follow the one before; the last first."""
+def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
+    """The files of a sequence that a crash left beside one that is missing or of length zero.
+
+    Where the last entry before the gap is of a message that is gone from the log, they are those before it, which were
+    about to go; else those behind it, the last first.
+    """
     found = _numbered(folder, files)
     if len({size for _, size in found if size}) > 1:
         return []  # no crash does that
     for number, (path, size) in enumerate(found):
         before, length = found[number - 1] if number else (path, 0)
-        if not size or int(os.path.basename(path)) != int(os.path.basename(before)) + length:
-            return [path for path, _ in reversed(found[number:])]
+        if size and int(os.path.basename(path)) == int(os.path.basename(before)) + length:
+            continue
+        if size and int.from_bytes(files.open(before).buffer[-ENTRY_SIZE:][:8], "big") < log_begin:
+            return [path for path, _ in found[:number]]
+        return [path for path, _ in reversed(found[number:])]
     return []
 
 

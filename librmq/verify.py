@@ -50,13 +50,13 @@ class Verdict:
         return not self.damage
 
 
-def verify(path: str, config: StoreConfig | None = None, files: Files | None = None) -> Verdict:
+def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, files: Files | None = None) -> Verdict:
     """Look at all of the store in ``path``; ``config`` None takes the sizes from the files.
 
     Changes nothing and takes no lock. While a writer has the store open, queues and index may be behind its log.
     `NotAStoreError` for what is no store.
     """
-    files = files or DiskFiles()
+    path, files = os.fspath(path), files or DiskFiles()
     kind = layout.recognise(path, files)
     if not kind.has_log:
         raise NotAStoreError(f"{path}: no store; there is no folder {layout.COMMITLOG}")

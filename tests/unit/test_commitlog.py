@@ -381,7 +381,7 @@ def test_readers_keep_what_they_hold(files: MemoryFiles) -> None:
     first = next(walk)
     log.delete_before(2048)
     assert [place for place, _, _ in walk][:1] == [300]
-    assert first.raw is not None
+    assert first[2] is not None
 
 
 # -------------------------------------------------------------------------------------------------- large offsets

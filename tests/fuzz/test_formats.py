@@ -1,0 +1,88 @@
+"""The fuzzer on all that decodes bytes: what is kept, a little blindly, and for as long as slow tests may take."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import librmq
+from librmq import codec
+from tests.conftest import SlowBudget
+from tests.fuzz.formats import CORPUS, TARGETS, mutants, seeds
+from tests.reference import CHECKOUT
+
+ROUND = 20
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What is damaged may be told of as often as it likes."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_each_target_has_beginnings_and_nothing_else_is_kept() -> None:
+    assert {path.name for path in CORPUS.iterdir()} == set(TARGETS)
+    for target in TARGETS:
+        assert len(seeds(target)) >= 2
+    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < 200_000
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_kept_does_no_harm(target: str) -> None:
+    for data in seeds(target):
+        TARGETS[target](data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_few_mutants_do_no_harm(target: str) -> None:
+    for data in islice(mutants(target, Random(target)), 300 if target != "store" else 15):
+        TARGETS[target](data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_bytes_do_harm(target: str, slow_budget: SlowBudget, tmp_path: Path) -> None:
+    """Led by coverage where atheris is installed, blindly elsewhere."""
+    if importlib.util.find_spec("atheris") is None:
+        for number in slow_budget.rounds(2_000, f"rounds of {ROUND} changed {target} inputs", at_least=2):
+            for data in islice(mutants(target, Random(number)), ROUND):
+                TARGETS[target](data)
+        return
+    (tmp_path / "found").mkdir()
+    roots = [Path(librmq.__file__ or "").parent.parent, CHECKOUT]
+    options = [f"-max_total_time={max(2, round(slow_budget.seconds))}", "-max_len=4096", "-timeout=60"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tests.fuzz.formats", target, *options, f"-artifact_prefix={tmp_path}/", "found"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    harmful = [path.read_bytes() for path in tmp_path.iterdir() if path.is_file()]
+    assert done.returncode == 0, f"{harmful} does harm: {done.stdout[-3000:]} {done.stderr[-3000:]}"
+    runs = re.search(r"Done (\d+) runs in (\d+) second", done.stdout + done.stderr)
+    assert runs is not None
+    slow_budget.reached.append(f"{int(runs[1]):,} {target} inputs led by coverage in {runs[2]} s")
+
+
+def test_harm_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_record(raw: bytes, position: int, limit: int, *, check_body: bool) -> int:
+        return raw[limit]
+
+    monkeypatch.setattr(codec, "check_record", check_record)
+    with pytest.raises(IndexError):
+        TARGETS["record"](seeds("record")[0])

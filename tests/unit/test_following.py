@@ -1,0 +1,832 @@
+"""A store that is only read, beside whoever writes to it: everything that was acknowledged is seen, nothing in part."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from librmq import codec
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY_SIZE
+from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
+from librmq.files import DiskFiles, Entry, File, Files, MemoryFiles
+from librmq.following import _KEPT, Following, _Index, _Queue
+from librmq.message import Message, StoredMessage
+from librmq.reading import GetStatus
+from librmq.store import MessageStore
+from tests.stores import (
+    EVER,
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    START_MS,
+    Contents,
+    any_message,
+    contents,
+    died,
+    fill,
+    filled,
+    from_disk,
+    in_memory,
+    opened,
+    served,
+)
+
+configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+
+
+def sized(config: StoreConfig, total: int) -> StoreConfig:
+    """The same with retention by size."""
+    return StoreConfig(**{**{name: getattr(config, name) for name in config.__slots__}, "max_total_size": total})
+
+
+def shown(store: MessageStore) -> tuple[object, ...]:
+    """What a store shows of itself."""
+    queues = {
+        name: (queue.min_offset, queue.max_offset, queue.max_physic_offset)
+        for name, queue in store.queues.items()
+        if queue.max_offset
+    }
+    return store.log.begin, store.log.end, queues, [message.raw for message in store]
+
+
+def agree(reader: MessageStore, writer: MessageStore) -> None:
+    """The reader shows what the writer does, and serves it."""
+    writer.find_by_key("T", "k")  # brings its queues up to date
+    reader.refresh()
+    assert shown(reader) == shown(writer)
+    assert served(reader) == served(writer)
+
+
+class Pair:
+    """A writer and a reader of the same files, in one process."""
+
+    def __init__(self, files: Files | None = None, config: StoreConfig = SMALL, root: str = ROOT) -> None:
+        self.files = files or MemoryFiles()
+        self.config = config
+        self.root = root
+        self.clock = ManualClock(START_MS)
+        self.writer = self.open_writer()
+        self.reader = self.open_reader()
+
+    def open_writer(self) -> MessageStore:
+        return MessageStore.open(self.root, self.config, files=self.files, clock=self.clock)
+
+    def open_reader(self, config: StoreConfig | None = None) -> MessageStore:
+        clock = ManualClock(START_MS)
+        return MessageStore.open(self.root, config or self.config, files=self.files, clock=clock, read_only=True)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+# ------------------------------------------------------------------------------------------------ beside a writer
+
+
+@configs
+def test_each_message_is_seen_when_it_is_acknowledged(config: StoreConfig) -> None:
+    pair = Pair(config=config)
+    rng = random.Random(1)
+    writer, reader = pair.writer, pair.reader
+    positions: dict[tuple[str, int], int] = {}
+    for number in range(700):
+        message, fields = any_message(rng, delay=False)
+        queue_id = rng.randrange(3)
+        done = writer.append(message, queue_id, **fields)
+        name = message.topic, queue_id
+        found = reader.read(*name, positions.get(name, 0))
+        assert [one.physical_offset for one in found.messages] == [done.physical_offset], number
+        assert found.messages[0].body == message.body
+        positions[name] = found.next_offset
+        if message.unique_key:
+            assert done.physical_offset in [
+                one.physical_offset for one in reader.find_by_key(message.topic, message.unique_key, EVER)
+            ]
+        assert reader.message_at(done.physical_offset) == found.messages[0]
+    assert all(reader.read(*name, at).status is GetStatus.OFFSET_OVERFLOW_ONE for name, at in positions.items())
+    agree(reader, writer)
+
+
+class Course:
+    """A store that is written, deleted from, closed, left and opened again, at random."""
+
+    def __init__(self, seed: int, files: Files, root: str) -> None:
+        self.rng = random.Random(seed)
+        config = self.rng.choice([SMALL, SMALL_EXT])
+        self.pair = Pair(files, sized(config, 6 * 4096), root)
+        self.writing = True
+        self.expected = shown(self.pair.writer)
+
+    def step(self) -> None:
+        rng, pair = self.rng, self.pair
+        what = rng.choice(["append"] * 12 + ["flush", "expire", "expire", "close", "leave", "recover", "ahead"])
+        if not self.writing:
+            pair.writer = pair.open_writer()
+            self.writing = True
+        if what == "append":
+            fill(pair.writer, pair.clock, rng, rng.choice([1, 1, 2, 5, 40, 200]))
+        elif what == "flush":
+            pair.writer.flush()
+        elif what == "expire":
+            pair.writer.run_due(pair.clock.now_ms())
+        elif what == "ahead":
+            pair.writer.log.prepare(5000)
+        elif what == "recover":
+            pair.writer.recover()
+        elif what == "close":
+            pair.writer.close()
+            self.writing = False
+        elif what == "leave":
+            pair.writer.abandon()
+            self.writing = False
+
+    def check(self) -> None:
+        if self.writing:
+            agree(self.pair.reader, self.pair.writer)
+            self.expected = shown(self.pair.writer)
+        else:
+            self.pair.reader.refresh()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_reader_goes_with_its_writer(seed: int) -> None:
+    course = Course(seed, MemoryFiles(), ROOT)
+    for _ in range(25):
+        course.step()
+        if course.rng.random() < 0.7:
+            course.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_reader_goes_with_its_writer_on_disk(seed: int, tmp_path: Path) -> None:
+    course = Course(seed, DiskFiles(), str(tmp_path / "store"))
+    for _ in range(12):
+        course.step()
+        before = contents(course.pair.files, course.pair.root)
+        course.check()
+        assert course.writing or contents(course.pair.files, course.pair.root) == before
+    course.pair.reader.close()
+
+
+def test_nothing_is_changed(pair: Pair) -> None:
+    fill(pair.writer, pair.clock, random.Random(3), 200)
+    before = contents(pair.files)
+    agree(pair.reader, pair.writer)  # which brings the writer's queues up to date
+    changed = contents(pair.files)
+    assert {path for path in before.keys() | changed.keys() if before.get(path) != changed.get(path)} <= {
+        path for path in changed if path.startswith(("consumequeue", "index"))
+    }
+    for _ in range(3):
+        reader = pair.open_reader()
+        served(reader)
+        pair.reader.refresh()
+        reader.close()
+    assert contents(pair.files) == changed
+    with pytest.raises(ReadOnlyError):
+        pair.reader.append(Message("TopicA", b""))
+
+
+def test_there_is_nothing_new_without_a_change(pair: Pair) -> None:
+    assert not pair.reader.refresh()
+    pair.writer.append(Message("TopicA", b"1"))
+    assert pair.reader.refresh()
+    assert not pair.reader.refresh()
+    pair.writer.close()
+    assert pair.reader.refresh()  # nobody writes any more
+    assert not pair.reader.refresh()
+    pair.writer = pair.open_writer()
+    assert pair.reader.refresh()
+    assert not pair.reader.refresh()
+    assert not pair.writer.refresh()
+
+
+def test_what_a_writer_left_who_came_and_went_is_seen(pair: Pair) -> None:
+    pair.writer.append(Message("TopicA", b"1", keys="k"))
+    pair.writer.close()
+    assert pair.reader.read("TopicA", 0, 0).next_offset == 1
+    with pair.open_writer() as other:
+        other.append(Message("TopicA", b"2", keys="k"))
+    found = pair.reader.read("TopicA", 0, 1)
+    assert [message.body for message in found.messages] == [b"2"]
+    assert len(pair.reader.find_by_key("TopicA", "k")) == 2
+
+
+def test_messages_and_queues_that_were_given_out_stay(pair: Pair) -> None:
+    pair.writer.append(Message("TopicA", b"1"))
+    pair.reader.refresh()
+    queue, log = pair.reader.queues["TopicA", 0], pair.reader.log
+    before = queue.read(0, 10), log.read(0)
+    pair.writer.append(Message("TopicA", b"2"))
+    pair.writer.close()
+    pair.reader.refresh()
+    assert pair.reader.queues["TopicA", 0] is not queue
+    assert (queue.read(0, 1), log.read(0)) == before
+
+
+def test_only_what_was_asked_for_again_is_read_again(pair: Pair) -> None:
+    """A read that finds messages does not look at the lock or the folders."""
+
+    class Counted(MemoryFiles):
+        looks = 0
+
+        def lock_holder(self, path: str) -> str | None:
+            self.looks += 1
+            return super().lock_holder(path)
+
+    files = Counted()
+    pair = Pair(files)
+    for number in range(50):
+        pair.writer.append(Message("TopicA", b"%d" % number))
+    pair.reader.refresh()
+    before = files.looks
+    for queue_offset in range(50):
+        assert pair.reader.read("TopicA", 0, queue_offset, 1).messages
+    assert files.looks == before
+    assert not pair.reader.read("TopicA", 0, 50).messages
+    assert files.looks > before
+
+
+# ------------------------------------------------------------------------------------- before there is anything
+
+
+@configs
+@pytest.mark.parametrize("told", [True, False], ids=["with settings", "without"])
+def test_a_reader_that_is_there_first(config: StoreConfig, told: bool) -> None:
+    """Sizes that nobody told it are told by the files when they come."""
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    writer = MessageStore.open(ROOT, config, files=files, clock=clock)
+    reader = MessageStore.open(ROOT, config if told else None, files=files, clock=clock, read_only=True)
+    assert list(reader) == []
+    assert reader.read("TopicA", 0, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
+    assert reader.queue_offset_at("TopicA", 0, 0) == 0
+    assert ("TopicA", 0) not in reader.queues
+    for number in range(300):
+        message = Message("TopicA", b"%d" % number, keys=f"k{number}" if number > 150 else "", tags="t")
+        done = writer.append(message, number % 2)
+        assert [one.body for one in reader.read("TopicA", number % 2, done.queue_offset).messages] == [message.body]
+    agree(reader, writer)
+    assert reader.config.commitlog_file_size == config.commitlog_file_size
+
+
+def test_a_name_that_no_queue_has_is_an_unknown_queue(pair: Pair) -> None:
+    for name in [("a/b", 0), ("..", 0), ("", 0), ("t" * 200, 0), ("TopicA", -1), ("TopicA", 1 << 40), ("T\0", 0)]:
+        assert pair.reader.read(*name, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
+        assert name not in pair.reader.queues
+    for other in (("TopicA",), "TopicA", 7, ("TopicA", "0")):
+        assert other not in pair.reader.queues
+
+
+@pytest.mark.parametrize("kind", ["commitlog", "consumequeue", "index"])
+def test_a_file_that_is_just_being_made_is_not_there_yet(pair: Pair, kind: str) -> None:
+    fill(pair.writer, pair.clock, random.Random(5), 50)
+    folder = {"consumequeue": "consumequeue/TopicA/0"}.get(kind, kind)
+    newest = max(entry.name for entry in pair.files.list(f"{ROOT}/{folder}"))
+    following = int(newest) + {"commitlog": 4096, "consumequeue": 160, "index": 1}[kind]
+    pair.files.write(f"{ROOT}/{folder}/{following:0{len(newest)}d}", b"")
+    before = shown(pair.writer)
+    for reader in (pair.reader, pair.open_reader(), MessageStore.open(ROOT, files=pair.files, read_only=True)):
+        reader.refresh()
+        assert shown(reader) == before
+        served(reader)
+
+
+def test_a_wrong_length_is_told(pair: Pair) -> None:
+    fill(pair.writer, pair.clock, random.Random(5), 50)
+    pair.files.write(f"{ROOT}/commitlog/{0:020d}", bytes(4097))
+    with pytest.raises(CorruptionError):
+        pair.open_reader()
+
+
+# --------------------------------------------------------------------------------------------- what is half written
+
+
+def records() -> list[bytes]:
+    """Of every shape of text and hosts."""
+    pair = Pair()
+    pair.writer.append(Message("TopicA", b""))
+    pair.writer.append(Message("TopicA", b"body"))
+    pair.writer.append(Message("TopicA", b"\0\0\0", tags="a", keys="k"))
+    pair.writer.append(Message("TopicA", b"", unique_key="U"), born_host=("::1", 1), store_host=("::2", 2))
+    pair.writer.append(Message("TopicA", bytes(500), tags="a"), 7)
+    return [message.raw for message in pair.writer]
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
+def test_a_record_that_is_just_being_copied_is_not_served(number: int, fresh: bool) -> None:
+    """From its first byte to its last: whoever looks sees nothing, or all of it."""
+    pair = Pair()
+    pair.writer.append(Message("TopicA", b"before", keys="k"))
+    end = pair.writer.log.end
+    raw = records()[number]
+    at = codec.PHYSICAL_OFFSET_AT
+    raw = raw[:at] + end.to_bytes(8, "big") + raw[at + 8 :]
+    buffer = pair.writer.log.sequence.file(0).buffer
+    for copied in range(len(raw) + 1):
+        buffer[end : end + copied] = raw[:copied]
+        reader = pair.open_reader() if fresh else pair.reader
+        reader.refresh()
+        behind = [message.raw for message in reader][1:]
+        if copied == len(raw):
+            assert behind == [raw]
+        else:
+            assert behind in ([], [raw]), copied
+            assert not behind or not any(raw[copied:]), copied
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
+def test_a_record_that_ends_in_zeros_is_served_when_something_follows(fresh: bool) -> None:
+    pair = Pair()
+    pair.writer.append(Message("TopicA", b"1"))
+    pair.writer.append(Message("TopicA", b"2"), properties_raw=b"a\x01\0\0")
+    reader = pair.open_reader() if fresh else pair.reader
+    assert len(list(reader)) == 1
+    pair.writer.append(Message("TopicA", b"3"))
+    assert len(list(reader)) == 3
+    agree(reader, pair.writer)
+
+
+def test_rubbish_behind_the_end_is_no_damage(pair: Pair) -> None:
+    pair.writer.append(Message("TopicA", b"1"))
+    end = pair.writer.log.end
+    buffer = pair.writer.log.sequence.file(0).buffer
+    for data in (b"\xff" * 200, b"\0\0\0\x7f\xda\xa3\x20\xa7" + bytes(100), bytes(200)):
+        buffer[end : end + len(data)] = data
+        for reader in (pair.reader, pair.open_reader()):
+            assert len(list(reader)) == 1
+            assert len(reader.read("TopicA", 0, 0).messages) == 1
+    pair.writer.append(Message("TopicA", b"2"))
+    assert len(list(pair.reader)) == 2
+
+
+# ------------------------------------------------------------------- queues and index that are behind, or half written
+
+
+def lanes_only(pair: Pair) -> None:
+    """Let one queue have its entries, and the other and the index not yet."""
+    lane = pair.writer._lanes["TopicA", 0]
+    lane.queue.append_many(lane.next_queue_offset - len(lane.pending), b"".join(lane.pending))
+
+
+def without_header(pair: Pair) -> None:
+    """Let the index have entries and slots, and its header not yet."""
+    file = pair.writer.index.files[-1]
+    header = file.file.buffer[:40]
+    pair.writer.find_by_key("T", "k")
+    file.file.buffer[:40] = header
+
+
+def half_an_entry(pair: Pair) -> None:
+    """Let the last entry of a queue lack its last bytes."""
+    pair.writer.find_by_key("T", "k")
+    queue = pair.writer.queues["TopicA", 0]
+    path, at = queue.place_of(queue.max_offset - 1)
+    pair.files.open(path, writable=True).buffer[at + 12 : at + 20] = bytes(8)
+
+
+@configs
+@pytest.mark.parametrize("change", [None, lanes_only, without_header, half_an_entry])
+@pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
+def test_in_the_midst_of_a_batch(config: StoreConfig, change: Callable[[Pair], None] | None, fresh: bool) -> None:
+    pair = Pair(config=config)
+    for number in range(14):
+        pair.writer.append(Message("TopicA", b"%d" % number, keys=f"k{number % 5}", tags="t"), number % 2)
+        if number == 7:
+            pair.writer.flush()
+            pair.reader.refresh()
+            pair.reader.read("TopicA", 0, 0)
+    if change is not None:
+        change(pair)
+    reader = pair.open_reader() if fresh else pair.reader
+    for number in range(5):
+        bodies = [message.body for message in reader.find_by_key("TopicA", f"k{number}")]
+        assert bodies == [b"%d" % one for one in range(14) if one % 5 == number]
+    for queue_id in (0, 1):
+        found = reader.read("TopicA", queue_id, 0, 3)
+        bodies = [message.body for message in found.messages]
+        while found.messages:
+            found = reader.read("TopicA", queue_id, found.next_offset)
+            bodies += [message.body for message in found.messages]
+        assert bodies == [b"%d" % one for one in range(14) if one % 2 == queue_id]
+        assert reader.queues["TopicA", queue_id].max_offset == 7
+    tagged = reader.matching(tags="t")
+    assert change is half_an_entry or len(reader.read("TopicA", 0, 0, matching=tagged).messages) == 7
+
+
+def late_entries(reader: MessageStore) -> int:
+    """How many entries and keys a reader holds in memory."""
+    assert isinstance(reader.index, _Index)
+    queues = [queue for queue in reader.queues.opened() if isinstance(queue, _Queue)]
+    held = sum(len(queue._late[1]) // ENTRY_SIZE for queue in queues)
+    return max(held + sum(len(entries) for _, entries in reader.queues._late.values()), len(reader.index.late))
+
+
+@configs
+def test_what_is_held_in_memory_is_bounded(config: StoreConfig) -> None:
+    config = StoreConfig.tiny(enable_consumequeue_ext=config is SMALL_EXT)
+    pair = Pair(config=config)
+    most = 0
+    for number in range(60):
+        batch = [Message("TopicA", b"%d" % one, keys="k", tags="t") for one in range(300)]
+        pair.writer.append_batch(batch, number % 3)
+        pair.reader.refresh()
+        most = max(most, late_entries(pair.reader))
+    assert _KEPT // 2 < most <= _KEPT + 300
+    fresh = pair.open_reader()
+    assert late_entries(fresh) <= _KEPT
+    assert shown(fresh)[:3] == shown(pair.reader)[:3] == shown(pair.writer)[:3]
+    for reader in (fresh, pair.reader):
+        found = reader.read("TopicA", 0, 0)
+        count = len(found.messages)
+        while found.messages:
+            found = reader.read("TopicA", 0, found.next_offset)
+            count += len(found.messages)
+        assert count == 6000
+
+
+def test_a_writer_that_is_far_behind_with_its_queues(pair: Pair) -> None:
+    pair = Pair(config=StoreConfig.tiny())
+    dispatcher = pair.writer._dispatcher
+    drain, dispatcher.drain = dispatcher.drain, lambda: None  # type: ignore[method-assign]
+    for number in range(9000):
+        pair.writer.append(Message("TopicA", b"%d" % number), number % 2)
+    for reader in (pair.reader, pair.open_reader()):
+        reader.refresh()
+        assert [reader.queues["TopicA", queue_id].max_offset for queue_id in (0, 1)] == [4500, 4500]
+        assert reader.read("TopicA", 1, 4499).messages[0].body == b"8999"
+        assert len(reader.queues["TopicA", 0].entries()) == 4500
+    dispatcher.drain = drain  # type: ignore[method-assign]
+    agree(pair.reader, pair.writer)
+
+
+def test_the_newest_come_first_where_the_number_is_bounded(pair: Pair) -> None:
+    for number in range(10):
+        pair.writer.append(Message("TopicA", b"%d" % number, keys="k"))
+        if number == 5:
+            pair.writer.flush()
+    found = pair.reader.find_by_key("TopicA", "k", max_messages=6)
+    assert [message.body for message in found] == [b"4", b"5", b"6", b"7", b"8", b"9"]
+    assert [message.body for message in pair.reader.find_by_key("TopicA", "k", max_messages=2)] == [b"8", b"9"]
+    assert pair.reader.find_by_key("TopicA", "k", max_messages=0) == []
+    assert pair.reader.find_by_key("TopicA", "k", begin_ms=START_MS + 5000) == []
+
+
+def test_a_topic_that_is_made_anew(pair: Pair) -> None:
+    """A broker deletes a topic's queues, and counts from 0 again."""
+    for number in range(30):
+        pair.writer.append(Message("TopicA", b"old %d" % number))
+    pair.reader.refresh()
+    assert pair.reader.queues["TopicA", 0].max_offset == 30
+    pair.writer.close()
+    pair.files.delete(f"{ROOT}/consumequeue/TopicA")
+    pair.files.delete(f"{ROOT}/librmq")
+    broker = pair.open_writer()
+    queue = broker.queues["TopicA", 0]
+    queue.clear()
+    broker._parts.lanes.clear()  # type: ignore[union-attr]
+    for number in range(3):
+        done = broker.append(Message("TopicA", b"new %d" % number))
+        found = pair.reader.read("TopicA", 0, done.queue_offset)
+        assert [message.body for message in found.messages] == [b"new %d" % number]
+
+
+# ------------------------------------------------------------------------------------------------------- retention
+
+
+@configs
+def test_retention_is_survived(config: StoreConfig) -> None:
+    pair = Pair(config=sized(config, 5 * 4096))
+    fill(pair.writer, pair.clock, random.Random(8), 60)
+    held = list(pair.reader)
+    raw = [bytes(message.raw) for message in held]
+    for _ in range(20):
+        fill(pair.writer, pair.clock, random.Random(8), 60)
+        pair.writer.flush()
+        while pair.writer.run_due(pair.clock.now_ms()) == pair.clock.now_ms() + 100:
+            pair.clock.advance(ms=100)
+        agree(pair.reader, pair.writer)
+    assert pair.reader.log.begin > 20 * 4096
+    assert [message.raw for message in held] == raw
+    assert pair.reader.message_at(held[0].physical_offset) is None
+    topic, queue_id = "TopicA", 0
+    found = pair.reader.read(topic, queue_id, 0)
+    assert found.status is GetStatus.OFFSET_TOO_SMALL
+    assert found.next_offset == pair.writer.queues[topic, queue_id].min_offset
+
+
+class Meanwhile(MemoryFiles):
+    """Does something once, behind a listing of a folder or before a file is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], object] | None = None
+        self.where = ""
+
+    def _do(self, path: str) -> None:
+        then = self.then
+        if then is not None and path.startswith(f"{ROOT}/{self.where}"):
+            self.then = None
+            then()
+
+    def list(self, path: str) -> list[Entry]:
+        found = super().list(path)
+        self._do(path)
+        return found
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        if not writable:
+            self._do(path)
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+
+@pytest.mark.parametrize("where", ["commitlog", "consumequeue/TopicA/0", "index"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
+def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
+    files = Meanwhile()
+    pair = Pair(files, sized(SMALL, 3 * 4096))
+
+    def write(count: int) -> None:
+        for number in range(count):
+            pair.writer.append(Message("TopicA", b"x" * 100, keys=f"k{number}"), number % 2)
+        pair.writer.flush()
+        for _ in range(20):
+            pair.writer.run_due(pair.clock.now_ms())
+            pair.clock.advance(ms=100)
+
+    write(60)
+    pair.reader.refresh()
+    begin = pair.writer.log.begin
+    for number in range(30):
+        files.where, files.then = where, lambda: write(60)
+        if fresh:
+            pair.reader = pair.open_reader()
+        elif number % 3 == 0:
+            pair.reader.refresh()
+        elif number % 3 == 1:
+            found = pair.reader.read("TopicA", 0, 0)
+            assert found.status is GetStatus.OFFSET_TOO_SMALL or found.messages
+        else:
+            list(pair.reader)
+            pair.reader.find_by_key("TopicA", "nothing")
+            served(pair.reader)
+        files.then = None
+        agree(pair.reader, pair.writer)
+    assert pair.writer.log.begin > begin
+
+
+def test_a_reader_that_was_asleep_for_long(pair: Pair) -> None:
+    """All that it knew of is gone."""
+    pair = Pair(config=sized(SMALL, 3 * 4096))
+    fill(pair.writer, pair.clock, random.Random(1), 10)
+    pair.reader.refresh()
+    for _ in range(10):
+        fill(pair.writer, pair.clock, random.Random(1), 60)
+        pair.writer.flush()
+        pair.writer.run_due(pair.clock.now_ms())
+    assert pair.writer.log.begin > pair.reader.log.end
+    agree(pair.reader, pair.writer)
+
+
+def test_a_log_that_is_cut_beside_the_reader(pair: Pair) -> None:
+    fill(pair.writer, pair.clock, random.Random(1), 40)
+    agree(pair.reader, pair.writer)
+    victim = list(pair.writer)[20]
+    start = victim.physical_offset % 4096
+    buffer = pair.writer.log.sequence.file(victim.physical_offset - start).buffer
+    buffer[start + 4 : start + 8] = b"oops"
+    assert pair.writer.recover()
+    assert len(list(pair.writer)) == 20
+    agree(pair.reader, pair.writer)
+    fill(pair.writer, pair.clock, random.Random(2), 5)
+    agree(pair.reader, pair.writer)
+
+
+# ------------------------------------------------------------------------------------------------ nobody writes
+
+
+def torn(found: Contents) -> Contents:
+    with opened(in_memory(found), read_only=True) as store:
+        end = store.log.end
+    path = max(path for path in found if path.startswith("commitlog/"))
+    data, at = found[path], end % 4096
+    assert data is not None
+    return {**found, path: data[:at] + b"\0\0\1\0\xda\xa3\x20\xa7torn" + data[at + 12 :]}
+
+
+def without(*folders: str) -> Callable[[Contents], Contents]:
+    return lambda found: {path: data for path, data in found.items() if not path.startswith(folders)}
+
+
+def with_empty_file(found: Contents) -> Contents:
+    newest = max(int(path.split("/")[1]) for path in found if path.startswith("commitlog/"))
+    return {**found, f"commitlog/{newest + 4096:020d}": b""}
+
+
+def laid_out(found: Contents, folder: Path) -> Path:
+    for path, data in found.items():
+        if data is None:
+            (folder / path).mkdir(parents=True, exist_ok=True)
+        else:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+    return folder
+
+
+CRASHES: dict[str, Callable[[Contents], Contents]] = {
+    "as it is": dict,
+    "torn": torn,
+    "without index": without("index"),
+    "without queues": without("consumequeue"),
+    "without anything": without("consumequeue", "index", "checkpoint"),
+    "with an empty file": with_empty_file,
+}
+
+
+@configs
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
+@pytest.mark.parametrize("what", CRASHES)
+def test_a_reader_shows_what_a_recovery_would_leave(
+    config: StoreConfig, clean: bool, what: str, tmp_path: Path
+) -> None:
+    if clean and what == "with an empty file":
+        pytest.skip("no clean exit leaves one: it is refused") if False else None
+    found = CRASHES[what](filled(config, 80, seed=6, clean=clean))
+    folder = laid_out(found, tmp_path / "store")
+    clock = ManualClock(START_MS + 86_400_000)
+    if clean and what == "with an empty file":  # no clean exit leaves one
+        with pytest.raises(CorruptionError):
+            MessageStore.open(folder, config, clock=clock, read_only=True)
+        return
+    before = from_disk(folder)
+    reader = MessageStore.open(folder, config, clock=clock, read_only=True)
+    seen = shown(reader), served(reader)
+    assert not reader.refresh()
+    assert from_disk(folder) == before
+    with MessageStore.open(folder, config, clock=clock) as store:
+        assert reader.refresh()
+        assert (shown(store), served(store)) == seen
+        agree(reader, store)
+        store.append(Message("TopicA", b"more"))
+        agree(reader, store)
+        seen = shown(store), served(store)
+    assert (shown(reader), served(reader)) == seen
+    assert reader.refresh() is False
+    reader.close()
+
+
+def test_a_store_with_damage_is_shown_up_to_it(tmp_path: Path) -> None:
+    for number, clean in enumerate((True, False)):
+        found = filled(SMALL, 80, seed=6, clean=clean)
+        path = max(path for path in found if path.startswith("commitlog/"))
+        with opened(in_memory(found), read_only=True) as store:
+            whole = list(store)
+        victim = next(message for message in whole if message.physical_offset >= int(path.split("/")[1]) + 500)
+        at = victim.physical_offset % 4096
+        data = found[path]
+        assert data is not None
+        found[path] = data[:at] + b"oops" + data[at + 4 :]
+        folder = laid_out(found, tmp_path / str(number))
+        with pytest.raises(CorruptionError, match="librmq recover"):
+            MessageStore.open(folder, SMALL)
+        with suppress(FileNotFoundError):
+            (folder / "lock").unlink()
+        before = from_disk(folder)
+        with MessageStore.open(folder, SMALL, read_only=True) as reader:
+            assert reader.log.end == victim.physical_offset
+            expected = [message for message in whole if message.physical_offset < victim.physical_offset]
+            assert list(served(reader).values()) == expected
+            assert reader.recovered
+        assert from_disk(folder) == before
+
+
+def test_a_closed_store_costs_no_more_to_read_than_to_open(tmp_path: Path) -> None:
+    """What was closed by librmq is believed: neither walked through nor recovered."""
+    folder = tmp_path / "store"
+    with MessageStore.open(folder, SMALL, clock=ManualClock(START_MS)) as store:
+        fill(store, ManualClock(START_MS), random.Random(1), 300)
+    with MessageStore.open(folder, SMALL, read_only=True) as reader:
+        assert len(reader.log.sequence.mapped) <= 2
+        assert reader.queues.opened() == []
+        assert reader.recovered == []
+        assert len(served(reader)) >= 300
+
+
+def test_a_writer_that_comes_is_noticed_in_the_midst_of_opening(tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    with MessageStore.open(folder, SMALL) as store:
+        store.append(Message("TopicA", b"1"))
+
+    class Late(DiskFiles):
+        writer: MessageStore | None = None
+
+        def read(self, path: str, limit: int = 64 << 20) -> bytes:
+            found = super().read(path, limit)
+            if self.writer is None:
+                self.writer = MessageStore.open(folder, SMALL)
+                self.writer.append(Message("TopicA", b"2"))
+            return found
+
+    files = Late()
+    with MessageStore.open(folder, SMALL, read_only=True, files=files) as reader:
+        assert [message.body for message in reader.read("TopicA", 0, 0).messages] == [b"1", b"2"]
+        assert files.writer is not None
+        files.writer.close()
+
+
+def test_an_error_that_stays_is_raised(pair: Pair) -> None:
+    fill(pair.writer, pair.clock, random.Random(1), 5)
+
+    class Broken(MemoryFiles):
+        opened = 0
+
+        def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+            self.opened += 1
+            raise StoreIOError("open", path, OSError(5, "Input/output error"))
+
+    broken = Broken()
+    broken.__dict__.update({name: value for name, value in pair.files.__dict__.items()})
+    with pytest.raises(StoreIOError):
+        MessageStore.open(ROOT, SMALL, files=broken, read_only=True)
+    assert 0 < broken.opened < 1000
+
+
+def test_corruption_beside_a_writer_is_raised_once_it_stays(pair: Pair) -> None:
+    for number in range(5):
+        pair.writer.append(Message("TopicA", b"%d" % number))
+    pair.reader.refresh()
+    assert len(pair.reader.read("TopicA", 0, 0).messages) == 5
+    buffer = pair.writer.log.sequence.file(0).buffer
+    buffer[4:8] = b"oops"
+    with pytest.raises(CorruptionError):
+        pair.reader.read("TopicA", 0, 0)
+    with pytest.raises(CorruptionError):
+        list(pair.reader)
+
+
+# --------------------------------------------------------------------------------------------------------- threads
+
+
+def test_many_threads_read_beside_a_writer(tmp_path: Path) -> None:
+    """Each follows a queue of its own accord: in order, without a hole, without a message twice."""
+    folder, count = str(tmp_path / "store"), 4000
+    config = StoreConfig.tiny(max_total_size=64 << 20)
+    failures: list[BaseException] = []
+    with MessageStore.open(folder, config) as writer, MessageStore.open(folder, config, read_only=True) as reader:
+
+        def follow(queue_id: int) -> None:
+            try:
+                queue_offset = 0
+                while queue_offset < count // 2:
+                    found = reader.read("T", queue_id, queue_offset)
+                    for message in found.messages:
+                        assert (message.queue_offset, message.queue_id) == (queue_offset, queue_id)
+                        assert message.body == b"%d" % (2 * queue_offset + queue_id)
+                        queue_offset += 1
+                    assert found.next_offset == queue_offset or not found.messages
+                    if failures:
+                        return
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=follow, args=(queue_id,)) for queue_id in (0, 1, 0)]
+        for thread in threads:
+            thread.start()
+        for number in range(count):
+            writer.append(Message("T", b"%d" % number, keys="k" if number % 7 else ""), number % 2)
+        for thread in threads:
+            thread.join()
+        assert not failures, failures[0]
+
+
+def test_a_handle_of_its_own_is_enough(tmp_path: Path) -> None:
+    """Works alone: parts that follow a store, without the store's class."""
+    folder = str(tmp_path / "store")
+    seen: list[Following] = []
+    with MessageStore.open(folder, SMALL) as writer:
+        following = Following(folder, None, DiskFiles(), ManualClock(), None, seen.append)
+        assert seen == [following]
+        writer.append(Message("TopicA", b"1"))
+        assert following.refresh()
+        raw = following.parts.log.read(0)
+        assert raw is not None
+        assert StoredMessage(raw).body == b"1"
+    assert following.refresh()
+    assert following.parts.queues["TopicA", 0].max_offset == 1
+    assert sorted(os.listdir(folder)) == sorted([*os.listdir(folder)])
+    following.parts.close()
+
+
+def test_died_is_shown_as_it_is_in_memory(pair: Pair) -> None:
+    fill(pair.writer, pair.clock, random.Random(1), 30)
+    files = died(pair.files)  # type: ignore[arg-type]
+    with opened(files, read_only=True) as reader:
+        assert len(list(reader)) == 30
