@@ -108,24 +108,24 @@ def sqlite_batches(folder: Path, records: Records, size: int, *, synchronous: st
     return watch.seconds
 
 
-def _lmdb(folder: Path, writemap: bool) -> tuple[Any, Any, Any, Any]:
+def _lmdb(folder: Path, writemap: bool, sync: bool = False) -> tuple[Any, Any, Any, Any]:
     import lmdb
 
     environment = lmdb.open(
         str(folder / "lmdb"),
         map_size=_MAP_SIZE,
         max_dbs=3,
-        sync=False,
-        metasync=False,
+        sync=sync,
+        metasync=sync,
         writemap=writemap,
         map_async=writemap,
     )
     return environment, environment.open_db(b"log"), environment.open_db(b"queue"), environment.open_db(b"keys")
 
 
-def lmdb_append(folder: Path, records: Records, *, writemap: bool = False) -> float:
-    """A transaction a message, nothing synced."""
-    environment, log, queue, index = _lmdb(folder, writemap)
+def lmdb_append(folder: Path, records: Records, *, writemap: bool = False, sync: bool = False) -> float:
+    """A transaction a message, nothing synced unless ``sync``."""
+    environment, log, queue, index = _lmdb(folder, writemap, sync)
     begin = environment.begin
     unique_keys = [key.encode() for key in records.unique_keys]
     keys = [key.encode() for key in records.keys]

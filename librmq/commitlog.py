@@ -392,7 +392,7 @@ class CommitLog:
                         place += size
                         continue
             if inside or not chunk:  # it may only reach beyond the chunk: look again with one that begins here
-                chunk, chunk_at = buffer[place : min(place + _CHUNK, file_size)], place
+                chunk, chunk_at = buffer[place : min(place + _CHUNK, upto)], place
                 chunk_size = len(chunk)
                 continue
             try:

@@ -240,7 +240,7 @@ class ConsumeQueueExt:
         """
         self._check_writable()
         self.get(min_address)
-        return self._files.delete_before(min_address - _BASE)
+        return self._files.delete_before(min_address - _BASE, in_order=True)  # a gap would tell nothing of which go
 
     def clear(self) -> None:
         """Drop all units."""

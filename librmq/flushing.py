@@ -25,13 +25,16 @@ _AT_A_TIME: Final = 8
 
 
 class Flushable(Protocol):
-    """What can be flushed."""
+    """What can be flushed, and has a folder of its own."""
+
+    @property
+    def folder(self) -> str: ...
 
     def flush(self) -> None: ...
 
 
 def flush_all(parts: set[_F]) -> None:
-    """Flush all of ``parts``, some side by side where they are many: the device takes them together.
+    """Flush all of ``parts`` by folder, some side by side where they are many: the device takes them together.
 
     Those that are flushed are taken out of ``parts``; raises what the first that fails raises.
     """
@@ -40,12 +43,13 @@ def flush_all(parts: set[_F]) -> None:
         part.flush()
         parts.discard(part)
 
-    if len(parts) < _MANY:
-        for part in list(parts):
+    ordered = sorted(parts, key=lambda part: part.folder)
+    if len(ordered) < _MANY:
+        for part in ordered:
             flush(part)
         return
     with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
-        for done in [pool.submit(flush, part) for part in list(parts)]:
+        for done in [pool.submit(flush, part) for part in ordered]:
             done.result()
 
 

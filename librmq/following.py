@@ -189,7 +189,8 @@ class Following:
         behind = None
         if start is not None:
             with suppress(StoreIOError):  # gone: then the listing is another
-                behind = self._files.open(log.sequence.path(start)).buffer[log.end - start :][:_GLANCE]
+                at = log.end - start
+                behind = self._files.open(log.sequence.path(start)).buffer[at : at + _GLANCE]
         return *self._look_at_marks(), behind
 
     def _look_at_marks(self) -> tuple[object, ...]:
@@ -287,13 +288,15 @@ class _Queue(ConsumeQueue):
     def catch_up(self) -> int:
         """Let go of what the files have by now; returns how many entries are left in memory."""
         first, late = self._late
+        self._files.unmap_all()  # a recovery may have deleted a file, and made another of its name
         while late:
             stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), ENTRY_DTYPE)
             kept = np.frombuffer(late, ENTRY_DTYPE, len(stored))
             same = (stored["physical_offset"] == kept["physical_offset"]) & (stored["size"] == kept["size"])
             count = len(same) if same.all() else int(same.argmin())
             if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:
-                count -= 1  # it may not have been written to its last byte; one before it has, whatever it says
+                # It may be an address, or not be written to its last byte; it is if another follows.
+                count -= self._place((first + count) * ENTRY_SIZE)[1] <= 0
             first, late = first + count, late[count * ENTRY_SIZE :]
             if not count or count < len(stored):
                 break
@@ -307,11 +310,15 @@ class _Queue(ConsumeQueue):
 
     def _raw(self, position: int, end: int) -> bytes:
         first, late = self._late
-        at = position - first * ENTRY_SIZE
-        if at < 0:
-            return super()._raw(position, min(end, first * ENTRY_SIZE))
+        end = min(end, position - position % self.file_size + self.file_size)
+        middle = first * ENTRY_SIZE
+        if end <= middle:
+            return super()._raw(position, end)
         self._check_open()
-        return late[at : at + min(end - position, self.file_size - position % self.file_size)]
+        if position >= middle:
+            return late[position - middle : end - middle]
+        stored = super()._raw(position, middle)
+        return stored + late[: end - middle] if stored else stored
 
 
 class _Queues(QueueTable):
@@ -533,6 +540,9 @@ class _Live:
         """List the log's files again; true if its end, as far as it is known, is no longer there: deleted, or cut."""
         log = self._log
         log.sequence.refresh()
+        for start in log.sequence.starts:
+            if start + log.file_size > log.end:  # a recovery may have deleted it, and made another of its name
+                log.sequence.unmap(start)
         if log.begin > log.end or self._last is None:
             return log.begin > log.end
         place, raw = self._last

@@ -142,7 +142,11 @@ def recognise(path: str, files: Files) -> StoreKind:
 
 
 # What may lie in a folder in which a store is made: what a killed maker or the broker's tools leave, and a file system.
-_MAY_PRECEDE: Final = {LOCK, ABORT, CHECKPOINT, CONFIG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, OWN, "lost+found"}
+_MAY_PRECEDE: Final = {
+    *(LOCK, ABORT, f"{ABORT}.tmp", CHECKPOINT),
+    *(CONFIG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, OWN),
+    "lost+found",
+}
 
 
 def check_kind(path: str, files: Files, *, writable: bool = False, log_only: bool = False) -> StoreKind:

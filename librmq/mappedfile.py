@@ -330,12 +330,15 @@ class MappedFileQueue:
             gone.append(self._delete(self.starts[-1]))
         return gone
 
-    def delete_before(self, position: int) -> list[str]:
-        """Delete the files that end at or before ``position``, the first first; returns their paths."""
+    def delete_before(self, position: int, *, in_order: bool = False) -> list[str]:
+        """Delete the files that end at or before ``position``, the first first; returns their paths.
+
+        With ``in_order`` each is gone from the device before the next.
+        """
         self._check_writable()
         gone: list[str] = []
         while self.starts and self.starts[0] + self.file_size <= position:
-            if gone and self._durable:
+            if gone and (in_order or self._durable):
                 self._flush_folders()
             gone.append(self._delete(self.starts[0]))
         return gone

@@ -715,16 +715,19 @@ class MessageStore:
                 self._commit.reach(end)
                 flush_all(queues)
                 index.flush()
+                if self._derived_failure is not None:
+                    return  # what that flush left out may count as flushed now, and is not
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
                     # No later than the last record, should the clock have gone back.
                     checkpoint.index_timestamp_ms = min(indexed, stored)
                 checkpoint.flush()
                 self._settled = end
-            except BaseException:
+            except BaseException as error:
                 with self._lock:
                     dispatcher.unflushed |= queues
                     dispatcher.entries += entries
+                self._derived_failure = self._derived_failure or error
                 raise
 
     def _wake(self) -> None:
@@ -821,8 +824,9 @@ class MessageStore:
         try:
             if not self.read_only:
                 self._flush_derived()
-                write_closed_state(self.path, self.files, self.log, self.queues, self.index)
-                clear_abort(self.files, self.path)
+                if self._derived_failure is None:
+                    write_closed_state(self.path, self.files, self.log, self.queues, self.index)
+                    clear_abort(self.files, self.path)
         finally:
             self._release()
 

@@ -74,7 +74,7 @@ class _File:
         self.writes: list[tuple[int, bytes]] = []
 
     def write(self, at: int, data: bytes) -> None:
-        if self.writes or self.data[at : at + len(data)] != data:
+        if data and (self.writes or self.data[at : at + len(data)] != data):
             self.writes.append((at, data))
 
     def flush(self) -> None:

@@ -22,8 +22,21 @@ ROWS = {
     "memory": {"queue, Python objects held", "queue, mapped and resident"},
     "import": {"import librmq", "import librmq.store", "librmq --help"},
 }
+DURABILITY = {
+    "sync": {"sync append"},
+    "group": {"sync append", "sync append, flush of 1 ms simulated"},
+    "pipelined": {"sync append, pipelined"},
+    "opening": {"opening, closed cleanly"},
+    "latency": {f"latency of single append, {share}" for share in ("p99", "p99.9", "p99.99")},
+}
 OPTIONAL = {"queue, mapped and resident"}  # where the system tells
-LIMITS = {"raw write, unbuffered", "raw slices of records", "raw crc32"}
+LIMITS = {
+    "raw write, unbuffered",
+    "raw slices of records",
+    "raw crc32",
+    "raw pwrite and fdatasync",
+    "flushes of the disk",
+}
 
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
@@ -35,6 +48,11 @@ def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load(monkeypatch, "store")
+
+
+@pytest.fixture
+def durability(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, "durability")
 
 
 @pytest.fixture
@@ -58,6 +76,22 @@ def test_each_row_is_measured(store: ModuleType, common: ModuleType, tmp_path: P
     if name in ("append", "batch", "pull", "scan", "rebuild"):
         for path in paths:
             assert {row.case for row in rows if row.path == path} == {"128 B", "1 KiB"}
+    assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_rows_of_durability_are_the_known_ones(durability: ModuleType) -> None:
+    assert list(durability.ROWS) == list(DURABILITY)
+
+
+@pytest.mark.parametrize("name", DURABILITY)
+def test_each_row_of_durability_is_measured(
+    durability: ModuleType, common: ModuleType, tmp_path: Path, name: str
+) -> None:
+    rows = durability.ROWS[name](common.Bench(rounds=1, scratch=tmp_path, scale=0.002))
+    assert {row.path for row in rows} == DURABILITY[name]
+    for row in rows:
+        assert row.measured > 0, row
+        assert row.limit or row.against not in LIMITS, row
     assert not list(tmp_path.iterdir())  # nothing is left behind
 
 
@@ -133,7 +167,7 @@ def test_a_section_is_replaced_and_nothing_else(common: ModuleType, tmp_path: Pa
         common.write_section(file, "filter", "new")
 
 
-@pytest.mark.parametrize("section", ["store", "filter"])
+@pytest.mark.parametrize("section", ["store", "filter", "durability"])
 def test_the_documentation_has_the_section(common: ModuleType, section: str, tmp_path: Path) -> None:
     copy = tmp_path / "performance.md"
     copy.write_text(common.PERFORMANCE.read_text("utf-8"), "utf-8")

@@ -535,6 +535,7 @@ class CountingFiles(MemoryFiles):
 
 def test_flush_reaches_what_was_written_and_no_more() -> None:
     files = CountingFiles()
+    files.make_folder("/store/index")
     index = open_index(files)
     index.append_many([(n, BEGIN, HASHES) for n in range(2)])
     paths = [file.path for file in index.files]

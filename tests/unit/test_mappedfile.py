@@ -53,6 +53,7 @@ def opened(files: MemoryFiles, size: int = SIZE, limit: int = 9, *, writable: bo
 
 def made(files: MemoryFiles, count: int, first: int = 0, limit: int = 9) -> MappedFileQueue:
     """A sequence of some files, the n-th filled with the byte n."""
+    files.make_folder("/s")
     queue = opened(files, limit=limit)
     for n in range(first, first + count):
         queue.create(n * SIZE).buffer[:] = bytes([n]) * SIZE

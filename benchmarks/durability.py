@@ -1,0 +1,371 @@
+"""What it costs to wait for the disk: sync appends, group commit, pipelined appends; opening, and the tail of latency.
+
+``python -m benchmarks.durability [--rounds N] [--rows sync,group,…] [--quick] [--write]``
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from benchmarks import peers
+from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
+from benchmarks.store import SIZES, Load, make_load, make_messages
+from librmq import codec
+from librmq.config import StoreConfig
+from librmq.files import File, MemoryFiles
+from librmq.message import Message
+from librmq.store import MessageStore
+
+SYNC: Final = StoreConfig(durability="sync")
+PRODUCERS: Final = 32
+WINDOWS: Final = {256: Target(12), 4096: Target(reach=20)}
+FLUSH_S: Final = 0.001
+"""What a flush takes on the simulated disk."""
+OPENED: Final = {"64 MiB": 64 << 20, "1 GiB": 1 << 30, "10 GiB": 10 << 30}
+FILE_SIZE: Final = 1 << 30
+BODY: Final = 4 << 20
+PACKAGES: Final = ("librmq", "numpy", "lmdb")
+
+
+# --------------------------------------------------------------------------------------------------------- one producer
+
+
+def raw_flushed(folder: Path, records: peers.Records) -> float:
+    """The limit: ``pwrite`` and ``fdatasync`` of each record, into a file that has its length and its blocks."""
+    size = sum(map(len, records.raw))
+    descriptor = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    os.fsync(descriptor)
+    flush = os.fdatasync if hasattr(os, "fdatasync") else os.fsync
+    at = 0
+    with Stopwatch() as watch:
+        for raw in records.raw:
+            os.pwrite(descriptor, raw, at)
+            flush(descriptor)
+            at += len(raw)
+    os.close(descriptor)
+    return watch.seconds
+
+
+@contextmanager
+def ready_store(folder: Path, first: Message) -> Iterator[MessageStore]:
+    """A store in sync that has its first message, and so its first files."""
+    with MessageStore.open(folder / "store", SYNC) as store:
+        store.append(first)
+        yield store
+
+
+def append_sync(folder: Path, load: Load) -> float:
+    """Messages a second, each on the device before the next."""
+    with ready_store(folder, load.messages[0]) as store, Stopwatch() as watch:
+        for message in load.messages:
+            store.append(message)
+    return load.count / watch.seconds
+
+
+def sync_append(bench: Bench, case: str, body_size: int) -> list[Row]:
+    """One producer that waits for the device."""
+    load = make_load(bench, body_size, 2_000)
+    others = {
+        "raw pwrite and fdatasync": peers.Peer("os", raw_flushed, Target(0.75, 0.9), limit=True),
+        "SQLite, synchronous FULL": peers.Peer(
+            "sqlite3",
+            lambda folder, records: peers.sqlite_append(folder, records, synchronous="FULL"),
+            Target(1.0, 1.2),
+        ),
+        "LMDB, synced": peers.Peer(
+            "lmdb", lambda folder, records: peers.lmdb_append(folder, records, sync=True), Target(1.5, 2)
+        ),
+    }
+    present = {name: peer for name, peer in others.items() if bench.has(peer.package)}
+    rates = bench.interleave(
+        {
+            "librmq": lambda folder: append_sync(folder, load),
+            **{name: peer.measure(load.records) for name, peer in present.items()},
+        }
+    )
+    return [
+        compare("sync append", case, name, rates["librmq"], rates[name], peer.target, limit=peer.limit)
+        for name, peer in present.items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- many producers
+
+
+def append_by_many(store: MessageStore, messages: Sequence[Message]) -> float:
+    """Messages a second of `PRODUCERS` threads that share the messages, each to its own queue."""
+    begin, threads = threading.Barrier(PRODUCERS + 1), []
+
+    def produce(number: int) -> None:
+        mine = messages[number::PRODUCERS]
+        begin.wait()
+        for message in mine:
+            store.append(message, number)
+
+    for number in range(PRODUCERS):
+        threads.append(threading.Thread(target=produce, args=(number,)))
+        threads[-1].start()
+    begin.wait()
+    with Stopwatch() as watch:
+        for thread in threads:
+            thread.join()
+    return len(messages) / watch.seconds
+
+
+class SlowFiles(MemoryFiles):
+    """Files in memory of which a flush of the log takes as long as on a disk; counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushes = 0
+
+    def flush(self, file: File) -> None:
+        if "commitlog" in file.path:
+            self.flushes += 1
+            time.sleep(FLUSH_S)
+
+
+def group_commit(bench: Bench) -> list[Row]:
+    """Producers that share flushes: on this disk, and on one whose flush takes a known time."""
+    load = make_load(bench, 128, 16_000)
+    few = load.records.first(500)
+
+    def many(folder: Path) -> float:
+        with ready_store(folder, load.messages[0]) as store:
+            return append_by_many(store, load.messages)
+
+    rates = bench.interleave({"librmq": many, "flushes": lambda folder: len(few.raw) / raw_flushed(folder, few)})
+    shares = []
+
+    def simulated(_: Path) -> float:
+        files = SlowFiles()
+        config = StoreConfig(durability="sync", commitlog_file_size=64 << 20)
+        with MessageStore.open("/store", config, files=files) as store:
+            store.append(load.messages[0])
+            files.flushes = 0
+            measured = append_by_many(store, load.messages)
+            shares.append(load.count / files.flushes)
+            return measured
+
+    simulated_rates = bench.interleave({"librmq": simulated})["librmq"]
+    shares = shares[1:]  # the warm-up
+    case = f"{PRODUCERS} producers"
+    return [
+        compare("sync append", case, "flushes of the disk", rates["librmq"], rates["flushes"], Target(2), limit=True),
+        Row(
+            "sync append, flush of 1 ms simulated",
+            case,
+            "",
+            statistics.median(shares),
+            " messages a flush",
+            Target(reach=PRODUCERS / 2),
+            spread=f"{min(shares):.3g}–{max(shares):.3g}",
+            ours=rate(statistics.median(simulated_rates), "msg/s"),
+            other=f"{1 / FLUSH_S:.0f} flushes/s at most",
+        ),
+    ]
+
+
+def append_pipelined(folder: Path, messages: Sequence[Message], window: int) -> float:
+    """Messages a second with at most ``window`` that are not acknowledged, all of them in the end."""
+    with ready_store(folder, messages[0]) as store:
+        submit, waiting = store.submit, deque[Callable[[], object]]()
+        with Stopwatch() as watch:
+            for message in messages:
+                waiting.append(submit(message).wait)
+                if len(waiting) >= window:
+                    waiting.popleft()()
+            while waiting:
+                waiting.popleft()()
+    return len(messages) / watch.seconds
+
+
+def pipelined(bench: Bench) -> list[Row]:
+    """One producer that goes on while its messages are on their way to the device."""
+    load = make_load(bench, 128, 40_000)
+    few = load.records.first(500)
+
+    def run(window: int) -> Run:
+        return lambda folder: append_pipelined(folder, load.messages, window)
+
+    rates = bench.interleave(
+        {
+            "flushes": lambda folder: len(few.raw) / raw_flushed(folder, few),
+            **{str(window): run(window) for window in WINDOWS},
+        }
+    )
+    return [
+        compare(
+            "sync append, pipelined",
+            f"window {window:,}",
+            "flushes of the disk",
+            rates[str(window)],
+            rates["flushes"],
+            target,
+            limit=True,
+        )
+        for window, target in WINDOWS.items()
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- opening
+
+
+def make_sparse(path: Path, size: int, file_size: int) -> int:
+    """A log of some ``size`` bytes in records with a body of zeros, which take no blocks; how many."""
+    body = bytes(min(BODY, size // 4, file_size // 4))
+    checksum, record_size = codec.body_checksum(body), codec.Record(topic="large", body=body).size
+    folder = path / "commitlog"
+    folder.mkdir(parents=True)
+    in_file = (file_size - codec.BLANK_SIZE) // record_size
+    count = max(size // record_size, 1)
+    for first in range(0, count, in_file):
+        start = first // in_file * file_size
+        with open(folder / f"{start:020d}", "wb", buffering=0) as file:
+            file.truncate(file_size)
+            for number in range(first, min(first + in_file, count)):
+                at = (number - first) * record_size
+                record = codec.Record(
+                    topic="large",
+                    queue_offset=number,
+                    physical_offset=start + at,
+                    store_timestamp_ms=1_700_000_000_000 + number,
+                    body=body,
+                    body_crc=checksum,
+                )
+                data = codec.encode_record(record)
+                for begin, end in ((0, 88), (88 + len(body), len(data))):  # around the body
+                    file.seek(at + begin)
+                    file.write(data[begin:end])
+            if first + in_file < count:
+                at = in_file * record_size
+                file.seek(at)
+                file.write(struct.pack(">II", file_size - at, codec.BLANK_MAGIC))
+    return count
+
+
+def opening(bench: Bench) -> list[Row]:
+    """A store that was closed cleanly, of growing size; its log is sparse."""
+    file_size = bench.count(FILE_SIZE)
+    config = StoreConfig(
+        commitlog_file_size=file_size, max_hash_slot_num=10_000, max_index_num=40_000, disk_refuse_ratio=100
+    )
+    seconds: dict[str, list[float]] = {}
+    with bench.folder() as folder:
+        for case, size in OPENED.items():
+            count = make_sparse(folder / case, bench.count(size), file_size)
+            with MessageStore.open(folder / case, config, thorough=True) as store:
+                assert store.queues["large", 0].max_offset == count
+            seconds[case] = []
+
+        def once(case: str) -> Run:
+            def run(_: Path) -> float:
+                with Stopwatch() as watch:
+                    store = MessageStore.open(folder / case, config)
+                store.close()
+                return watch.seconds
+
+            return run
+
+        seconds = bench.interleave({case: once(case) for case in OPENED})
+    rows = []
+    for case, found in seconds.items():
+        took = statistics.median(found)
+        rows.append(
+            Row("opening, closed cleanly", case, "", took, " s", Target(0.3, at_most=True), ours=rate(took, "s"))
+        )
+    small, *_, large = OPENED
+    rows.append(
+        compare(
+            "opening, closed cleanly",
+            large,
+            f"opening {small}",
+            seconds[large],
+            seconds[small],
+            Target(reach=2, at_most=True),
+            unit="s",
+            limit=True,
+        )
+    )
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- latency
+
+
+def latency(bench: Bench) -> list[Row]:
+    """Each append of its own, in async: how much the slowest take beside the usual."""
+    messages = make_messages(1024, min(bench.count(200_000), 50_000))
+    count = bench.count(200_000)
+    shares = {"p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
+    found: dict[str, list[float]] = {name: [] for name in ("median", *shares)}
+
+    def run(folder: Path) -> float:
+        took = []
+        clock, number = time.perf_counter_ns, 0
+        with MessageStore.open(folder / "store") as store:
+            append = store.append
+            append(messages[0])
+            for number in range(count):
+                message = messages[number % len(messages)]
+                begin = clock()
+                append(message)
+                took.append(clock() - begin)
+        took.sort()
+        found["median"].append(took[len(took) // 2] / 1e9)
+        for name, share in shares.items():
+            found[name].append(took[min(int(share * len(took)), len(took) - 1)] / 1e9)
+        return len(took) / sum(took)
+
+    bench.interleave({"librmq": run})
+    targets = {"p99.99": Target(50, 15, at_most=True)}
+    return [
+        compare(
+            f"latency of single append, {name}",
+            "1 KiB",
+            "the median",
+            found[name][1:],
+            found["median"][1:],
+            targets.get(name, Target()),
+            unit="s",
+            limit=True,
+        )
+        for name in shares
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def _each_size(bench: Bench) -> list[Row]:
+    return [row for case, body_size in SIZES.items() for row in sync_append(bench, case, body_size)]
+
+
+ROWS: Final[dict[str, Measure]] = {
+    "sync": _each_size,
+    "group": group_commit,
+    "pipelined": pipelined,
+    "opening": opening,
+    "latency": latency,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and show; the exit status."""
+    return command("durability", __doc__ or "", ROWS, PACKAGES, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
