@@ -613,23 +613,15 @@ class ConsumeQueue:
                 gone += self.ext.truncate_before(code)
         return gone
 
-    def mark_found(self, physical_offset: int) -> bool:
-        """Note that entries of messages from ``physical_offset`` on, and their units, may not be on the device yet.
+    def write_again(self, queue_offset: int) -> None:
+        """Write the entries from ``queue_offset`` on, and their units, once more, so that `flush` takes them along.
 
-        The next `flush` takes them along; false if there are none. For recovery: whoever wrote them may have died
-        before a flush.
+        For recovery: whoever wrote them may have died before a flush.
         """
-        if self.max_physic_offset <= physical_offset:
-            return False
-        for start in reversed(self._files.starts):
-            place, size = self._place(start)
-            if size > 0 and place < physical_offset:
-                break
-        self._files.mark_found(start)
+        self._files.write_again(queue_offset * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         if self.ext is not None:
-            code = self._tags_code(start // ENTRY_SIZE)
-            self.ext.mark_found(code if is_ext_address(code) else None)
-        return True
+            codes = (self._tags_code(number) for number in range(queue_offset, self.max_offset))
+            self.ext.write_again(next((code for code in codes if is_ext_address(code)), None))
 
     def _check_open(self) -> None:
         if self._closed:

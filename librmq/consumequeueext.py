@@ -259,9 +259,9 @@ class ConsumeQueueExt:
         else:
             self._files.delete_from(position)
 
-    def mark_found(self, address: int | None) -> None:
-        """Note that units from ``address`` (the first) on may not be on the device yet: the next `flush` takes them."""
-        self._files.mark_found(0 if address is None else address - _BASE)
+    def write_again(self, address: int | None) -> None:
+        """Write the units from ``address`` on once more, if it is any, so that `flush` takes them along."""
+        self._files.write_again(self.end if address is None else address - _BASE, self.end)
 
     def _check_writable(self) -> None:
         if self._closed:

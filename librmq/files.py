@@ -223,11 +223,23 @@ def folders_to_name(files: Files, folder: str) -> list[str]:
 
 
 def make_folders(files: Files, folder: str) -> None:
-    """Make a folder and its parents, and return when their names are on the device."""
+    """Make a folder and its parents, and return when their names are on the device.
+
+    The folder's own is brought there in any case, unless what it lies in may not be read. Where that fails, what was
+    made is gone again.
+    """
     above = folders_to_name(files, folder)
     files.make_folder(folder)
-    for other in above:
-        files.flush_folder(other)
+    try:
+        for other in above or [os.path.dirname(folder) or os.curdir]:
+            files.flush_folder(other)
+    except StoreIOError as error:
+        if above:
+            with suppress(StoreIOError):
+                files.delete(folder)
+        elif error.errno == errno.EACCES:
+            return
+        raise
 
 
 def link_file(files: Files, path: str, target: str) -> bool:

@@ -39,7 +39,7 @@ from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import ConsumeQueueExt
 from librmq.dispatch import BitmapOf, Dispatcher, derived_tags_code, has_queue_entry, is_indexed
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files import DiskFiles, Entry, Files
+from librmq.files import DiskFiles, Entry, File, Files
 from librmq.indexfile import IndexFile, IndexHeader, file_length
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
@@ -97,8 +97,8 @@ class Following:
     def refresh(self) -> bool:
         """Look at what somebody else has done to the store; true if there is anything new.
 
-        Everything that was acknowledged before the call is seen. Costs a look at the lock and the listings of log and
-        index, some 50 µs, and a walk over the records that are new.
+        Everything that was acknowledged before the call is seen. Costs a look at the lock, a listing of the folders of
+        log and index, and a walk over the records that are new. Errors are those of opening; the parts stay then.
         """
         with self._guard:
             before, live = self.version, self._live
@@ -107,7 +107,7 @@ class Following:
             elif live is None:
                 if self._look() != self._marks:
                     self._open()
-            elif live.has_lost_its_place() or self._told != self._told_now():
+            elif live.has_lost_its_place() or self._has_outgrown():
                 self._open()
             elif live.follow():
                 self.version += 1
@@ -149,8 +149,7 @@ class Following:
             holder = self._lock_holder()
             try:
                 marks = self._look_at_marks()
-                self._told = ()
-                self._told = self._told_now()
+                told = self._told_kinds() if self._given is None else ()
                 config = self._given or layout.infer_config(self._path, self._files)
                 live = None if holder is None else _Live(self._path, config, self._files, self._clock)
                 parts = self._recovered(config) if live is None else live.parts
@@ -163,6 +162,7 @@ class Following:
             if not changed or attempt >= _ATTEMPTS:
                 break
         self.config, self.parts, self._live, self._holder = config, parts, live, holder
+        self._told = told
         self._marks = () if live is not None else self._look()
         self._opened(self)
         self.version += 1
@@ -174,13 +174,10 @@ class Following:
         if not isinstance(files, DiskFiles):
             return recovery.load(path, config, levels, files, self._clock, writable=False)
         overlay = OverlayFiles()
-        cleared = recovery.clear_leftovers(path, overlay) if has_abort(overlay, path) else []
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
-        parts = recovery.load(
+        return recovery.load(
             path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of
         )
-        parts.cuts[:0] = cleared
-        return parts
 
     def _look(self) -> tuple[object, ...]:
         """What nobody leaves unchanged who has written to the store: `_look_at_marks`, and what follows the log."""
@@ -199,10 +196,12 @@ class Following:
         times = files.read(checkpoint) if files.size(checkpoint) else b""
         return tuple(files.list(os.path.join(self._path, layout.COMMITLOG))), has_abort(files, self._path), times
 
-    def _told_now(self) -> tuple[bool, ...]:
-        """Which kinds of files there are that tell settings, unless all were given, or told."""
-        if self._given is not None or (self._told and all(self._told)):
-            return self._told
+    def _has_outgrown(self) -> bool:
+        """Whether files have come that tell settings which were guessed so far."""
+        return not all(self._told) and self._told_kinds() != self._told
+
+    def _told_kinds(self) -> tuple[bool, ...]:
+        """Of log, index and queues, which there are files of that tell their settings."""
         files, path = self._files, self._path
         queues = (layout.queue_folder(path, *name) for name in layout.list_queues(path, files))
         folders = [os.path.join(path, layout.COMMITLOG)], [os.path.join(path, layout.INDEX)], queues
@@ -237,7 +236,7 @@ class _Sequence(MappedFileQueue):
                     raise
         raise AssertionError
 
-    def file_at(self, position: int):  # type: ignore[no-untyped-def]
+    def file_at(self, position: int) -> File | None:
         start = self.start_of(position)
         if start is None and position >= self.end:
             self.refresh()
@@ -325,7 +324,7 @@ class _Queues(QueueTable):
     """The queues of a store that somebody writes to: those that have a folder, or entries in memory."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, log: CommitLog) -> None:
-        super().__init__(self._opened, {})
+        super().__init__(self.open_queue, {})
         self._path = path
         self._config = config
         self._files = files
@@ -335,18 +334,17 @@ class _Queues(QueueTable):
         self._late: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._kept = 0
 
-    def _opened(self, topic: str, queue_id: int) -> ConsumeQueue:
-        return self._open_queue_of((topic, queue_id))
+    def open_queue(self, topic: str, queue_id: int) -> _Queue:
+        """The queue, opened anew; the caller holds the guard where somebody else may know of it."""
 
-    def _open_queue_of(self, name: QueueName) -> _Queue:
         def sequence(size: int, *, ext: bool) -> _Sequence:
-            folder = layout.queue_folder(self._path, *name, ext=ext)
+            folder = layout.queue_folder(self._path, topic, queue_id, ext=ext)
             return _Sequence(folder, size, self._files, self._pool, writable=False)
 
         config = self._config
         files = sequence(config.consumequeue_file_size, ext=False)
         ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
-        queue = _Queue(files, ext, self._log.end, *self._late.pop(name, (0, [])))
+        queue = _Queue(files, ext, self._log.end, *self._late.pop((topic, queue_id), (0, [])))
         queue.advance(self._log.begin)
         return queue
 
@@ -356,7 +354,7 @@ class _Queues(QueueTable):
             with self._guard:
                 queue = self._open.get(name)
                 if queue is None:
-                    queue = self._open[name] = self._open_queue_of(name)
+                    queue = self._open[name] = self.open_queue(*name)
         return queue
 
     def __getitem__(self, name: QueueName) -> ConsumeQueue:
@@ -517,7 +515,14 @@ class _Live:
         self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
         self._begin = log.begin
         self.parts = recovery.Parts(
-            self._levels, log, self._queues, self._index, checkpoint, Dispatcher(self._index), self._queues._opened, []
+            self._levels,
+            log,
+            self._queues,
+            self._index,
+            checkpoint,
+            Dispatcher(self._index),
+            self._queues.open_queue,
+            [],
         )
         self._find_end(recovery.vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
 

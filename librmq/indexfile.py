@@ -62,6 +62,7 @@ _pack_int = _INT.pack
 _NO_ENTRY: Final = bytes(SLOT_SIZE)
 _MAX_INT: Final = (1 << 31) - 1
 
+_CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
 
@@ -577,8 +578,14 @@ class IndexFile:
             buffer[begin:position] = bytes(position - begin)
             self._dirty = True
 
-    def mark_found(self) -> None:
-        """Note that what the file holds may not be on the device yet."""
+    def write_again(self) -> None:
+        """Write all that the file holds once more, so that `flush` takes it along: whoever wrote it may have died."""
+        file = self.file
+        for at in range(0, file.size, _CHUNK):
+            data = file.buffer[at : at + _CHUNK]
+            if data.count(0) != len(data):
+                self._files.reserve(file, at, at + len(data))
+                file.buffer[at : at + len(data)] = data
         self._dirty = True
 
     def flush(self) -> None:

@@ -22,7 +22,7 @@ from librmq.javahash import index_key_hash
 
 __all__ = ["KeyIndex"]
 
-_BLOCK: Final = 240
+_BLOCK = 240
 """From how many keys on arrays are quicker than a loop."""
 _MAPPED: Final = 32
 """How many files of a folder are kept mapped."""
@@ -326,13 +326,6 @@ class KeyIndex:
         with self._guard:
             self._folder_dirty = True
         return file.path
-
-    def mark_found(self) -> None:
-        """Note that nothing may be on the device yet: the next `flush` takes all along."""
-        for file in self._list:
-            file.mark_found()
-        with self._guard:
-            self._folder_dirty = bool(self._list)
 
     def flush(self) -> None:
         """Return when whatever was written before the call has reached the device."""

@@ -253,12 +253,20 @@ class MappedFileQueue:
         """Note that the file at ``start`` was written: the next flush takes it along."""
         self._dirty.add(start)
 
-    def mark_found(self, position: int) -> None:
-        """Note that files from the one that holds ``position`` on, and their names, may not be on the device yet.
+    def write_again(self, begin: int, end: int) -> None:
+        """Write what stands from ``begin`` to ``end`` once more, so that the next flush takes it along, and the names.
 
-        Whoever wrote them may have died before a flush.
+        For what is found after whoever wrote it died: perhaps before a flush, perhaps after one that failed, behind
+        which the kernel takes what it could not write for written.
         """
-        self._dirty.update(start for start in self.starts if start + self.file_size > position)
+        self._check_writable()
+        for start in self.starts:
+            low, high = max(begin, start), min(end, start + self.file_size)
+            for at in range(low, high, _LARGEST_RESERVE):
+                buffer, upto = self.file(start).buffer, min(high, at + _LARGEST_RESERVE)
+                self._files.reserve(self.file(start), at - start, upto - start)
+                buffer[at - start : upto - start] = buffer[at - start : upto - start]
+                self._dirty.add(start)
         with self._guard:
             self._changed_folders.add(self.folder)
 

@@ -32,7 +32,7 @@ from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage
 from librmq.topics import validate_queue
 
-__all__ = ["Damage", "GapError", "OpenQueue", "reconcile"]
+__all__ = ["Damage", "GapError", "OpenQueue", "first_at", "reconcile"]
 
 _LONG: Final = struct.Struct(">q")
 # Of a record with IPv4 hosts: queue id, queue and physical offset, sys flag, store timestamp, body length.
@@ -271,7 +271,7 @@ class _QueueCheck:
         self._whole = begin <= log.begin
         self._mend = mend
         self._delayed = topic == SCHEDULE_TOPIC
-        self._first = _first_at(queue, begin)  # entries below it are of older records
+        self._first = first_at(queue, begin)  # entries below it are of older records
         self._next: int | None = self._first if self._first > queue.min_offset else None
         self._held: tuple[int, _Entry] | None = None
         self._units: dict[int, _Entry] = {}  # of a queue with extension: by queue offset
@@ -320,7 +320,7 @@ class _QueueCheck:
 
     def _points_at(self, queue_offset: int, entry: _Entry) -> bool:
         raw = self._queue.read(queue_offset, 1)
-        return raw[:8] == entry.packed[:8]
+        return raw[:12] == entry.packed[:12]  # with the size: zeros are no entry of the log's first record
 
     def _accept(self, claimed: int, entry: _Entry, queue_offset: int) -> None:
         if queue_offset != claimed:
@@ -512,7 +512,7 @@ def _first_not_older(queue: ConsumeQueue, end: int, begin: int) -> int | None:
     return None
 
 
-def _first_at(queue: ConsumeQueue, physical_offset: int) -> int:
+def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
     """The first queue offset whose message is at or behind ``physical_offset``, by halving."""
     low, high = queue.min_offset, queue.max_offset
     while low < high:

@@ -21,7 +21,7 @@ from librmq.clock import Clock
 from librmq.closedstate import ClosedState, QueueTable, read_closed_state
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.dispatch import BitmapOf, Dispatcher, Lane, has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Files, make_folders
@@ -31,7 +31,7 @@ from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
 from librmq.message import StoredMessage
-from librmq.reconcile import Damage, GapError, OpenQueue, reconcile
+from librmq.reconcile import Damage, GapError, OpenQueue, first_at, reconcile
 from librmq.topics import validate_queue
 
 __all__ = ["Parts", "clear_leftovers", "load", "settle", "vouched_for"]
@@ -129,14 +129,16 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     found = _numbered(folder, files)
     if len({size for _, size in found if size}) > 1:
         return []  # no crash does that
+    gone: list[str] = []
     for number, (path, size) in enumerate(found):
         before, length = found[number - 1] if number else (path, 0)
         if size and int(os.path.basename(path)) == int(os.path.basename(before)) + length:
             continue
-        if size and int.from_bytes(files.open(before).buffer[-ENTRY_SIZE:][:8], "big") < log_begin:
-            return [path for path, _ in found[:number]]
-        return [path for path, _ in reversed(found[number:])]
-    return []
+        place, entry_size, _ = ENTRY.unpack(files.open(before).buffer[-ENTRY.size :]) if size else (0, 0, 0)
+        if not (entry_size > 0 and place < log_begin):
+            return gone + [path for path, _ in reversed(found[number:])]
+        gone = [path for path, _ in found[:number]]
+    return gone
 
 
 def load(
@@ -149,6 +151,7 @@ def load(
     writable: bool,
     thorough: bool = False,
     lenient: bool = False,
+    living: bool = False,
     bitmap_of: BitmapOf | None = None,
 ) -> Parts:
     """Open the parts of the store in ``path``; if ``writable``, bring them to agree.
@@ -158,7 +161,8 @@ def load(
     ends where a recovery would end it.
 
     ``lenient`` is for a look at what a recovery would give, in an `OverlayFiles`: the log ends at the first damage,
-    whatever is behind it, which stays.
+    whatever is behind it, which stays. ``living`` is for a store that this process had open until now: it is no crash
+    that left a record as it is.
 
     `CorruptionError` for what no crash explains, sound records behind a damage among it, unless ``thorough``: a store
     that is refused is left as it was.
@@ -240,11 +244,16 @@ def load(
     if writable and trusted is not None:
         set_abort(files, path)
     elif writable:
-        run = _Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient)
+        run = _Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living)
         end, cut = run.cut_at()
         set_abort(files, path)  # only now: a store that is refused is left as it was
         make_folders(files, log.sequence.folder)  # by which it is known as a store
-        run.run(end, cut)
+        try:
+            run.run(end, cut)
+        except CorruptionError:
+            if clean:  # refused after all: nothing was cut, and what was mended is as true as before
+                clear_abort(files, path)
+            raise
     if writable:
         checkpoint.lower(clock.now_ms())
     else:
@@ -342,8 +351,9 @@ class _Recovery:
         thorough: bool,
         lost: bool,
         lenient: bool,
+        living: bool,
     ) -> None:
-        """``lost``: queues or index are known to lack something, wherever it is; ``lenient``: see `load`."""
+        """``lost``: queues or index are known to lack something, wherever it is; the last two: see `load`."""
         self._path = path
         self._files = files
         self._clock = clock
@@ -353,6 +363,9 @@ class _Recovery:
         self._thorough = thorough
         self._lost = lost
         self._lenient = lenient
+        self._living = living
+        self._unvouched_from = 0
+        """After an unclean exit: where the first record is that the checkpoint does not vouch for."""
 
     def cut_at(self) -> tuple[LogEnd, int]:
         """Where the log is going to end, and how many bytes are going to be cut there; nothing is changed yet.
@@ -361,10 +374,11 @@ class _Recovery:
         """
         log = self._parts.log
         end = log.found_end
-        if not self._clean and not self._thorough:
-            torn = _first_torn(log, self._begin)
+        if not self._clean:
+            torn, self._unvouched_from = _first_torn(log, self._begin, self._parts.checkpoint.min_timestamp_ms)
             # One that no crash left torn is served, as by a broker: nothing but its body has a checksum.
-            if torn is not None and self._explained_by_crash(torn.physical_offset, log.sequence.end):
+            crashed = torn is not None and not self._living
+            if torn is not None and crashed and self._explained_by_crash(torn.physical_offset, log.sequence.end):
                 end = torn
         cut = self._bytes_behind(end)
         if not self._thorough:
@@ -456,7 +470,7 @@ class _Recovery:
         """Vouch for what is there now: all of it."""
         log, checkpoint = self._parts.log, self._parts.checkpoint
         if not self._clean:
-            self._mark_found()
+            self._write_again()
         log.flush()
         for queue in self._parts.queues.values():
             queue.flush()
@@ -465,13 +479,18 @@ class _Recovery:
         checkpoint.index_timestamp_ms = min(self._parts.index.full_timestamp_ms, stored)
         checkpoint.flush()
 
-    def _mark_found(self) -> None:
+    def _write_again(self) -> None:
         """What no exit vouched for may not be on the device: whoever wrote it may have died before a flush."""
-        self._parts.log.sequence.mark_found(self._begin)
-        self._parts.index.mark_found()
+        log, begin = self._parts.log, self._unvouched_from
+        log.sequence.write_again(begin, log.end)
         above = {self._path}
+        if self._thorough:  # else those that nobody vouched for are made again
+            for file in self._unvouched_index():
+                file.write_again()
+                above.add(self._parts.index.folder)
         for queue in self._parts.queues.values():
-            if queue.mark_found(self._begin):
+            if queue.max_physic_offset > begin:
+                queue.write_again(first_at(queue, begin))
                 folders = [queue.folder] if queue.ext is None else [queue.folder, queue.ext.folder]
                 for folder in map(os.path.dirname, folders):
                     above |= {folder, os.path.dirname(folder)}
@@ -577,12 +596,14 @@ class _Recovery:
             return
 
 
-def _first_torn(log: CommitLog, begin: int) -> LogEnd | None:
+def _first_torn(log: CommitLog, begin: int, vouched_for_ms: int) -> tuple[LogEnd | None, int]:
     """The first record from ``begin`` on that did not reach the device whole though its body did: there the log ends.
 
     Where a sector was not written there are zeros. In topic or properties they lead to no possible queue, or to zeros
-    that go on to the end of the sector.
+    that go on to the end of the sector; the latter is looked for behind the first record that was stored after
+    ``vouched_for_ms``, of which the physical offset is returned, too.
     """
+    unvouched: int | None = None
     known: set[tuple[bytes, bool]] = set()
     for physical_offset, size, raw in log.scan(begin, check_body=False):
         if raw is None:
@@ -597,12 +618,15 @@ def _first_torn(log: CommitLog, begin: int) -> LogEnd | None:
                 known.add(name)
             except MessageIllegalError as error:
                 what = f"it names no queue: {error}"
-        if what is None and _ends_in_zeros(log, physical_offset, raw, properties_at):
+        if unvouched is None and codec.store_timestamp_ms(raw) > vouched_for_ms:
+            unvouched = physical_offset
+        if what is None and unvouched is not None and _ends_in_zeros(log, physical_offset, raw, properties_at):
             what = "its properties are zeros to the end of a sector"
         if what is not None:
             path = log.sequence.path_at(physical_offset)
-            return LogEnd(physical_offset, CorruptionError(path, physical_offset, "record", what))
-    return None
+            end = LogEnd(physical_offset, CorruptionError(path, physical_offset, "record", what))
+            return end, physical_offset if unvouched is None else unvouched
+    return None, log.end if unvouched is None else unvouched
 
 
 def _ends_in_zeros(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:

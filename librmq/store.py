@@ -16,6 +16,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
@@ -170,11 +171,12 @@ class MessageStore:
         self._parts: recovery.Parts | None = None
         self._following: Following | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        layout.check_kind(path, files, writable=not read_only)
+        kind = layout.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         try:
             if not read_only:
-                make_folders(files, path)
+                if kind is layout.StoreKind.NEW:
+                    make_folders(files, path)
                 self._file_lock = files.lock(layout.lock_path(path))
                 if thorough or has_abort(files, path):
                     leftovers = recovery.clear_leftovers(path, files)
@@ -202,7 +204,7 @@ class MessageStore:
         self._transfer = Transfer(config)
         self._sync = config.durability == "sync"
 
-    def _load(self, *, thorough: bool = False) -> None:
+    def _load(self, *, thorough: bool = False, living: bool = False) -> None:
         """Open the parts and bring them to agree."""
         bitmaps = self.filters if self.config.enable_calc_filter_bitmap else None
         parts = recovery.load(
@@ -213,6 +215,7 @@ class MessageStore:
             self.clock,
             writable=True,
             thorough=thorough,
+            living=living,
             bitmap_of=None if bitmaps is None else bitmaps.bitmap,
         )
         self._take(parts)
@@ -241,6 +244,7 @@ class MessageStore:
         self._lanes = parts.lanes
         self._commit = GroupCommit(self.log.flush, self.log.end, self._on_failed_flush)
         self._settled = 0  # below this physical offset queues and index have reached the device too
+        self._derived_failure: StoreIOError | None = None  # a flush of queues or index: until reopened, none counts
         self._retention = Retention(
             self.log,
             lambda: list(self.queues.values()),
@@ -452,6 +456,9 @@ class MessageStore:
                 lane.pending += entries
                 lane.next_queue_offset = queue_offset
                 dispatcher.records += records
+                if len(dispatcher.records) >= _BATCH:
+                    with suppress(StoreIOError):  # these messages stand in the log; the next append is told
+                        dispatcher.drain()
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset >= self._housekeeping.alarm:
@@ -632,7 +639,7 @@ class MessageStore:
         if not found:  # records that no index knows: of a rollback, or of a topic without a queue
             found = {
                 message.physical_offset: message
-                for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode())
+                for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))
                 if message.unique_key == message_id
             }
         return [found[physical_offset] for physical_offset in sorted(found)]
@@ -716,7 +723,7 @@ class MessageStore:
                 flush_all(queues)
                 index.flush()
                 if self._derived_failure is not None:
-                    return  # what that flush left out may count as flushed now, and is not
+                    return  # what that one left out may pass for flushed now: nothing may vouch for it
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
                     # No later than the last record, should the clock have gone back.
@@ -727,7 +734,8 @@ class MessageStore:
                 with self._lock:
                     dispatcher.unflushed |= queues
                     dispatcher.entries += entries
-                self._derived_failure = self._derived_failure or error
+                if isinstance(error, StoreIOError) and error.call.startswith("flush"):
+                    self._derived_failure = error
                 raise
 
     def _wake(self) -> None:
@@ -780,7 +788,8 @@ class MessageStore:
                 before = len(self.recovered)
                 try:
                     self._close_parts()
-                    self._load(thorough=True)
+                    self._load(thorough=True, living=True)
+                    self._accepts = True
                 except BaseException:
                     self._closed, self._accepts = "could not be recovered", False
                     self._release()
@@ -803,8 +812,13 @@ class MessageStore:
             copy=copy,
             files=self.files,
             clock=self.clock,
-            end=None if self.read_only else lambda: self.log.end,
+            end=None if self.read_only else self._whole_end,
         )
+
+    def _whole_end(self) -> int:
+        """Where the log ends, with no producer between two files."""
+        with self._lock:
+            return self.log.end
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""

@@ -20,8 +20,8 @@ class Event(NamedTuple):
     """One thing that was done to a file.
 
     ``call`` is ``create`` (``offset`` is the length), ``write`` (``data`` at ``offset`` of the buffer), ``replace``
-    (the whole file at once), ``flush``, ``flush_folder``, ``make_folder``, ``rename`` and ``link`` (``data``
-    is the new name) or ``delete``.
+    (the whole file at once), ``flush``, ``give_up`` (a flush failed, and what it left out counts as flushed),
+    ``flush_folder``, ``make_folder``, ``rename`` and ``link`` (``data`` is the new name) or ``delete``.
     """
 
     call: str
@@ -146,7 +146,12 @@ class FailingFiles:
         self._files.touch(file, begin, end)
 
     def flush(self, file: File) -> None:
-        self._called("flush", file.path)
+        try:
+            self._called("flush", file.path)
+        except StoreIOError:
+            if isinstance(self._files, RecordingFiles):
+                self._files.trace.append(Event("give_up", file.path))
+            raise
         self._files.flush(file)
 
     def flush_folder(self, path: str) -> None:

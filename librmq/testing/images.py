@@ -5,6 +5,7 @@
     written and flushed          there
     written since the last flush each sector (512 bytes) or page (4,096) as it was after any of the writes since then,
                                  independently of the others; the last write perhaps in part
+    ... when a flush failed      the same, whatever is flushed later: the kernel gives up what it could not write
     the length of a file         0 until its first flush, or what it was made with
     names made, deleted, renamed each perhaps, until the folder is flushed; of a folder's own name as well
     `Files.write`                the old file or the new one until it returns, then the new one
@@ -72,10 +73,27 @@ class _File:
         self.data = data
         self.sized = sized
         self.writes: list[tuple[int, bytes]] = []
+        self.given_up: dict[int, list[tuple[int, bytes]]] = {}
+        """By page what a flush that failed left out: it is never written, unless the page is changed again."""
 
     def write(self, at: int, data: bytes) -> None:
-        if data and (self.writes or self.data[at : at + len(data)] != data):
+        if not data:
+            return
+        for page in _pages(at, data) if self.given_up else ():
+            self.writes += self.given_up.pop(page, [])
+        if self.writes or self.data[at : at + len(data)] != data:
             self.writes.append((at, data))
+
+    def give_up(self) -> None:
+        for at, data in self.writes:
+            for page in _pages(at, data):
+                low, high = max(at, page * PAGE), min(at + len(data), (page + 1) * PAGE)
+                self.given_up.setdefault(page, []).append((low, data[low - at : high - at]))
+        self.writes.clear()
+
+    def unflushed(self) -> list[tuple[int, bytes]]:
+        """What may be on the device or not, in order."""
+        return [write for page in self.given_up.values() for write in page] + self.writes
 
     def flush(self) -> None:
         for at, data in self.writes:
@@ -105,6 +123,10 @@ class _Folder:
 
 _Node = _File | _Folder
 _Change = tuple[tuple[str, _Node | None], ...]
+
+
+def _pages(at: int, data: bytes) -> range:
+    return range(at // PAGE, (at + len(data) - 1) // PAGE + 1)
 
 
 def _names(path: str) -> list[str]:
@@ -168,6 +190,9 @@ class _Disk:
         elif call == "flush":
             if isinstance(node, _File):
                 node.flush()
+        elif call == "give_up":
+            if isinstance(node, _File):
+                node.give_up()
         elif call == "create":
             folder.change((name, _File(bytearray(at), sized=False)))
         elif call == "delete":
@@ -242,13 +267,14 @@ class _Choosing:
         if not file.sized and self.rng.random() >= self.named:
             self.told.append(f"{path}: of length 0")
             return b""
-        if not file.writes:
+        writes = file.unflushed()
+        if not writes:
             return bytes(file.data)
-        count = len(file.writes)
+        count = len(writes)
         # Of each sector: how many of the writes it has seen.
         seen: dict[int, int] = {}
         pages: dict[int, tuple[int, int, int]] = {}
-        for at, data in file.writes:
+        for at, data in writes:
             for sector in range(at // SECTOR, (at + len(data) - 1) // SECTOR + 1):
                 if sector in seen:
                     continue
@@ -263,7 +289,7 @@ class _Choosing:
                 upto, torn, before = pages[page]
                 seen[sector] = upto if sector % (PAGE // SECTOR) < torn else before
         found = bytearray(file.data)
-        for number, (at, data) in enumerate(file.writes):
+        for number, (at, data) in enumerate(writes):
             end = at + len(data)
             if number == count - 1 and self.torn:  # it was under way
                 end = self.rng.choice((end, max(at, self.rng.randrange(at, end) // _WORD * _WORD)))

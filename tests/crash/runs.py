@@ -372,14 +372,19 @@ def check_lives(seed: str, counts: Sequence[int]) -> int:
     return sum(counts)
 
 
-def main(images: int) -> None:
+def main(images: int) -> int:
     """Check so many images, until one fails: ``python -m tests.crash.runs 1000``."""
     done = number = 0
     while done < images:
-        done += check_lives(f"hunt {number}", (20, 15, 15))
+        try:
+            done += check_lives(f"hunt {number}", (20, 15, 15))
+        except Exception as error:
+            print(f"after {done} images: {type(error).__name__}: {error}")
+            return 1
         number += 1
     print(f"{done:,} images, no loss")
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    sys.exit(main(int(sys.argv[1])))

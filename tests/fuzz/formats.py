@@ -41,9 +41,9 @@ def record(data: bytes) -> None:
     if size:
         message = StoredMessage(data[:size])
         _look_at(message)
-        with suppress(RecordError, MessageIllegalError):  # a topic that is no UTF-8 is longer when it is made UTF-8
+        with suppress(RecordError, MessageIllegalError):  # a topic that is no UTF-8 may be too long as UTF-8
             found = codec.decode_record(data[:size])
-            assert len(codec.encode_record(found)) <= size + 16
+            assert codec.decode_record(codec.encode_record(found)) == found or not found.topic.isascii()
     with suppress(RecordError):
         codec.decode_record(data, check_body=False)
     codec.decode_properties(data)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tests.reference import CHECKOUT
 
-IMAGES = 12_000
+IMAGES = 6_000
 """So many images may a mutant survive."""
 MODULES = (
     "checkpoint",
@@ -125,18 +125,20 @@ CHECKS: Sequence[tuple[str, str, str, str]] = (
 # fmt: on
 
 
-def survives(mutant: Mutant, copy: Path, images: int) -> bool:
-    """Whether no image tells, with ``mutant`` in ``copy``."""
+def killer(mutant: Mutant, copy: Path, images: int) -> str | None:
+    """What tells that ``mutant`` is in ``copy``, None if nothing does."""
     path = copy / "librmq" / f"{mutant.module}.py"
     original = path.read_text("utf-8")
     path.write_text(original[: mutant.begin] + mutant.after + original[mutant.end :], "utf-8")
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "tests.crash.runs", str(images)]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=900, check=False)
-        return done.returncode == 0
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900, check=False
+        )
+        return (done.stdout + done.stderr) or "?" if done.returncode else None
     except subprocess.TimeoutExpired:
-        return False
+        return "it did not come to an end"
     finally:
         path.write_text(original, "utf-8")
 
@@ -148,12 +150,11 @@ def alive(chosen: Sequence[Mutant], images: int = IMAGES) -> list[Mutant]:
         copy = Path(folder)
         for part in ("librmq", "tests"):
             shutil.copytree(CHECKOUT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for number, mutant in enumerate(chosen, 1):
-            if survives(mutant, copy, images):
+        for mutant in chosen:
+            told = killer(mutant, copy, images)
+            if told is None:
                 found.append(mutant)
-                print(f"alive: {mutant.name}", flush=True)
-            elif number % 20 == 0:
-                print(f"{number} of {len(chosen)} …", flush=True)
+            print(f"{mutant.name}: {'ALIVE' if told is None else told.splitlines()[0][:100]}", flush=True)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a clean close leaves: it saves looking, and is believed only where the store is still the one that was closed."""
+"""What a clean close leaves: it saves looking, and is believed only where the store is as it was closed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -14,10 +13,10 @@ import pytest
 from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_SIZE
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files import DiskFiles, Entry, File, Files, MemoryFiles
-from librmq.following import _KEPT, Following, _Index, _Queue
+from librmq.following import _KEPT, Following, _Index, _Queue, _Queues
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
@@ -48,17 +47,18 @@ def sized(config: StoreConfig, total: int) -> StoreConfig:
 
 
 def shown(store: MessageStore) -> tuple[object, ...]:
-    """What a store shows of itself; the begin of a queue without messages is where it was last looked at."""
+    """What a store shows of itself; of queues where the first message is, as 4.9 may begin them at one that is gone."""
     queues = {
-        name: (
-            queue.min_offset if queue.max_physic_offset > store.log.begin else None,
-            queue.max_offset,
-            queue.max_physic_offset,
-        )
+        name: (first_message(store, queue), queue.max_offset, queue.max_physic_offset)
         for name, queue in store.queues.items()
         if queue.max_offset
     }
     return store.log.begin, store.log.end, queues, [message.raw for message in store]
+
+
+def first_message(store: MessageStore, queue: ConsumeQueue) -> int | None:
+    there = queue.entries()["physical_offset"] >= store.log.begin
+    return queue.min_offset + int(there.argmax()) if there.any() else None
 
 
 def agree(reader: MessageStore, writer: MessageStore) -> None:
@@ -133,7 +133,7 @@ class Course:
     def step(self) -> None:
         rng, pair = self.rng, self.pair
         what = rng.choice(["append"] * 9 + ["flush", "expire", "expire", "close", "leave", "recover", "ahead"])
-        pair.clock.advance(ms=1)
+        pair.clock.advance(minutes=1)
         if not self.writing:
             pair.writer = pair.open_writer()
             self.writing = True
@@ -286,8 +286,9 @@ def test_a_name_that_no_queue_has_is_an_unknown_queue(pair: Pair) -> None:
     for name in [("a/b", 0), ("..", 0), ("", 0), ("t" * 200, 0), ("TopicA", -1), ("TopicA", 1 << 40), ("T\0", 0)]:
         assert pair.reader.read(*name, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
         assert name not in pair.reader.queues
-    for other in (("TopicA",), "TopicA", 7, ("TopicA", "0")):
-        assert other not in pair.reader.queues
+    others: list[object] = [("TopicA",), "TopicA", 7, ("TopicA", "0")]
+    for other in others:
+        assert not pair.reader.queues.__contains__(other)
 
 
 @pytest.mark.parametrize("kind", ["commitlog", "consumequeue", "index"])
@@ -432,6 +433,7 @@ def test_in_the_midst_of_a_batch(config: StoreConfig, change: Callable[[Pair], N
 def late_entries(reader: MessageStore) -> int:
     """How many entries and keys a reader holds in memory."""
     assert isinstance(reader.index, _Index)
+    assert isinstance(reader.queues, _Queues)
     queues = [queue for queue in reader.queues.opened() if isinstance(queue, _Queue)]
     held = sum(len(queue._late[1]) // ENTRY_SIZE for queue in queues)
     return max(held + sum(len(entries) for _, entries in reader.queues._late.values()), len(reader.index.late))
@@ -586,8 +588,8 @@ def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
             assert found.status is GetStatus.OFFSET_TOO_SMALL or found.messages
         else:
             list(pair.reader)
-            pair.reader.find_by_key("TopicA", "nothing")
-            served(pair.reader)
+            pair.reader.find_by_key("TopicA", "k3")
+            pair.reader.queue_offset_at("TopicA", 1, START_MS)
         files.then = None
         agree(pair.reader, pair.writer)
     assert pair.writer.log.begin > begin
@@ -670,7 +672,7 @@ def test_a_reader_shows_what_a_recovery_would_leave(
     found = CRASHES[what](filled(config, 80, seed=6, clean=clean))
     folder = laid_out(found, tmp_path / "store")
     clock = ManualClock(START_MS + 86_400_000)
-    if clean and what == "with an empty file":  # no clean exit leaves one
+    if what == "with an empty file":  # which `recover` clears away
         with pytest.raises(CorruptionError):
             MessageStore.open(folder, config, clock=clock, read_only=True)
         return
@@ -761,7 +763,7 @@ def test_an_error_that_stays_is_raised(pair: Pair) -> None:
             raise StoreIOError("open", path, OSError(5, "Input/output error"))
 
     broken = Broken()
-    broken.__dict__.update({name: value for name, value in pair.files.__dict__.items()})
+    broken.__dict__.update(pair.files.__dict__)
     with pytest.raises(StoreIOError):
         MessageStore.open(ROOT, SMALL, files=broken, read_only=True)
     assert 0 < broken.opened < 1000
@@ -829,7 +831,6 @@ def test_a_handle_of_its_own_is_enough(tmp_path: Path) -> None:
         assert StoredMessage(raw).body == b"1"
     assert following.refresh()
     assert following.parts.queues["TopicA", 0].max_offset == 1
-    assert sorted(os.listdir(folder)) == sorted([*os.listdir(folder)])
     following.parts.close()
 
 

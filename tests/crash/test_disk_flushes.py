@@ -1,0 +1,82 @@
+"""What reaches the device when: the calls to the operating system that real files make, in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.files import DiskFiles, copy_file, make_folders
+
+pytestmark = [pytest.mark.platform, pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="needs fdatasync")]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flushes and renames with the names of their files, and their sizes when they were flushed."""
+    found: list[str] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if isinstance(arguments[0], int):
+                path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+                size = "" if path.is_dir() else f" of {os.fstat(arguments[0]).st_size}"
+                found.append(f"{name} {path.name}{size}")
+            else:
+                found.append(f"{name} {' '.join(os.path.basename(one) for one in arguments)}")
+            return real(*arguments)
+
+        return call
+
+    for name in ("fsync", "fdatasync", "replace", "link"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    return found
+
+
+@pytest.mark.parametrize("keep_descriptor", [False, True])
+def test_flush(tmp_path: Path, calls: list[str], keep_descriptor: bool) -> None:
+    files = DiskFiles()
+    file = files.create(str(tmp_path / "f"), 100, keep_descriptor=keep_descriptor)
+    assert calls == []
+    files.flush(file)
+    assert calls == ["fdatasync f of 100"]
+    files.flush_folder(str(tmp_path))
+    assert calls[1:] == [f"fsync {tmp_path.name}"]
+
+
+def test_a_small_file_is_replaced_when_the_new_one_is_on_the_device(tmp_path: Path, calls: list[str]) -> None:
+    DiskFiles().write(str(tmp_path / "f"), b"12345")
+    assert calls == ["fsync f.tmp of 5", "replace f.tmp f", f"fsync {tmp_path.name}"]
+
+
+def test_folders_get_their_names(tmp_path: Path, calls: list[str]) -> None:
+    files = DiskFiles()
+    make_folders(files, str(tmp_path / "a" / "b" / "c"))
+    assert calls == ["fsync b", "fsync a", f"fsync {tmp_path.name}"]
+    make_folders(files, str(tmp_path / "a" / "b" / "c"))
+    assert calls[3:] == ["fsync b"]
+
+
+def test_a_copy_is_flushed(tmp_path: Path, calls: list[str]) -> None:
+    files = DiskFiles()
+    file = files.create(str(tmp_path / "f"), 100)
+    file.buffer[:5] = b"12345"
+    copy_file(files, file, str(tmp_path / "g"), end=10)
+    assert calls == ["fdatasync g of 10"]
+
+
+def test_a_file_that_is_linked_is_replaced_by_a_copy_on_the_device(tmp_path: Path, calls: list[str]) -> None:
+    files = DiskFiles()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path, other = folder / "f", folder / "g"
+    path.write_bytes(b"12345")
+    assert not files.own(str(path))
+    assert calls == []
+    files.link(str(path), str(other))
+    assert files.own(str(path))
+    assert calls == ["link f g", "fsync f.tmp of 5", "replace f.tmp f", "fsync folder"]
+    assert path.read_bytes() == other.read_bytes() == b"12345"

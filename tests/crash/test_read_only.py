@@ -1,0 +1,440 @@
+"""A reader in this process beside a writer in another: it sees what is acknowledged at once, and disturbs nobody."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq.cli import main
+from librmq.config import StoreConfig
+from librmq.errors import StoreLockedError
+from librmq.message import StoredMessage
+from librmq.reading import GetStatus
+from librmq.store import MessageStore
+from librmq.verify import verify
+from tests.reference import existing
+
+pytestmark = [
+    pytest.mark.platform,
+    pytest.mark.skipif(sys.platform == "win32", reason="needs the locks of POSIX"),
+]
+
+CONFIG = StoreConfig(
+    commitlog_file_size=16 << 10,
+    consumequeue_file_size=50 * 20,
+    consumequeue_ext_file_size=1 << 10,
+    max_hash_slot_num=50,
+    max_index_num=200,
+    max_message_size=3000,
+)
+"""Files so small that they roll all the time."""
+
+# Does what it is told, a line of JSON a step, and says what came of it.
+WRITER = """
+import json
+import sys
+from dataclasses import replace
+
+from librmq import Message, MessageStore
+from tests.crash.test_read_only import CONFIG, message_of
+
+store = None
+for line in sys.stdin:
+    do, *given = json.loads(line)
+    answer = None
+    if do == "open":
+        store = MessageStore.open(given[0], replace(CONFIG, **given[1]), background=False)
+    elif do == "append":
+        answer = []
+        for number in range(*given):
+            message, queue_id = message_of(number)
+            answer.append(store.append(message, queue_id)[:3])
+    elif do == "each":
+        for number in range(*given):
+            message, queue_id = message_of(number)
+            print(json.dumps(store.append(message, queue_id)[:3]), flush=True)
+    elif do == "batch":
+        messages = [message_of(number)[0] for number in range(*given)]
+        answer = [result[:3] for result in store.append_batch(messages, 1)]
+    elif do == "flush":
+        answer = store.flush()
+    elif do == "ahead":
+        store.log.prepare(given[0])
+    elif do == "expire":
+        for _ in range(100):
+            if store.run_due(store.clock.now_ms()) is None:
+                break
+        answer = store.log.begin
+    elif do == "close":
+        store.close()
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def message_of(number: int) -> tuple[librmq.Message, int]:
+    """The message of a number, and its queue; all of it is known from the number."""
+    rng = random.Random(number)
+    body = rng.randbytes(rng.choice([0, 1, 30, 300, 900]))
+    tags = rng.choice([None, "TagA"])
+    return librmq.Message("T", body, tags=tags, keys=f"k{number} all", properties={"n": str(number)}), number % 3
+
+
+class Writer:
+    """A writer in a process of its own."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.path = path
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(librmq.__path__[0]).parent), str(Path(__file__).parents[2])]),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        self.tell("open", str(path), settings)
+
+    def say(self, *words: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the writer has ended"
+        return json.loads(line)
+
+    def tell(self, *words: Any) -> Any:
+        self.say(*words)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.communicate()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def writers() -> Iterator[list[Writer]]:
+    started: list[Writer] = []
+    yield started
+    for writer in started:
+        writer.end()
+
+
+def snapshot_of(path: Path) -> dict[str, tuple[Any, ...]]:
+    """Every name in the store's folder, with contents, length and time of change."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for one in sorted(path.rglob("*")):
+        status = one.stat()
+        what: tuple[Any, ...] = ("folder",)
+        if one.is_file():
+            what = (status.st_size, status.st_mtime_ns, status.st_ino, hashlib.sha1(one.read_bytes()).hexdigest())
+        found[str(one.relative_to(path))] = what
+    return found
+
+
+def number_of(message: StoredMessage) -> int:
+    return int(message.properties["n"])
+
+
+def check(message: StoredMessage, number: int) -> None:
+    expected, _ = message_of(number)
+    assert number_of(message) == number
+    assert message.body == expected.body
+    assert message.crc_ok
+
+
+def open_reader(path: Path) -> MessageStore:
+    return MessageStore.open(path, read_only=True)
+
+
+def read_all(store: MessageStore, queue_id: int, queue_offset: int = 0) -> list[StoredMessage]:
+    messages: list[StoredMessage] = []
+    while True:
+        found = store.read("T", queue_id, queue_offset)
+        if not found.messages and found.status is not GetStatus.OFFSET_TOO_SMALL:
+            return messages
+        messages += found.messages
+        queue_offset = found.next_offset
+
+
+# ---------------------------------------------------------------------------------------------------- what is seen
+
+
+@pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
+def test_a_message_is_there_when_its_acknowledgement_is(path: Path, writers: list[Writer], ext: bool) -> None:
+    writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
+    with open_reader(path) as reader:  # there is no message yet, so that nothing tells the sizes of files
+        assert reader.read("T", 0, 0).status is GetStatus.NO_MESSAGE_IN_QUEUE
+        for number in range(400):
+            ((place, size, queue_offset),) = writer.tell("append", number, number + 1)
+            match number % 4 if number < 200 else 0:
+                case 0:
+                    (message,) = reader.read("T", number % 3, queue_offset).messages
+                case 1:
+                    found = reader.message_at(place)
+                    assert found is not None
+                    message = found
+                case 2:
+                    (message,) = reader.find_by_key("T", f"k{number}")
+                case _:
+                    *_, message = reader
+            assert (message.physical_offset, message.size, message.queue_offset) == (place, size, queue_offset)
+            check(message, number)
+        for number in range(400, 600, 2):
+            writer.tell("batch", number, number + 2)
+        assert [number_of(message) for message in reader.find_by_key("T", "all", max_messages=1000)] == [*range(600)]
+        assert [number_of(message) for message in read_all(reader, 1)][-200:] == [*range(400, 600)]
+        assert sum(len(read_all(reader, queue_id)) for queue_id in range(3)) == 600
+        writer.tell("close")
+        assert [number_of(message) for message in reader] == [*range(600)]
+
+
+def test_a_queue_shows_what_its_writer_counts(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path))
+    with open_reader(path) as reader:
+        for number in range(0, 300, 10):
+            done = writer.tell("append", number, number + 10)
+            assert reader.refresh()
+            assert not reader.refresh()
+            last = {found % 3: queue_offset for found, (_, _, queue_offset) in enumerate(done, number)}
+            assert {queue_id: reader.queues["T", queue_id].max_offset - 1 for queue_id in last} == last
+            assert reader.log.end == done[-1][0] + done[-1][1]
+
+
+# ------------------------------------------------------------------------------------------------ what is not changed
+
+
+def test_no_byte_is_changed_and_no_name(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path))
+    writer.tell("append", 0, 150)
+    before = snapshot_of(path)
+    with open_reader(path) as reader:
+        for _ in range(2):
+            assert len(list(reader)) == 150
+            assert sum(len(read_all(reader, queue_id)) for queue_id in range(3)) == 150
+            assert len(reader.find_by_key("T", "all", max_messages=1000)) == 150
+            assert reader.find_by_id("nothing") == []
+            reader.queue_offset_at("T", 0, 0)
+            reader.refresh()
+        with pytest.raises(StoreLockedError, match=str(writer.process.pid)):
+            MessageStore.open(path)
+        assert snapshot_of(path) == before
+        writer.kill()
+        before = snapshot_of(path)
+        assert reader.refresh()
+        assert len(list(reader)) == 150
+        assert sum(len(read_all(reader, queue_id)) for queue_id in range(3)) == 150
+        with open_reader(path) as other:
+            assert len(other.find_by_key("T", "all", max_messages=1000)) == 150
+    assert snapshot_of(path) == before
+
+
+def test_a_cleanly_closed_store_stays_as_it_is(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path))
+    writer.tell("append", 0, 50)
+    writer.tell("close")
+    before = snapshot_of(path)
+    with open_reader(path) as reader:
+        assert len(list(reader)) == 50
+        assert reader.recovered == []
+    assert snapshot_of(path) == before
+
+
+# ------------------------------------------------------------------------------------------------- coming and going
+
+
+def test_a_writer_that_dies_and_another_that_follows(path: Path, writers: list[Writer]) -> None:
+    writers.append(Writer(path))
+    with open_reader(path) as reader:
+        number = 0
+        for round_ in range(4):
+            writer = writers[-1]
+            held = [message for queue_id in range(3) for message in read_all(reader, queue_id)]
+            raw = [message.raw for message in held]
+            writer.tell("append", number, number + 70)
+            number += 70
+            if round_ % 2:
+                writer.tell("close")
+                writer.end()
+            else:
+                writer.kill()
+            assert sorted(number_of(one) for queue_id in range(3) for one in read_all(reader, queue_id)) == [
+                *range(number)
+            ]
+            assert [message.raw for message in held] == raw
+            assert reader.find_by_key("T", f"k{number - 1}")
+            writers.append(Writer(path))
+            writers[-1].tell("append", number, number + 5)
+            number += 5
+            assert reader.find_by_key("T", f"k{number - 1}")[0].properties["n"] == str(number - 1)
+    writers[-1].tell("close")
+    assert verify(str(path), CONFIG).sound
+
+
+def test_a_writer_that_comes_and_goes_between_two_looks(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path))
+    writer.tell("append", 0, 5)
+    writer.tell("close")
+    with open_reader(path) as reader:
+        assert len(list(reader)) == 5
+        for number in range(5, 8):
+            writer.tell("open", str(path), {})
+            writer.tell("append", number, number + 1)
+            writer.tell("close")
+            assert [number_of(message) for message in reader] == [*range(number + 1)]
+            assert len(reader.find_by_key("T", "all")) == number + 1
+
+
+def test_a_reader_of_a_crashed_store_shows_what_its_recovery_leaves(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path))
+    writer.tell("append", 0, 100)
+    writer.tell("flush")
+    writer.tell("append", 100, 333)
+    writer.kill()
+    with open_reader(path) as reader:
+        shown = {
+            name: (queue.min_offset, queue.max_offset, queue.entries().tobytes())
+            for name, queue in reader.queues.items()
+        }
+        messages, keyed = list(reader), reader.find_by_key("T", "all", max_messages=1000)
+        assert len(messages) == len(keyed) == 333
+    with MessageStore.open(path) as store:
+        assert list(store) == messages
+        assert store.find_by_key("T", "all", max_messages=1000) == keyed
+        assert shown == {
+            name: (queue.min_offset, queue.max_offset, queue.entries().tobytes())
+            for name, queue in store.queues.items()
+        }
+
+
+def test_the_command_shows_what_recovering_would_give(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = existing("store-crash")
+    before = snapshot_of(folder / "store")
+    assert main(["queues", str(folder / "store"), "--format", "jsonl"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert snapshot_of(folder / "store") == before
+    store = next(
+        row for row in map(json.loads, (folder / "expected.jsonl").read_text("utf-8").splitlines())
+        if row["type"] == "store"
+    )  # fmt: skip
+    assert printed == [queue for queue in store["queues"] if queue["max_offset"]]
+
+
+# -------------------------------------------------------------------------------------------------------- retention
+
+
+def test_retention_takes_files_away_under_a_reader(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path, max_total_size=4 * CONFIG.commitlog_file_size))
+    writer.tell("append", 0, 60)
+    with open_reader(path) as reader:
+        held = list(reader)
+        number, begin = 60, 0
+        for _ in range(12):
+            writer.tell("append", number, number + 60)
+            number += 60
+            writer.tell("flush")
+            begin = writer.tell("expire")
+            reader.refresh()
+            assert reader.log.begin == begin
+            there = [number_of(message) for message in reader]
+            assert there == [*range(there[0], number)]
+            again = sorted(number_of(one) for queue_id in range(3) for one in read_all(reader, queue_id))
+            assert again == there
+            found = reader.find_by_key("T", "all", max_messages=10_000)
+            assert [number_of(message) for message in found] == there
+        assert begin > held[-1].physical_offset
+        for expected, message in enumerate(held):
+            check(message, expected)
+        assert reader.message_at(held[0].physical_offset) is None
+        assert reader.read("T", 0, 0).status is GetStatus.OFFSET_TOO_SMALL
+
+
+def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[Writer]) -> None:
+    """The reader asks for what is about to go: it gets it whole, or is told where to go on."""
+    writers.append(writer := Writer(path, max_total_size=3 * CONFIG.commitlog_file_size))
+    with open_reader(path) as reader:
+        positions = [0, 0, 0]
+        for number in range(0, 1500, 30):
+            writer.say("append", number, number + 30)
+            for queue_id in range(3):
+                found = reader.read("T", queue_id, positions[queue_id], 4)
+                for message in found.messages:
+                    check(message, number_of(message))
+                    assert message.queue_offset >= positions[queue_id]
+                assert found.next_offset >= positions[queue_id] or found.max_offset == 0
+                positions[queue_id] = max(found.next_offset, positions[queue_id])
+            writer.hear()
+            writer.say("flush")
+            writer.say("expire")
+            list(reader)
+            writer.hear()
+            writer.hear()
+        assert reader.log.begin > 0
+
+
+# ----------------------------------------------------------------------------------------------------------- stress
+
+
+@pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
+def test_polling_beside_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
+    """Order and content exact, nothing twice, nothing in part, whatever moment the reader looks at."""
+    count = 3000
+    writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
+    with open_reader(path) as reader:
+        writer.say("append", 0, count)
+        positions = [0, 0, 0]
+        tagged = reader.matching(tags="TagA")
+        for seen in range(200_000):
+            for queue_id in range(3):
+                found = reader.read("T", queue_id, positions[queue_id], matching=tagged if seen % 5 == 4 else None)
+                for message in found.messages:
+                    check(message, 3 * message.queue_offset + queue_id)
+                    assert seen % 5 == 4 or message.queue_offset == positions[queue_id]
+                    positions[queue_id] = message.queue_offset + 1
+                positions[queue_id] = max(found.next_offset, positions[queue_id])
+            if sum(positions) == count:
+                break
+        assert sum(positions) == count
+        assert len(writer.hear()) == count
+        for queue_id in range(3):
+            numbers = [number_of(message) for message in read_all(reader, queue_id)]
+            assert numbers == [*range(queue_id, count, 3)]
+        assert [number_of(message) for message in reader] == [*range(count)]
+
+
+def test_keys_are_found_beside_many_small_appends(path: Path, writers: list[Writer]) -> None:
+    writers.append(writer := Writer(path))
+    count = 1200
+    with open_reader(path) as reader:
+        writer.say("each", 0, count)
+        for number in range(count):
+            writer.hear()
+            (message,) = reader.find_by_key("T", f"k{number}")
+            check(message, number)
+            older = number * 7 % (number + 1)
+            (message,) = reader.find_by_key("T", f"k{older}")
+            check(message, older)
+        writer.hear()
