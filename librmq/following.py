@@ -269,11 +269,14 @@ class _Queue(ConsumeQueue):
         end = self.min_offset + bisect_left(stored, True, key=lambda at: sum(self._place(at * ENTRY_SIZE)) > log_end)
         if late and end <= self.stored_begin:  # it has no file, or nothing in it
             self.min_offset = end = first
+        elif late and first <= end:  # those in memory are sure to be whole
+            end = first
+            self.min_offset = min(self.min_offset, end)
         self.max_offset = end
         self.max_physic_offset = self._last_place()
         self._late = end, b""
-        if first <= end:
-            self.extend(late[end - first :])
+        if first == end:
+            self.extend(late)
 
     def extend(self, entries: list[bytes]) -> None:
         """Add entries at the end that stand in memory only."""

@@ -393,8 +393,8 @@ def without_header(pair: Pair) -> None:
 
 
 def half_an_entry(pair: Pair) -> None:
-    """Let the last entry of a queue lack its last bytes."""
-    pair.writer.find_by_key("T", "k")
+    """Let the last entry of a queue lack its last bytes; the index has nothing of the batch yet."""
+    lanes_only(pair)
     queue = pair.writer.queues["TopicA", 0]
     path, at = queue.place_of(queue.max_offset - 1)
     pair.files.open(path, writable=True).buffer[at + 12 : at + 20] = bytes(8)
@@ -426,8 +426,11 @@ def test_in_the_midst_of_a_batch(config: StoreConfig, change: Callable[[Pair], N
         assert bodies == [b"%d" % one for one in range(14) if one % 2 == queue_id]
         assert reader.queues["TopicA", queue_id].max_offset == 7
         assert len(reader.queues["TopicA", queue_id].entries()) == 7
+    for queue in reader.queues.opened():
+        assert isinstance(queue, _Queue)
+        queue.catch_up()
     tagged = reader.matching(tags="t")
-    assert change is half_an_entry or len(reader.read("TopicA", 0, 0, matching=tagged).messages) == 7
+    assert len(reader.read("TopicA", 0, 0, matching=tagged).messages) == 7
 
 
 def late_entries(reader: MessageStore) -> int:
@@ -476,6 +479,19 @@ def test_a_writer_that_is_far_behind_with_its_queues(pair: Pair) -> None:
         assert len(reader.queues["TopicA", 0].entries()) == 4500
     dispatcher.drain = drain  # type: ignore[method-assign]
     agree(pair.reader, pair.writer)
+
+
+def test_a_queue_that_is_ahead_of_what_is_known_of_the_log(pair: Pair) -> None:
+    """It was not looked at before, and shows no message of which the log is not known yet; none is passed over."""
+    for number in range(4):
+        pair.writer.append(Message("TopicA", b"%d" % number))
+    pair.reader.refresh()
+    for number in range(4, 7):
+        pair.writer.append(Message("TopicA", b"%d" % number))
+    pair.writer.flush()
+    found = pair.reader.read("TopicA", 0, 0)
+    assert (len(found.messages), found.next_offset, found.max_offset) == (4, 4, 4)
+    assert [message.body for message in pair.reader.read("TopicA", 0, 4).messages] == [b"4", b"5", b"6"]
 
 
 def test_the_newest_come_first_where_the_number_is_bounded(pair: Pair) -> None:
@@ -593,6 +609,23 @@ def test_files_that_go_when_they_are_looked_at(where: str, fresh: bool) -> None:
         files.then = None
         agree(pair.reader, pair.writer)
     assert pair.writer.log.begin > begin
+
+
+def test_files_that_go_while_the_log_is_walked_through(pair: Pair) -> None:
+    pair = Pair(config=sized(SMALL, 3 * 4096))
+    for number in range(120):
+        pair.writer.append(Message("TopicA", b"x" * 100, keys=f"k{number}"))
+    messages = iter(pair.reader)
+    assert next(messages).queue_offset == 0
+    pair.writer.flush()
+    pair.writer.run_due(pair.clock.now_ms())
+    assert pair.writer.log.begin > 8192
+    pair.reader.log.sequence.unmap_all()
+    left = [message.queue_offset for message in messages]
+    first = pair.writer.queues["TopicA", 0].min_offset
+    before = left.index(first) + 1
+    assert left == [*range(1, before), *range(first, 120)]
+    assert before < first
 
 
 def test_a_reader_that_was_asleep_for_long(pair: Pair) -> None:
@@ -736,19 +769,21 @@ def test_a_writer_that_comes_is_noticed_in_the_midst_of_opening(tmp_path: Path) 
         store.append(Message("TopicA", b"1"))
 
     class Late(DiskFiles):
+        looks = 0
         writer: MessageStore | None = None
 
-        def read(self, path: str, limit: int = 64 << 20) -> bytes:
-            found = super().read(path, limit)
-            if self.writer is None:
+        def lock_holder(self, path: str) -> str | None:
+            self.looks += 1
+            if self.looks == 2:
                 self.writer = MessageStore.open(folder, SMALL)
                 self.writer.append(Message("TopicA", b"2"))
-            return found
+            return super().lock_holder(path)
 
     files = Late()
     with MessageStore.open(folder, SMALL, read_only=True, files=files) as reader:
-        assert [message.body for message in reader.read("TopicA", 0, 0).messages] == [b"1", b"2"]
         assert files.writer is not None
+        assert reader.log.end == files.writer.log.end
+        assert [message.body for message in reader.read("TopicA", 0, 0).messages] == [b"1", b"2"]
         files.writer.close()
 
 
