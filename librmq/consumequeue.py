@@ -444,13 +444,11 @@ class ConsumeQueue:
         self._sure = start + files.reserve(start, position - start, position - start + length)
 
     def _fill(self, start: int, end: int) -> None:
-        """Fill a queue that does not start with its file, up to its first entry."""
+        """Fill a queue that does not start with its file, up to its first entry, which is written next."""
         buffer = self._files.file(start).buffer
         for at in range(0, end - start, _BLOCK * ENTRY_SIZE):
             upto = min(end - start, at + _BLOCK * ENTRY_SIZE)
             buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
-        if end > start:
-            self._files.mark_dirty(start)
 
     def recover(self) -> int:
         """Look at every entry of the last three files, and cut the queue at the first bad one.

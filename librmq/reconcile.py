@@ -437,6 +437,9 @@ class _QueueCheck:
             return code in wanted
         if self._queue.ext is None:
             return False  # there are no units that it could lead to
+        before = self._queue.read(queue_offset - 1, 1)
+        if before and is_ext_address(earlier := ENTRY.unpack(before)[2]) and earlier >= code:
+            return False  # units are in the order of their entries
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.dispatch import has_queue_entry
@@ -74,12 +76,21 @@ class Recorded:
     """What the log may hold until the run has opened it."""
     opened_at: int = 0
     """So many events opening took."""
+    closed: list[int] = field(default_factory=list)
+    """After so many events it was closed."""
+    vouched: int | None = None
+    """From so many events on there is a checkpoint."""
+    rotten: list[tuple[int, int]] = field(default_factory=list)
+    """From so many events to so many it was damaged, as no crash does."""
 
     def promised_at(self, crash_point: int) -> int:
         return max((end for events, end in self.promised if events <= crash_point), default=0)
 
     def deleted_at(self, crash_point: int) -> int:
         return max((begin for events, begin in self.deleted if events <= crash_point), default=0)
+
+    def is_rotten(self, crash_point: int) -> bool:
+        return any(begin <= crash_point < end for begin, end in self.rotten)
 
     def records_at(self, crash_point: int) -> dict[int, bytes]:
         return self.older if crash_point < self.opened_at else self.records
@@ -107,13 +118,16 @@ class Run:
             self.recorded.promised = [(0, earlier.promised_at(image.crash_point))]
             self.recorded.deleted = [(0, earlier.deleted_at(image.crash_point))]
         self.waiting: list[Acknowledgement[AppendResult]] = []
+        self.without_keys = rng.random() < 0.1
         self.guard = threading.Lock()
         self.open()
         self.recorded.opened_at = len(self.files.trace)
         self.recorded.records = {m.physical_offset: bytes(m.raw) for m in self.store}
 
-    def open(self) -> None:
-        self.store = MessageStore.open(ROOT, self.recorded.config, files=self.files, clock=self.clock)
+    def open(self, *, thorough: bool = False) -> None:
+        self.store = MessageStore.open(
+            ROOT, self.recorded.config, files=self.files, clock=self.clock, thorough=thorough
+        )
         self.promise(self.store.log.end)
 
     # --- what is noted
@@ -136,8 +150,14 @@ class Run:
 
     # --- what happens
 
+    def any_message(self, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
+        message, fields = any_message(self.rng, delay=delay)
+        if self.without_keys:
+            message.properties = {k: v for k, v in message.properties.items() if k not in ("KEYS", "UNIQ_KEY")}
+        return message, fields
+
     def submit(self) -> None:
-        message, fields = any_message(self.rng)
+        message, fields = self.any_message()
         if self.rng.random() < 0.2:
             fields["sys_flag"] = self.rng.choice([4, 8, 12])
         acknowledgement = self.store.submit(message, self.rng.randrange(2), **fields)
@@ -145,7 +165,7 @@ class Run:
         self.waiting.append(acknowledgement)
 
     def append(self) -> None:
-        message, fields = any_message(self.rng)
+        message, fields = self.any_message()
         result = self.store.append(message, self.rng.randrange(2), **fields)
         if self.recorded.config.durability == "sync":
             self.promise(result.physical_offset + result.size)
@@ -178,6 +198,8 @@ class Run:
 
     def flush(self) -> None:
         self.promise(self.store.flush())
+        if self.recorded.vouched is None:
+            self.recorded.vouched = len(self.files.trace)
 
     def flush_while_others_append(self) -> None:
         self.submit()
@@ -185,6 +207,8 @@ class Run:
         def meanwhile() -> None:
             if not self.store._lock.locked() and self.rng.random() < 0.5:  # else a producer flushes
                 self.submit()
+                if self.rng.random() < 0.5:
+                    self.store.find_by_key("TopicA", "key1")  # what was submitted goes to queues and index
 
         self.files.meanwhile = meanwhile
         try:
@@ -205,8 +229,10 @@ class Run:
         retention.delete_before(self.rng.choice([0, store.log.begin + store.log.file_size, store.log.end]))
 
     def close_and_open(self) -> None:
+        end = self.store.log.end
         self.store.close()
-        self.promise(self.store.log.end)
+        self.promise(end)
+        self.recorded.closed.append(len(self.files.trace))
         self.open()
 
     def kill_and_open(self) -> None:
@@ -217,6 +243,24 @@ class Run:
         assert {m.physical_offset: bytes(m.raw) for m in self.store} == {
             at: raw for at, raw in self.recorded.records.items() if at >= self.store.log.begin
         }
+
+    def rot_and_recover(self) -> None:
+        """The queue offset of a record changes by itself, which recovery mends."""
+        records = [m for m in self.store if has_queue_entry(m.sys_flag)]
+        if len(records) < 5:
+            return
+        self.store.close()
+        self.waiting.clear()
+        message = self.rng.choice(records[1:-1])
+        begin = len(self.files.trace)
+        size = self.recorded.config.commitlog_file_size
+        start = message.physical_offset - message.physical_offset % size
+        file = self.files.open(f"{ROOT}/commitlog/{start:020d}", writable=True)
+        at = message.physical_offset - start + codec.QUEUE_OFFSET_AT + 2
+        file.buffer[at] = 1
+        self.files.flush(file)
+        self.open(thorough=True)
+        self.recorded.rotten.append((begin, len(self.files.trace)))
 
     def recover(self) -> None:
         cuts = self.store.recover()
@@ -242,7 +286,7 @@ class Run:
         for thread in threads:
             thread.join()
 
-    STEPS: tuple[tuple[Callable[[Run], None], int], ...] = (
+    STEPS: tuple[tuple[Callable[[Run], None], float], ...] = (
         (submit, 10),
         (append, 10),
         (burst, 2),
@@ -255,6 +299,7 @@ class Run:
         (close_and_open, 1),
         (kill_and_open, 1),
         (recover, 1),
+        (rot_and_recover, 0.5),
     )
 
     def step(self, what: Callable[[Run], None]) -> None:
@@ -286,10 +331,17 @@ def record_after(earlier: Recorded, image: Image, seed: str, steps: int = 12) ->
 
 def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None:
     """All that must hold of a store that is opened after the crash."""
+    if recorded.is_rotten(image.crash_point):
+        return
     files, config = image.files(), recorded.config
     expected = recorded.records_at(image.crash_point)
     promised, deleted = recorded.promised_at(image.crash_point), recorded.deleted_at(image.crash_point)
+    if recorded.vouched is not None and recorded.vouched <= image.crash_point:
+        assert image.contents.get("/store/checkpoint"), "there was a checkpoint"
     store = opened(files, config)
+    if image.crash_point in recorded.closed and "/store/abort: the new one" not in image.choices:
+        assert "/store/abort" not in image.contents
+        assert store.recovered == []
     found = list(store)
     for message in found:
         at = message.physical_offset
@@ -350,14 +402,20 @@ class CrashError(AssertionError):
 
 
 def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
-    """Check images of crashes anywhere in a run, one in ten thoroughly; returns them."""
+    """Check ``count`` images of crashes anywhere in a run, one in ten thoroughly, and one of each time it was closed.
+
+    Returns those that a life can go on from.
+    """
     images = []
-    for number, image in enumerate(CrashImages(recorded.trace, recorded.contents).images(seed, count)):
+    every = CrashImages(recorded.trace, recorded.contents)
+    closed = (every.image(seed, crash_point) for crash_point in recorded.closed)
+    for number, image in enumerate(itertools.chain(every.images(seed, count), closed)):
         try:
             check(recorded, image, thoroughly=number % 10 == 0)
         except Exception as error:
             raise CrashError(f"run {recorded.seed!r}, {image}\n{type(error).__name__}: {error}") from error
-        images.append(image)
+        if not recorded.is_rotten(image.crash_point):
+            images.append(image)
     return images
 
 
