@@ -579,8 +579,6 @@ class _IndexCheck:
 
     def __init__(self, index: KeyIndex, begin: int, end: int, whole: bool, mend: bool) -> None:
         self.damages: list[Damage] = []
-        self.sound = True
-        """False where only making the index again mends it."""
         self._index = index
         self._mend = mend
         self._runs = _runs(index, begin)
@@ -590,6 +588,8 @@ class _IndexCheck:
         self._log_end = end
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
+        self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
+        """False where only making the index again mends it."""
         self._checked = index.files if whole else []  # what is made meanwhile needs no look
 
     def offer(

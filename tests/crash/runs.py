@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import threading
@@ -76,6 +75,8 @@ class Recorded:
     """What the log may hold until the run has opened it."""
     opened_at: int = 0
     """So many events opening took."""
+    opened: list[int] = field(default_factory=list)
+    """After so many events it was opened, each time."""
     closed: list[int] = field(default_factory=list)
     """After so many events it was closed."""
     vouched: int | None = None
@@ -120,8 +121,8 @@ class Run:
         self.waiting: list[Acknowledgement[AppendResult]] = []
         self.without_keys = rng.random() < 0.1
         self.guard = threading.Lock()
-        self.open()
-        self.recorded.opened_at = len(self.files.trace)
+        self.open(thorough=before is not None and rng.random() < 0.2)
+        (self.recorded.opened_at,) = self.recorded.opened
         self.recorded.records = {m.physical_offset: bytes(m.raw) for m in self.store}
 
     def open(self, *, thorough: bool = False) -> None:
@@ -129,6 +130,7 @@ class Run:
             ROOT, self.recorded.config, files=self.files, clock=self.clock, thorough=thorough
         )
         self.promise(self.store.log.end)
+        self.recorded.opened.append(len(self.files.trace))
 
     # --- what is noted
 
@@ -152,6 +154,8 @@ class Run:
 
     def any_message(self, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
         message, fields = any_message(self.rng, delay=delay)
+        if self.rng.random() < 0.1:
+            message.body = self.rng.randbytes(self.rng.randrange(512, 1500))  # of several sectors
         if self.without_keys:
             message.properties = {k: v for k, v in message.properties.items() if k not in ("KEYS", "UNIQ_KEY")}
         return message, fields
@@ -239,7 +243,7 @@ class Run:
         """The process dies, the machine does not."""
         self.files = self.files.killed()
         self.waiting.clear()
-        self.open()
+        self.open(thorough=self.rng.random() < 0.5)
         assert {m.physical_offset: bytes(m.raw) for m in self.store} == {
             at: raw for at, raw in self.recorded.records.items() if at >= self.store.log.begin
         }
@@ -286,7 +290,7 @@ class Run:
         for thread in threads:
             thread.join()
 
-    STEPS: tuple[tuple[Callable[[Run], None], float], ...] = (
+    STEPS: tuple[tuple[Callable[[Run], None], int], ...] = (
         (submit, 10),
         (append, 10),
         (burst, 2),
@@ -299,7 +303,7 @@ class Run:
         (close_and_open, 1),
         (kill_and_open, 1),
         (recover, 1),
-        (rot_and_recover, 0.5),
+        (rot_and_recover, 1),
     )
 
     def step(self, what: Callable[[Run], None]) -> None:
@@ -365,6 +369,11 @@ def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None
             assert store.recovered == []
             assert store.log.end == end
             served(store)
+        with opened(image.files(), config, thorough=True) as store:
+            assert list(store) == found
+            served(store)
+            verdict = store.verify()
+            assert verdict.sound, verdict.damage
 
 
 def _go_on(
@@ -401,15 +410,30 @@ class CrashError(AssertionError):
     """What must hold after a crash does not; says how to get there again."""
 
 
+def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:
+    """``count`` points of a run, half of them behind what is rare: a name or the checkpoint changes. Ascending.
+
+    And each at which it had just been opened or closed.
+    """
+    rng, every = random.Random(seed), range(len(recorded.trace) + 1)
+    rare = [
+        number
+        for number, event in enumerate(recorded.trace, 1)
+        if event.call not in ("write", "flush") or event.path.endswith("/checkpoint")
+    ]
+    drawn = [rng.choice(rare if number % 2 else every) for number in range(count)]
+    return sorted([*drawn, *recorded.opened, *recorded.closed])
+
+
 def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
-    """Check ``count`` images of crashes anywhere in a run, one in ten thoroughly, and one of each time it was closed.
+    """Check an image of a crash at each of `crash_points`, one in ten thoroughly.
 
     Returns those that a life can go on from.
     """
     images = []
     every = CrashImages(recorded.trace, recorded.contents)
-    closed = (every.image(seed, crash_point) for crash_point in recorded.closed)
-    for number, image in enumerate(itertools.chain(every.images(seed, count), closed)):
+    for number, crash_point in enumerate(crash_points(recorded, seed, count)):
+        image = every.image(f"{seed}/{number}", crash_point)
         try:
             check(recorded, image, thoroughly=number % 10 == 0)
         except Exception as error:
