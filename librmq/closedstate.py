@@ -155,7 +155,8 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         if error.errno != errno.ENOSPC:
             raise
         _log.warning("the next open takes longer: %s", error)
-        files.delete(_path(path))  # that of an earlier close
+        if files.size(_path(path)) is not None:  # that of an earlier close
+            files.delete(_path(path))
 
 
 def read_closed_state(path: str, files: Files) -> ClosedState | None:
