@@ -10,10 +10,14 @@ import pytest
 from librmq.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.indexfile import FRESH
+from librmq.errors import StoreIOError
+from librmq.files import Files
+from librmq.flushing import flush_all
+from librmq.indexfile import FRESH, IndexFile
 from librmq.keyindex import KeyIndex
 from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.testing import CrashImages, RecordingFiles
+from librmq.testing import CrashImages, FailingFiles, RecordingFiles
+from tests.crash.runs import assert_settled
 from tests.stores import START_MS
 
 LOG_FILE = 1024
@@ -24,16 +28,6 @@ def on_a_disk() -> RecordingFiles:
     files.make_folder("/s")
     files.flush_folder("/")
     return files
-
-
-def assert_settled(files: RecordingFiles) -> None:
-    """Whatever the crash, all is there."""
-    images = CrashImages(files.trace)
-    for seed in range(20):
-        image = images.image(seed, len(files.trace))
-        assert image.choices == (), image
-        for path, data in image.contents.items():
-            assert data is None or data == files.read(path), path
 
 
 # -------------------------------------------------------------------------------------------------------- the log
@@ -70,9 +64,10 @@ def test_the_log(change: str, count: int) -> None:
 # ------------------------------------------------------------------------------------------------------- a queue
 
 
-def queue_of(files: RecordingFiles, count: int = 0) -> ConsumeQueue:
+def queue_of(files: Files, count: int = 0, queue_id: int = 0) -> ConsumeQueue:
     """Files of five entries, and of three units; all have a unit."""
-    queue = ConsumeQueue.open("/s/q/T/0", 100, files=files, ext_folder="/s/e/T/0", ext_file_size=64)
+    folder, ext_folder = f"/s/q/T/{queue_id}", f"/s/e/T/{queue_id}"
+    queue = ConsumeQueue.open(folder, 100, files=files, ext_folder=ext_folder, ext_file_size=64)
     append(queue, count)
     return queue
 
@@ -146,10 +141,19 @@ def test_what_somebody_wrote_who_died_is_written_again(vouched: int, units_of_no
     assert_settled(files)
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 40])
+def test_many_queues(count: int) -> None:
+    files = on_a_disk()
+    queues = {queue_of(files, 3, queue_id) for queue_id in range(count)}
+    flush_all(queues)
+    assert queues == set()
+    assert_settled(files)
+
+
 # ------------------------------------------------------------------------------------------------------ the index
 
 
-def index_of(files: RecordingFiles, now_ms: int = START_MS) -> KeyIndex:
+def index_of(files: Files, now_ms: int = START_MS) -> KeyIndex:
     """Files of seven entries."""
     return KeyIndex.open("/s/index", slots=3, entries=8, files=files, now_ms=lambda: now_ms)
 
@@ -172,6 +176,15 @@ def test_the_index(change: str, end: Callable[[KeyIndex], None]) -> None:
     assert_settled(files)
     INDEX_CHANGES[change](index)
     end(index)
+    assert_settled(files)
+
+
+def test_a_file_of_the_index_alone() -> None:
+    files = on_a_disk()
+    file = IndexFile.create("/s/20231114221320000", 3, 8, files)
+    file.put(1, 10, START_MS)
+    file.close()
+    files.flush_folder("/s")
     assert_settled(files)
 
 
@@ -209,6 +222,31 @@ def test_a_file_of_the_index_is_written_again() -> None:
     again.files[0].write_again()
     again.flush()
     assert_settled(files)
+
+
+# --------------------------------------------------------------------------------------- a flush that failed
+
+
+@pytest.mark.parametrize("make", [lambda files: queue_of(files, 12), lambda files: index_of(files)])
+def test_names_that_were_not_flushed_are_flushed_next(make: Callable[[Files], ConsumeQueue | KeyIndex]) -> None:
+    count = 1
+    while True:
+        disk = on_a_disk()
+        files = FailingFiles(disk)
+        part = make(files)
+        if isinstance(part, KeyIndex):
+            part.append_many([(10, START_MS, range(7)), (20, START_MS, range(3))])
+        made = files.calls["flush_folder"]
+        files.fail("flush_folder", count)
+        try:
+            part.flush()
+        except StoreIOError:
+            part.flush()
+            assert_settled(disk)
+            count += 1
+        else:
+            assert count > files.calls["flush_folder"] - made > 0
+            return
 
 
 # ---------------------------------------------------------------------------------------- checkpoint and marker

@@ -142,7 +142,7 @@ UNIT = "tests/unit/test_{}.py".format
 CRASH = "tests/crash/test_{}.py".format
 TOLD_BY = {
     "files.": CRASH("disk_flushes"),
-    "flushing.": CRASH("parts") + " " + UNIT("flushing"),
+    "flushing.wait": UNIT("flushing"),
     "housekeeping.": UNIT("housekeeping"),
     "salvage.": CRASH("copies"),
     "snapshot.": CRASH("copies"),
@@ -213,7 +213,6 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("the index goes on where it ends", "recovery", "            begin = min(begin, index.end_physical_offset)\n        ahead", "        ahead"),
     ("index files ahead of the log", "recovery", "ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]", "ahead = []", UNIT("recovery")),
     ("an index header may be torn", "recovery", "        mend if clean or not writable else cuts,\n", "        mend,\n"),
-    ("an index that is gone", "recovery", "        if not index.files:\n            begin = log.begin\n", "", UNIT("recovery")),
     ("an index that lost its first files", "reconcile", "self.sound = not (self._none and self._end > begin)", "self.sound = True", CRASH("copies")),
     ("an index that is no index", "reconcile", "            if found is not None:\n                self.sound = False\n", "            if found is not None:\n", UNIT("verify")),
     ("keys that differ", "reconcile", "if run is not None or not there or there != expected[: len(there)]:", "if False:", UNIT("reconcile")),
