@@ -11,6 +11,7 @@
     ├── ClientError
     │   ├── ClientStateError        a producer or consumer is not in a state for the call; says which it is in
     │   ├── NoRouteError            no broker is known for a topic
+    │   ├── BrokerUnreachableError  a broker can't be reached, or its answer was lost           (ConnectionError)
     │   ├── SendTimeoutError        the time for all tries of a send is over                    (TimeoutError)
     │   └── BrokerError             a broker refused a request; ``code`` says why
     │       └── BrokerBusyError     it can't keep up: not sent again by itself
@@ -44,6 +45,7 @@ __all__ = [
     "BodyCompressionError",
     "BrokerBusyError",
     "BrokerError",
+    "BrokerUnreachableError",
     "ClientError",
     "ClientStateError",
     "ConfigError",
@@ -145,6 +147,10 @@ class ClientStateError(ClientError):
 
 class NoRouteError(ClientError):
     """No broker is known that has the topic, and none makes it."""
+
+
+class BrokerUnreachableError(ClientError, ConnectionError):
+    """A broker can't be reached, or its answer was lost: what was asked of it may have been done."""
 
 
 class SendTimeoutError(ClientError, TimeoutError):

@@ -5,9 +5,10 @@
     Step   librmq's own work: short, never blocks, runs no user code; under the runner's lock
     Work   user code (a listener, a check-back): without the lock; its outcome is applied under it
 
-Broker and clients see six names of a runner: ``now_ms``, ``lock``, ``wake``, ``submit``, ``point``, ``choose``. They
-neither sleep nor wait: a step says when it is due next, or None where it stands in the list of whoever will wake it.
-The usual order is due steps, ready work, then time; the runners differ only in who takes the next turn.
+Broker and clients see six names of a runner: ``now_ms``, ``lock``, ``wake``, ``submit``, ``point``, ``choose`` (and
+coroutines ``offload``). They neither sleep nor wait: a step says when it is due next, or None where it stands in the
+list of whoever will wake it. The usual order is due steps, ready work, then time; the runners differ only in who takes
+the next turn.
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class Runner:
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
         """One of what the real thing may do; the first is the usual one."""
         return options[0]
+
+    async def offload(self, call: Callable[[], _T]) -> _T:
+        """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
+        return call()
 
     # ---- taking turns
 
@@ -302,6 +307,10 @@ class ThreadRunner(Runner):
         if loop is None or loop.is_closed():
             loop = self._own_loop()
         asyncio.run_coroutine_threadsafe(run(), loop)
+
+    async def offload(self, call: Callable[[], _T]) -> _T:
+        """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
+        return await asyncio.to_thread(call)
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self.lock:
