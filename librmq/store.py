@@ -577,6 +577,10 @@ class MessageStore:
         self._drain()
         return self.queues.find((topic, queue_id))
 
+    def counts_as_on_disk(self, physical_offset: int) -> bool:
+        """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
+        return self._transfer.is_on_disk(self.log.end, physical_offset)
+
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.
 
