@@ -476,6 +476,10 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def is_writing(self) -> bool:
+        """Whether somebody appends at this moment."""
+        return self._lock.locked()
+
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
         validate_topic(topic)

@@ -180,7 +180,7 @@ class Pulling:
         body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
         message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
-        self._sending.put(message, 0, _wait=False)
+        self._sending.put(message, 0, wait=False)
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

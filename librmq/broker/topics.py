@@ -34,7 +34,17 @@ _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 class Topic:
     """One topic as `Topics` has it. ``queues`` is what a queue id of a send must be below."""
 
-    __slots__ = ("_turn", "is_multi_tag", "is_sendable", "name", "permission", "queues", "read_queues", "write_queues")
+    __slots__ = (
+        "_turn",
+        "is_multi_tag",
+        "is_retry",
+        "is_sendable",
+        "name",
+        "permission",
+        "queues",
+        "read_queues",
+        "write_queues",
+    )
 
     def __init__(self, name: str, row: dict[str, Any], is_sendable: bool) -> None:
         self.name = name
@@ -43,6 +53,7 @@ class Topic:
         self.queues = max(self.read_queues, self.write_queues)
         self.permission: int = row.get("perm", _READ_WRITE)
         self.is_multi_tag = row.get("topicFilterType") == "MULTI_TAG"
+        self.is_retry = name.startswith(RETRY_PREFIX)
         self.is_sendable = is_sendable
         self._turn = itertools.count()  # counting is one step for the interpreter
 
