@@ -174,7 +174,7 @@ class Broker:
         self.cluster_name = cluster_name
         self.config = config
         self.runner = runner
-        self.dead = False
+        self.dead = self.was_killed = False
         self._temporary: TemporaryDirectory[str] | None = None
         self._watchers: list[Callable[[], None]] = []
         files = files or DiskFiles()
@@ -287,9 +287,9 @@ class Broker:
         return answer
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """What the broker has of ``topic``; empty if nothing."""
+        """What the broker has of ``topic``; empty if nothing. Once it is closed: what it had."""
         found = self._topics.known.get(topic)
-        if found is None or self.dead:
+        if found is None:
             return ()
         return (QueueData(self.name, found.read_queues, found.write_queues, found.permission),)
 
@@ -304,7 +304,10 @@ class Broker:
         return self
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called, under the runner's lock, when topics or their queues change; gives what ends it."""
+        """Have ``changed`` called, under the runner's lock, when topics or their queues change, and when it closes.
+
+        Gives a function that ends it.
+        """
 
         def end() -> None:
             if changed in self._watchers:
@@ -553,7 +556,7 @@ class Broker:
 
     def close(self) -> None:
         """Save all and close the store; clients have been shut down before. Closing again does nothing."""
-        if not self._end():
+        if not self._end(was_killed=False):
             return
         now_ms = self.runner.now_ms()
         with ExitStack() as last:
@@ -567,17 +570,21 @@ class Broker:
 
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
-        if self._end():
+        if self._end(was_killed=True):
             try:
                 self.store.abandon()
             finally:
                 self._release()
 
-    def _end(self) -> bool:
+    def _end(self, *, was_killed: bool) -> bool:
+        """Take no more calls; false if that was so already."""
         with self.runner.lock:
-            was_open, self.dead = not self.dead, True
+            if self.dead:
+                return False
+            self.dead, self.was_killed = True, was_killed
             self._holds.by_queue.clear()
-            return was_open
+            self._changed()
+            return True
 
     def _release(self) -> None:
         if self._own_runner is not None:
