@@ -8,6 +8,9 @@
     ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
     ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
+    ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
+    ├── GroupMismatchError          instances of one consumer group subscribe to different things
+    ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -30,6 +33,7 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 __all__ = [
+    "AllocationError",
     "BodyChecksumError",
     "BodyCompressionError",
     "ConfigError",
@@ -39,7 +43,9 @@ __all__ = [
     "FilterEvaluationError",
     "FilterSyntaxError",
     "FlushFailedError",
+    "GroupMismatchError",
     "InputError",
+    "LargeBodyError",
     "MalformedError",
     "MessageIllegalError",
     "MissingExtraError",
@@ -80,6 +86,22 @@ class MissingExtraError(RmqError, ImportError):
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
         self.extra = extra
+
+
+class AllocationError(RmqError, ValueError):
+    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what the original throws."""
+
+    def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
+        super().__init__(reason)
+        self.java_name = java_name
+
+
+class GroupMismatchError(RmqError):
+    """The instances of one consumer group do not subscribe to the same; says which ones to what."""
+
+
+class LargeBodyError(RmqError, ValueError):
+    """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
 
 
 class FilterError(RmqError):
