@@ -429,12 +429,17 @@ class DiskFiles:
 
     def write(self, path: str, data: bytes) -> None:
         beside = path + ".tmp"
-        with _named("write", path):
-            with open(beside, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
+        try:
+            with _named("write", path):
+                with open(beside, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(beside, path)
+        except StoreIOError:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise
         self.flush_folder(os.path.dirname(path))
 
     def lock(self, path: str) -> FileLock:

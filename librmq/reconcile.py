@@ -513,16 +513,20 @@ def _first_not_older(queue: ConsumeQueue, end: int, begin: int) -> int | None:
 
 
 def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
-    """The first queue offset whose message is at or behind ``physical_offset``, by halving."""
+    """The first queue offset whose message is at or behind ``physical_offset``, by halving.
+
+    From the end on in growing steps before, since it mostly is there: so few files are mapped.
+    """
     low, high = queue.min_offset, queue.max_offset
+    step = 1
     while low < high:
-        middle = (low + high) // 2
+        middle = max(low, high - step) if step else (low + high) // 2
         at = _behind_filler(queue, middle, high)
         raw = queue.read(at, 1) if at < high else b""
         if not raw or ENTRY.unpack(raw)[0] >= physical_offset:
-            high = middle
+            high, step = middle, 2 * step
         else:
-            low = at + 1
+            low, step = at + 1, 0
     return _behind_filler(queue, low, queue.max_offset)
 
 
