@@ -25,7 +25,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
 from librmq.errors import (
     ConfigError,
@@ -567,6 +567,15 @@ class MessageStore:
         if found is None:
             raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")
         return BySql(found, self.filters)
+
+    def queue(self, topic: str, queue_id: int) -> ConsumeQueue | None:
+        """The entries of a queue, all that was acknowledged before the call among them; None if there is no such queue.
+
+        For reading only: the store writes it.
+        """
+        self._check_open()
+        self._drain()
+        return self.queues.find((topic, queue_id))
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.
