@@ -856,6 +856,8 @@ class MessageStore:
             if not self.read_only:
                 self._flush_derived()
                 if self._derived_failure is None:
+                    for queue in self.queues.opened():
+                        queue.flush()  # retention deletes files of queues that nobody wrote to
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                     clear_abort(self.files, self.path)
         finally:
@@ -864,14 +866,15 @@ class MessageStore:
     def abandon(self) -> None:
         """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
 
-        All that was appended stands in log, queues and index; the next `open` recovers. Doing so again, or after
-        `close`, does nothing.
+        All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
+        recovers. Doing so again, or after `close`, does nothing.
         """
         if not self._end("was abandoned"):
             return
         try:
             if not self.read_only:
-                self._dispatcher.drain()
+                with suppress(StoreIOError):
+                    self._dispatcher.drain()
         finally:
             self._release()
 
