@@ -19,6 +19,9 @@
     │   ├── RunnerClosedError       nothing runs any more: the broker was closed
     │   ├── EndlessLoopError        turns follow each other without an end; names what keeps them going
     │   └── NotIdleError            user code has not ended when everything should rest
+    ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
+    ├── GroupMismatchError          instances of one consumer group subscribe to different things
+    ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -41,6 +44,7 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 __all__ = [
+    "AllocationError",
     "BodyChecksumError",
     "BodyCompressionError",
     "BrokerBusyError",
@@ -56,7 +60,9 @@ __all__ = [
     "FilterEvaluationError",
     "FilterSyntaxError",
     "FlushFailedError",
+    "GroupMismatchError",
     "InputError",
+    "LargeBodyError",
     "MalformedError",
     "MessageIllegalError",
     "MissingExtraError",
@@ -102,6 +108,22 @@ class MissingExtraError(RmqError, ImportError):
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
         self.extra = extra
+
+
+class AllocationError(RmqError, ValueError):
+    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what the original throws."""
+
+    def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
+        super().__init__(reason)
+        self.java_name = java_name
+
+
+class GroupMismatchError(RmqError):
+    """The instances of one consumer group do not subscribe to the same; says which ones to what."""
+
+
+class LargeBodyError(RmqError, ValueError):
+    """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
 
 
 class FilterError(RmqError):
