@@ -476,6 +476,10 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def is_writing(self) -> bool:
+        """Whether somebody appends at this moment."""
+        return self._lock.locked()
+
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
         validate_topic(topic)
@@ -576,6 +580,10 @@ class MessageStore:
         self._check_open()
         self._drain()
         return self.queues.find((topic, queue_id))
+
+    def counts_as_on_disk(self, physical_offset: int) -> bool:
+        """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
+        return self._transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.
@@ -848,6 +856,8 @@ class MessageStore:
             if not self.read_only:
                 self._flush_derived()
                 if self._derived_failure is None:
+                    for queue in self.queues.opened():
+                        queue.flush()  # retention deletes files of queues that nobody wrote to
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                     clear_abort(self.files, self.path)
         finally:
@@ -856,14 +866,15 @@ class MessageStore:
     def abandon(self) -> None:
         """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
 
-        All that was appended stands in log, queues and index; the next `open` recovers. Doing so again, or after
-        `close`, does nothing.
+        All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
+        recovers. Doing so again, or after `close`, does nothing.
         """
         if not self._end("was abandoned"):
             return
         try:
             if not self.read_only:
-                self._dispatcher.drain()
+                with suppress(StoreIOError):
+                    self._dispatcher.drain()
         finally:
             self._release()
 
