@@ -5,6 +5,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, ConsumeContext, ConsumeHook, ConsumerCounts
 from librmq.consumer.orderly import Transaction
 from librmq.consumer.processqueue import ProcessQueue
+from librmq.consumer.pull import PullConsumer
 from librmq.consumer.push import PushConsumer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ConsumerCounts",
     "DeliveredMessage",
     "ProcessQueue",
+    "PullConsumer",
     "PullConsumerConfig",
     "PushConsumer",
     "Transaction",

@@ -80,6 +80,11 @@ class Member(Generic[C]):
         """A queue that is about to be taken."""
         raise NotImplementedError
 
+    @property
+    def shares_queues(self) -> bool:
+        """Whether rebalancing says which queues are held."""
+        return True
+
     def _take(self, held: HeldQueue) -> None:
         raise NotImplementedError
 

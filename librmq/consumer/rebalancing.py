@@ -84,7 +84,7 @@ class Rebalancing:
     def run_due(self, now_ms: int) -> int | None:
         """Compute the share of each topic, and make it what is held."""
         member = self._member
-        if member.stopping:
+        if member.stopping or not member.shares_queues:
             return None
         self._open = False
         changed = [topic for topic in member.subscriptions if self._topic(topic, now_ms)]
