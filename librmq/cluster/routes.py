@@ -102,7 +102,7 @@ class RouteTable:
         with self.runner.lock:
             link = self._entry(broker_name).link
             link.is_cut = True
-            for client_id in link.broker.client_ids():
+            for client_id in () if link.broker.dead else link.broker.client_ids():
                 link.broker.forget(client_id)
             self._changed()
 
