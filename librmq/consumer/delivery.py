@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from librmq.consumer.delivered import DeliveredMessage
@@ -138,25 +139,29 @@ class Delivery:
     # ---- one call
 
     def submit(
-        self, held: HeldQueue, messages: list[DeliveredMessage], done: Callable[[Any, Exception | None], None]
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
         """Let the listener run; ``done`` gets what it returned or raised."""
         consumer = self.consumer
         first = messages[0]
-        listener = consumer.listeners.get(first.topic)
-        if listener is None:  # the topic of a redelivery was given up, or was another consumer's of the group
-            listener = _unknown(first.topic)
+        topic = first.topic if held.is_retry else held.queue.topic
+        listener = consumer.listeners.get(topic)
+        if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
+            listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        queue = held.queue
+        broker_name = held.queue.broker_name
         self.runner.submit(
             Work(
                 f"{consumer.label} {held.label} {first.queue_offset}",
-                lambda: self._call(listener, held, messages),
-                done,
+                partial(self._call, listener, held, messages),
+                partial(done, held, messages, listener),
                 consumer.client,
                 loop=consumer.loop,
-                about=[(queue.broker_name, message.physical_offset) for message in messages],
+                about=[(broker_name, message.physical_offset) for message in messages],
             )
         )
 
@@ -195,11 +200,19 @@ class Delivery:
     def log_failure(self, held: HeldQueue, messages: Sequence[DeliveredMessage], error: Exception | None) -> None:
         """Once for each failure, with its address."""
         first = messages[0]
+        label = self.consumer.label
         where = f"{held.label} at {first.queue_offset} ({first.message_id})"
+        fields = {
+            "rmq_group": self.consumer.group,
+            "rmq_topic": first.topic,
+            "rmq_queue": str(held.queue),
+            "rmq_queue_offset": first.queue_offset,
+            "rmq_message_id": first.message_id,
+        }
         if error is None or isinstance(error, ReconsumeLater | SuspendQueue):
-            _log.info("%s: later: %s %s", self.consumer.label, where, error or "")
+            _log.info("%s: later: %s %s", label, where, error or "", extra=fields)
         else:
-            _log.warning("%s: the listener failed on %s", self.consumer.label, where, exc_info=error)
+            _log.warning("%s: the listener failed on %s", label, where, exc_info=error, extra=fields)
 
 
 async def _after(result: Awaitable[object], after: list[Callable[[object, Exception | None], None]]) -> object:
