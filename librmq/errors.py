@@ -7,6 +7,7 @@
     ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
     ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
     ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
+    ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
@@ -51,6 +52,7 @@ __all__ = [
     "StoreError",
     "StoreIOError",
     "StoreLockedError",
+    "TransactionRefusedError",
 ]
 
 
@@ -72,6 +74,14 @@ class MalformedError(RmqError, ValueError):
 
 class InputError(RmqError, ValueError):
     """A line of input is no valid row or operation; names the line. What came before it stays."""
+
+
+class TransactionRefusedError(RmqError):
+    """The end of a transaction is refused; nothing was written. ``code`` is the broker's response code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class MissingExtraError(RmqError, ImportError):
