@@ -76,7 +76,7 @@ class BrokerConfig:
 
     def make_topic(self, topic: str, *, queues: int = 1, permission: int = 6) -> None:
         """`set_topic`, unless there is such a topic already."""
-        if topic not in self._topics.rows:
+        if topic not in self.topics.rows:
             self.set_topic(topic, read_queues=queues, write_queues=queues, permission=permission)
 
     def set_group(self, group: str, *, retry_max_times: int) -> None:
