@@ -275,6 +275,8 @@ def test_sql_filters_are_registered_kept_and_die() -> None:
 def test_progress_is_saved_five_seconds_after_it_changed() -> None:
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)
+    for _ in range(4):
+        send(broker, "T", queue_id=1)
     broker.call(UpdateOffset("g", "T", 1, 4))
     runner.advance(4_999)
     assert files.size("/b/config/consumerOffset.json") is None
@@ -286,6 +288,20 @@ def test_progress_is_saved_five_seconds_after_it_changed() -> None:
     with opened(files, runner) as again:
         assert (again.consumer_offset("g", "T", 1), again.consumer_offset("g", "T")) == (4, None)
         assert refusal(again.call, UpdateOffset("g", "T", 1, -1)) == ResponseCode.SYSTEM_ERROR
+
+
+def test_progress_behind_the_end_after_a_crash_is_put_back() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner)
+    send(broker, "T")
+    for queue_id, queue_offset in ((0, 3), (1, 7), (2, 0)):  # as if messages behind it had not reached the device
+        broker.call(UpdateOffset("g", "T", queue_id, queue_offset))
+    broker.close()
+    with opened(files, runner) as again:
+        assert again.consumer_offsets("g", "T") == {0: 3, 1: 7, 2: 0}
+        again.abandon()
+    with opened(files, runner) as again:
+        assert again.consumer_offsets("g", "T") == {0: 1, 1: 0, 2: 0}
 
 
 def test_progress_that_was_never_stored() -> None:
