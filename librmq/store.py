@@ -581,6 +581,18 @@ class MessageStore:
         self._drain()
         return self.queues.find((topic, queue_id))
 
+    def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
+
+        What was appended counts at once, entries that are not written yet among it.
+        """
+        self._check_open()
+        queue = self.queues.find((topic, queue_id))
+        if queue is None:
+            return 0, 0
+        lane = self._lanes.get((topic, queue_id))
+        return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
+
     def counts_as_on_disk(self, physical_offset: int) -> bool:
         """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
         return self._transfer.is_on_disk(self.log.end, physical_offset)
