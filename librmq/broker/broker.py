@@ -30,6 +30,7 @@ from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
+from librmq.broker.transactions import BrokerTransactions, DiscardHook
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import Clock, ManualClock
 from librmq.config import StoreConfig
@@ -54,6 +55,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteTopic,
     Endpoint,
+    EndTransaction,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -219,6 +221,7 @@ class Broker:
             config,
             self.cluster_name,
             self._delayed,
+            self._prepared,
             self._wake_housekeeping if by_hand else None,
         )
         self._pulling = Pulling(
@@ -233,6 +236,19 @@ class Broker:
             self._sending,
             name,
         )
+        self._transactions = BrokerTransactions(
+            runner,
+            store,
+            self._topics,
+            self._registry,
+            self._offsets,
+            self._sending,
+            self._delayed,
+            name,
+            config.transactions,
+            config.original_transactions,
+        )
+        self._checking = Step(f"{name} checks half messages", self._transactions.run_due, self)
         sending, pulling = self._sending, self._pulling
         registry, topics = self._registry, self._topics
         locks = QueueLocks(round(1000 * config.lock_expiry_s))
@@ -243,6 +259,7 @@ class Broker:
         locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
             SendMessage: sending.send,
+            EndTransaction: locked(self._transactions.end),
             SendBatch: sending.send_batch,
             SendBack: sending.send_back,
             PullMessage: pulling.pull,
@@ -269,6 +286,7 @@ class Broker:
             due = self._schedule.run_due(now_ms)
             if due is not None:
                 runner.wake(self._delay, due)
+            runner.wake(self._checking)
 
     # ---- endpoint and route
 
@@ -409,7 +427,17 @@ class Broker:
         """What a consumer group has given up."""
         return list(self.messages(dead_letter_topic(group)))
 
+    @property
+    def discard_hooks(self) -> list[DiscardHook]:
+        """Called with each half message that a check gives up, and how often it had been checked."""
+        return self._transactions.discard_hooks
+
     # ---- turns and life
+
+    def _prepared(self) -> None:
+        if self._checking.at is None:
+            with self.runner.lock:
+                self.runner.wake(self._checking)
 
     def _delayed(self, level: int, store_timestamp_ms: int) -> None:
         self.runner.wake(self._delay, self._schedule.due_for(level, store_timestamp_ms))

@@ -48,10 +48,11 @@ class Sending:
         settings: BrokerSettings,
         cluster_name: str,
         delayed: Callable[[int, int], None],
+        prepared: Callable[[], None],
         stored: Callable[[], None] | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``stored()``, unless None, of each message at all.
+        ``prepared()`` of each half message, ``stored()``, unless None, of each message at all.
         """
         self._runner = runner
         self._store = store
@@ -62,6 +63,7 @@ class Sending:
         self._holds = holds
         self._cluster = cluster_name
         self._delayed = delayed
+        self._prepared = prepared
         self._stored = stored
         self._busy_after_ms = round(1000 * settings.busy_after_s)
         self._stuck_at = -1  # the log's end when a write was last seen under way,
@@ -104,6 +106,8 @@ class Sending:
             request.reconsume_times,
             wait is None or wait == "true" or wait.lower() == "true",
         )
+        if made.topic == HALF_TOPIC:
+            self._prepared()
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(_OK, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
