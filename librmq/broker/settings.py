@@ -38,12 +38,10 @@ class BrokerSettings:
     delay: DelaySettings = field(default_factory=DelaySettings)
     """When delayed messages are looked at, and their progress is saved."""
     transactions: TransactionSettings = field(default_factory=TransactionSettings)
-    """When halves are checked, and how often."""
-    original_transactions: bool = False
-    """End and check transactions as the original does, its harm included (see `librmq.txn.Transactions`)."""
+    """When half messages are checked."""
 
     def __post_init__(self) -> None:
-        for name in ("auto_create_topic", "auto_create_group", "original_transactions"):
+        for name in ("auto_create_topic", "auto_create_group"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, found {getattr(self, name)!r}")
         queues = self.default_topic_queues
@@ -53,7 +51,6 @@ class BrokerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
                 raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")
-        if not isinstance(self.delay, DelaySettings):
-            raise ConfigError(f"delay: expected DelaySettings, found {self.delay!r}")
-        if not isinstance(self.transactions, TransactionSettings):
-            raise ConfigError(f"transactions: expected TransactionSettings, found {self.transactions!r}")
+        for name, kind in (("delay", DelaySettings), ("transactions", TransactionSettings)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name}: expected {kind.__name__}, found {getattr(self, name)!r}")
