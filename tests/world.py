@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 from librmq.broker import Broker
+from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import BrokerUnreachableError
+from librmq.files import MemoryFiles
 from librmq.message import Message, MessageQueue
 from librmq.producer import Producer, SendResult
 from librmq.protocol import Endpoint, QueueData, Request, Route
@@ -127,8 +129,9 @@ class World:
 
 
 @contextmanager
-def world(queues: int = 4, **settings: Any) -> Iterator[World]:
-    with Broker.temporary(runner=ManualRunner(), **settings) as broker:
+def world(queues: int = 4, runner: ManualRunner | None = None, **store: Any) -> Iterator[World]:
+    config = StoreConfig.embedded(commitlog_file_size=1 << 20, max_total_size=1 << 30, **store)
+    with Broker.open("/store", files=MemoryFiles(), store_config=config, runner=runner or ManualRunner()) as broker:
         broker.create_topic("t", queues)
         one = World(broker)
         yield one

@@ -36,7 +36,7 @@ from librmq.protocol import (
     SendBack,
     UpdateOffset,
 )
-from librmq.runner import ManualRunner, ThreadRunner
+from librmq.runner import ThreadRunner
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 
@@ -104,21 +104,14 @@ def test_only_tags_that_are_asked_for(world: World) -> None:
     assert sum(world.broker.consumer_offsets("g", "t").values()) == 4  # what was passed over counts as consumed
 
 
-def test_sql(world: World) -> None:
-    broker = Broker.temporary(runner=ManualRunner(), store_config=_with_sql())
-    with broker:
-        other = World(broker)
-        other.consumer(sql="amount > 100").start()
+def test_sql() -> None:
+    with make_world(1, enable_property_filter=True) as world:
+        world.consumer(sql="amount > 100").start()
         for amount in ("50", "150"):
-            other.send(amount, properties={"amount": amount})
-        other.advance(30)
-        assert other.bodies() == ["150"]
-
-
-def _with_sql() -> Any:
-    from librmq.config import StoreConfig
-
-    return StoreConfig.embedded(commitlog_file_size=4 << 20, max_total_size=1 << 30, enable_property_filter=True)
+            world.send(amount, properties={"amount": amount})
+        world.advance(30)
+        assert world.bodies() == ["150"]
+        assert world.broker.consumer_offset("g", "t") == 2
 
 
 def test_a_batch_never_spans_two_pulls(one_queue: World) -> None:
