@@ -18,6 +18,7 @@
     │   ├── RunnerClosedError       nothing runs any more: the broker was closed
     │   ├── EndlessLoopError        turns follow each other without an end; names what keeps them going
     │   └── NotIdleError            user code has not ended when everything should rest
+    ├── DedupStoreError             a dedup store can't be reached, or refuses; nothing is known of the record
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -48,6 +49,7 @@ __all__ = [
     "ClientStateError",
     "ConfigError",
     "CorruptionError",
+    "DedupStoreError",
     "DiskFullError",
     "EndlessLoopError",
     "FilterError",
@@ -100,6 +102,10 @@ class MissingExtraError(RmqError, ImportError):
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
         self.extra = extra
+
+
+class DedupStoreError(RmqError):
+    """A dedup store can't be reached, or refuses: whether the record was written is not known."""
 
 
 class FilterError(RmqError):

@@ -26,7 +26,7 @@ DEMO = CHECKOUT / "examples" / "demo_store.py"
 STAMP = "librmq-stamp.json"
 
 DEMO_EXTRAS = frozenset({"cli", "compression"})
-CHECK_EXTRAS = frozenset({"arrow", "cli", "compression", "dev", "jvm", "spark", "test"})
+CHECK_EXTRAS = frozenset({"arrow", "bloom", "cli", "compression", "dev", "jvm", "redis", "spark", "sql", "test"})
 
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark"
