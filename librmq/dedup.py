@@ -218,7 +218,7 @@ class DedupListener:
             raise ReconsumeLater(f"{key}: is being consumed")
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over")
-            _log.warning("%s: taken over from a holder that did not end within %d ms", key, self._consuming_ms)
+            _log.warning("%s: taken over from a holder that did not end in time", key)
         return _Held(key, owner)
 
     def _finish(self, held: _Held) -> Generator[_Ask, Any, None]:

@@ -30,8 +30,9 @@ class SqlDedupStore:
     """Records in the table ``table`` of a database; `librmq.sqltables` tells its columns. Thread-safe.
 
     ``engine`` is an ``Engine``, or a URL from which one is made. Of an engine, connections are used that commit each
-    statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None``, as this one does for a
-    URL, it has no other round trips than those of the calls. `create` makes the table.
+    statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None,
+    skip_autocommit_rollback=True``, as it is for a URL, there are no other round trips than those of the calls.
+    `create` makes the table.
     """
 
     blocking = True
@@ -39,7 +40,9 @@ class SqlDedupStore:
     def __init__(self, engine: sqlalchemy.Engine | str, *, table: str = "rmq_dedup") -> None:
         if isinstance(engine, str):
             try:
-                engine = sqlalchemy.create_engine(engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None)
+                engine = sqlalchemy.create_engine(
+                    engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True
+                )
             except (SQLAlchemyError, ImportError) as error:
                 raise DedupStoreError(f"no engine can be made of that URL: {error}") from error
             self._owned: sqlalchemy.Engine | None = engine
@@ -49,18 +52,18 @@ class SqlDedupStore:
         self.table = table
         self._connected = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._statements = DedupStatements(table)
-        name = engine.dialect.name
-        self._claim_with = {
-            "postgresql": self._claim_returning,
-            "sqlite": self._claim_returning,
-            "mysql": self._claim_mysql,
-            "mariadb": self._claim_mysql,
-        }.get(name, self._claim_step_by_step)
-        if name in ("mysql", "mariadb"):
+        self._claim_with = self._claim_returning
+        if engine.dialect.name in ("mysql", "mariadb"):
+            self._claim_with = self._claim_mysql
             self._statements.claim = _mysql_claim(table)
             self._statements.purge = f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit"
-        elif name not in ("postgresql", "sqlite"):
-            self._statements.purge = f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms"
+        elif engine.dialect.name not in ("postgresql", "sqlite"):
+            self.say_portably()
+
+    def say_portably(self) -> None:
+        """Use the statements that every database takes, as is done by itself for those not named above."""
+        self._claim_with = self._claim_step_by_step
+        self._statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"
 
     def create(self) -> SqlDedupStore:
         """Make the table, or bring it up to date; can be called at every start."""

@@ -140,9 +140,13 @@ def _process(
                 _CLOCK.wait(threading.Event(), 0.1)
         yield process
     finally:
-        process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
+        # PostgreSQL has children and shared memory to clear away; of the others nothing is left but their folder.
+        if "postgres" in str(command[0]):
+            process.send_signal(signal.SIGINT)
+        else:
+            process.kill()
         try:
-            process.wait(10)
+            process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
