@@ -141,8 +141,11 @@ class Link:
             driver = connection.connection.dbapi_connection
         get = getattr(driver, "get_autocommit", None)
         value = get() if callable(get) else getattr(driver, "autocommit", False)
-        # sqlite3 before 3.12, and its legacy mode since, say it by the isolation level.
-        if value is True or value == 1 or (getattr(driver, "isolation_level", "") is None and value in (False, -1)):
+        by_itself = value is True or value == 1
+        if self.dialect == "sqlite" and getattr(driver, "autocommit", -1) == -1:
+            # sqlite3's legacy mode, the only one before 3.12, says it by the isolation level.
+            by_itself = driver.isolation_level is None
+        if by_itself:
             raise ConfigError("the connection commits each statement by itself: open it without autocommit")
 
 
