@@ -42,6 +42,7 @@ _log = logging.getLogger("librmq.outbox")
 _BATCH: Final = 100
 _FIRST_DELAY_MS: Final = 1_000
 _LAST_DELAY_MS: Final = 60_000
+_PURGE_INTERVAL_MS: Final = 60_000
 _MAX_BODY: Final = 4 << 20
 _SENT: Final = frozenset({"SEND_OK", "OK"})
 
@@ -154,6 +155,7 @@ class OutboxSender:
         self._poll_ms = milliseconds("poll_interval", poll_interval)
         self._keep_ms = milliseconds("keep_sent", keep_sent)
         self._clock = clock or SystemClock()
+        self._purge_at_ms = self._next_purge_ms()
         self._background: Background | None = None
         self._closing = False
 
@@ -284,12 +286,18 @@ class OutboxSender:
             _log.warning("%s: row %d was sent after its claim had expired: it may be sent twice", self.table, row.id)
 
     def _purge(self) -> None:
-        """Rows that were sent long enough ago; their time is that of their mark."""
+        """Rows that were sent long enough ago; their time is that of their mark. Once a minute: it locks rows."""
+        if self._clock.now_ms() < self._purge_at_ms:
+            return
+        self._purge_at_ms = self._next_purge_ms()
         with self._link() as link:
             link.execute(
                 f"DELETE FROM {self.table} WHERE state = 1 AND due_timestamp_ms <= :before_ms",
                 before_ms=self._clock.now_ms() - self._keep_ms,
             )
+
+    def _next_purge_ms(self) -> int:
+        return self._clock.now_ms() + min(self._keep_ms, _PURGE_INTERVAL_MS)
 
     # ---- the database
 

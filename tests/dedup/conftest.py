@@ -79,6 +79,8 @@ class Place:
             return RedisDedupStore(self._stack.enter_context(closing(redis.Redis.from_url(self.server.url))))
         url = self.server.url if self.server is not None else f"sqlite:///{self.path}"
         store = self._stack.enter_context(SqlDedupStore(url))
+        if self.server is None:
+            sqlalchemy.event.listen(store.engine, "connect", _without_flushes)
         if self.name == "sql-portable":
             store.say_portably()
         return store.create()
@@ -137,7 +139,9 @@ class Database:
         """A plain DB-API connection."""
         if self.name == "sqlite":
             assert self.engine.url.database is not None
-            return sqlite3.connect(self.engine.url.database)
+            connection = sqlite3.connect(self.engine.url.database)
+            connection.execute("PRAGMA synchronous = OFF")
+            return connection
         if self.name == "postgresql":
             import psycopg
 
@@ -151,6 +155,12 @@ class Database:
         return int(self.run("SELECT COUNT(*) FROM effects WHERE name = :name", name=name)[0][0])
 
 
+def _without_flushes(connection: Any, _: object) -> None:
+    """No test takes the power away."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = OFF")
+
+
 @pytest.fixture(scope="session")
 def database(
     server: Callable[[str], Server], tmp_path_factory: pytest.TempPathFactory
@@ -162,6 +172,8 @@ def database(
         if name not in databases:
             url = server(name).url if name in STARTERS else f"sqlite:///{tmp_path_factory.mktemp('db') / 'shop.db'}"
             engine = sqlalchemy.create_engine(url)
+            if name == "sqlite":
+                sqlalchemy.event.listen(engine, "connect", _without_flushes)
             upgrade_tables(engine)
             made = databases[name] = Database(name, url, engine)
             made.run("CREATE TABLE effects (name VARCHAR(100) NOT NULL)")
