@@ -6,6 +6,7 @@ import itertools
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,6 +86,11 @@ class Place:
             store.say_portably()
         return store.create()
 
+    @cached_property
+    def handle(self) -> DedupStore:
+        """One for all who do not care."""
+        return self.open()
+
     def close(self) -> None:
         self._stack.close()
 
@@ -109,7 +115,7 @@ def place(
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, place: Callable[[str], Place]) -> DedupStore:
     """Each of the stores."""
-    return place(request.param).open()
+    return place(request.param).handle
 
 
 @pytest.fixture
