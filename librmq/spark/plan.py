@@ -28,7 +28,7 @@ from librmq.files import DiskFiles
 from librmq.spark.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
 from librmq.store import MessageStore
 
-__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice", "cut"]
+__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
 
 QueueName = tuple[str, int]
 
@@ -112,24 +112,34 @@ class PlannedStore:
                 raise
             store = None
             damage.append(str(error))
-        config = layout.infer_config(path, files) if store is None else store.config
-        starts = _log_files(path, config, files)
+        planned = cls(path, layout.infer_config(path, files), 0, 0, {}, damage, store)
+        planned._look(wanted, mode)
+        return planned
+
+    def refresh(self, wanted: Wanted, mode: Mode) -> None:
+        """Look again at what somebody else has done to the store meanwhile."""
+        if self._store is not None:
+            self._store.refresh()
+        self._look(wanted, mode)
+
+    def _look(self, wanted: Wanted, mode: Mode) -> None:
+        files, store = DiskFiles(), self._store
+        self.config = config = self.config if store is None else store.config
+        self.queues = {}
+        starts = _log_files(self.path, config, files)
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
-        begin = min(starts, default=0) if store is None else store.log.begin
-        end = whole_end if store is None or mode != "FAILFAST" else store.log.end
-        planned = cls(path, config, begin, end, {}, damage, store)
-        names = layout.list_queues(path, files) if store is None else list(store.queues)
+        self.log_begin = min(starts, default=0) if store is None else store.log.begin
+        self.log_end = whole_end if store is None or mode != "FAILFAST" else store.log.end
+        names = layout.list_queues(self.path, files) if store is None else list(store.queues)
         for name in sorted(names):
             if wanted.queue(*name):
                 try:
-                    found = planned._queue(name, files, mode)
+                    self.queues[name] = self._queue(name, files, mode)
                 except CorruptionError as error:
                     if mode == "FAILFAST":
                         raise
-                    damage.append(str(error))
-                else:
-                    planned.queues[name] = found
-        return planned
+                    if str(error) not in self.damage:
+                        self.damage.append(str(error))
 
     def close(self) -> None:
         if self._store is not None:
@@ -361,7 +371,3 @@ def _log_files(path: str, config: StoreConfig, files: DiskFiles) -> list[int]:
     entries: Iterable[Any] = files.list(os.path.join(path, layout.COMMITLOG))
     return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]
 
-
-def cut(stores: Iterable[PlannedStore], ranges: Iterable[Mapping[QueueName, range]], least: int) -> list[Part]:
-    """The parts of several stores."""
-    return [part for store, wanted in zip(stores, ranges, strict=True) for part in store.parts(wanted, least)]

@@ -26,6 +26,7 @@ from pyspark.sql.datasource import (
     GreaterThanOrEqual,
     In,
     InputPartition,
+    IsNotNull,
     LessThan,
     LessThanOrEqual,
 )
@@ -121,7 +122,9 @@ class PushingReader(Reader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
         for filter_ in filters:
-            wanted, whole = _narrowed(self._options.wanted, filter_, self._options.view)
+            wanted, whole = _narrowed(
+                self._options.wanted, filter_, self._options.view, self._options.mode != "PERMISSIVE"
+            )
             self._options = replace(self._options, wanted=wanted)
             if not whole:
                 yield filter_
@@ -154,12 +157,14 @@ def plan_batch(options: ReadOptions) -> list[Part]:
     return parts
 
 
-def _narrowed(wanted: Wanted, filter_: Filter, view: str) -> tuple[Wanted, bool]:
+def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> tuple[Wanted, bool]:
     """``wanted`` with a filter of Spark's taken in, and whether that is all of it."""
     attribute = getattr(filter_, "attribute", ())
     if len(attribute) != 1 or view == "log":
         return wanted, False
     name, value = attribute[0], getattr(filter_, "value", None)
+    if isinstance(filter_, IsNotNull):
+        return wanted, never_null and name in ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
     if isinstance(filter_, EqualTo | EqualNullSafe):
         values = (value,)
     elif isinstance(filter_, In):
