@@ -25,7 +25,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
 from librmq.errors import (
     ConfigError,
@@ -568,6 +568,15 @@ class MessageStore:
             raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")
         return BySql(found, self.filters)
 
+    def queue(self, topic: str, queue_id: int) -> ConsumeQueue | None:
+        """The entries of a queue, all that was acknowledged before the call among them; None if there is no such queue.
+
+        For reading only: the store writes it.
+        """
+        self._check_open()
+        self._drain()
+        return self.queues.find((topic, queue_id))
+
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.
 
@@ -839,6 +848,8 @@ class MessageStore:
             if not self.read_only:
                 self._flush_derived()
                 if self._derived_failure is None:
+                    for queue in self.queues.opened():
+                        queue.flush()  # retention deletes files of queues that nobody wrote to
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                     clear_abort(self.files, self.path)
         finally:
@@ -847,14 +858,15 @@ class MessageStore:
     def abandon(self) -> None:
         """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
 
-        All that was appended stands in log, queues and index; the next `open` recovers. Doing so again, or after
-        `close`, does nothing.
+        All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
+        recovers. Doing so again, or after `close`, does nothing.
         """
         if not self._end("was abandoned"):
             return
         try:
             if not self.read_only:
-                self._dispatcher.drain()
+                with suppress(StoreIOError):
+                    self._dispatcher.drain()
         finally:
             self._release()
 

@@ -210,5 +210,6 @@ def _parser() -> argparse.ArgumentParser:
         help="explain this expression; without one, each case on standard input",
     )
     sub.add_argument("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties")
+    command("allocate", "allocation", "share queues out, or choose one, for the cases on standard input", store=False)
     command("bloom", "filters", "print the bit positions of strings from standard input", store=False)
     return parser

@@ -10,7 +10,8 @@
     sleep, wait_dispatch              time goes on; nothing visible
     crash                             lets go of the store as a process does that dies
 
-Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``.
+Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``. From the first ``at_ms``
+on delayed messages are delivered on the way, looked at every 100 ms.
 
 Transactions end as 4.9.4's ``EndTransactionProcessor`` and ``TransactionalMessageBridge`` end them: the final
 message first, then an op message, by which the check of prepared messages knows that the half is done with.
@@ -29,11 +30,11 @@ from librmq import codec, layout
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
+from librmq.delay import DelaySchedule, DelaySettings
 from librmq.dispatch import parse_level
 from librmq.errors import InputError, MessageIllegalError
 from librmq.files import DiskFiles
 from librmq.filter.registrations import Registrations
-from librmq.levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.load import fields
 from librmq.load.fields import Row
 from librmq.message import Message, StoredMessage
@@ -46,7 +47,7 @@ _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
 _BORN_HOST: Final = ("192.168.1.10", 54321)
 _ZLIB_LEVEL: Final = 5
 _COMPRESSION_TYPE_BITS: Final = 0x300
-_LOOK_EVERY_MS: Final = 100
+_LOOKS: Final = DelaySettings(first_look_s=0, save_every_s=None)
 _LAST_MS: Final = 253_402_300_799_999  # the year 9999 ends: index files are named by date
 
 _SUCCESS: Final = 0
@@ -138,8 +139,7 @@ class _Operations:
         self._tell = tell
         self._line = 0
         self._stamped = False  # whether a message was put
-        self._look_from_ms: int | None = None  # the first at_ms; before it nobody looks for what is due
-        self._due_ms: dict[int, int] = {}  # by delay level: when the first message that waits there is due
+        self._schedule: DelaySchedule | None = None  # from the first at_ms on: before it nobody looks for what is due
         self._halves: dict[str, _Half] = {}
         self._filters = filters
         self._filters_changed = False
@@ -182,59 +182,37 @@ class _Operations:
     # --------------------------------------------------------------------------------------------------- time
 
     def _move_to(self, now_ms: int) -> None:
-        if self._look_from_ms is None:
+        if self._schedule is None:
             # Operations are often recorded ones, so the first time may lie before the start, as long as no
             # message bears the time of the start.
             if now_ms < self._clock.now_ms() and self._stamped:
                 raise InputError(f"at_ms: {now_ms} lies before the start, of which messages bear the time")
             self._clock.start_at(now_ms)
-            self._look_from_ms = now_ms
+            self._schedule = DelaySchedule(self._store, self._tables, now_ms, _LOOKS)
             if self._early_filters:
                 self._filters.load({"filterDataByTopic": self._tables.filters}, now_ms)
                 for early in self._early_filters:
                     self._filters.register(*early, now_ms)
         elif now_ms < self._clock.now_ms():
             raise InputError(f"at_ms: it is {self._clock.now_ms()} already, time can't go back to {now_ms}")
-        self._clock.move_to(now_ms)
-        self._check_due()
+        self._pass_to(now_ms)
 
     def _sleep(self, row: Row) -> Row:
         now_ms = self._clock.now_ms() + fields.whole(row, "ms", 0, _LAST_MS)
         if now_ms > _LAST_MS:
             raise InputError("ms: leads beyond the year 9999")
-        self._clock.move_to(now_ms)
-        self._check_due()
+        self._pass_to(now_ms)
         return {}
 
-    def _check_due(self) -> None:
-        """Stop where a delayed message would have been delivered by now."""
-        begin, now_ms = self._look_from_ms, self._clock.now_ms()
-        if begin is None:
-            return
-        for level in range(1, self._store.levels.max_level + 1):
-            if level not in self._due_ms:
-                waiting = self._first_waiting(level)
-                if waiting is None:
-                    continue
-                stored_ms = waiting.store_timestamp_ms
-                due_ms = self._store.levels.deliver_timestamp_ms(level, stored_ms)
-                self._due_ms[level] = due_ms if stored_ms <= now_ms else now_ms  # the clock was changed: now
-            looks = max(0, -(-(self._due_ms[level] - begin) // _LOOK_EVERY_MS))
-            if begin + looks * _LOOK_EVERY_MS <= now_ms:
-                raise InputError(
-                    f"a message of delay level {level} is due at {self._due_ms[level]}: "
-                    f"timed delivery is not supported yet"
-                )
-
-    def _first_waiting(self, level: int) -> StoredMessage | None:
-        """The next message that is to be delivered from a delay level."""
-        queue_id = queue_id_of_level(level)
-        queue = self._store.queues.get((SCHEDULE_TOPIC, queue_id))
-        if queue is None:
-            return None
-        progress = max(self._tables.delay_offset(level), queue.min_offset)
-        messages = self._store.read(SCHEDULE_TOPIC, queue_id, progress, 1).messages
-        return messages[0] if messages else None
+    def _pass_to(self, now_ms: int) -> None:
+        """Let time pass, and deliver on the way what becomes due."""
+        schedule, clock = self._schedule, self._clock
+        if schedule is not None:
+            due_ms = schedule.run_due(clock.now_ms())
+            while due_ms is not None and due_ms <= now_ms:
+                clock.move_to(due_ms)
+                due_ms = schedule.run_due(due_ms)
+        clock.move_to(now_ms)
 
     # ----------------------------------------------------------------------------------------------- messages
 
@@ -423,7 +401,7 @@ class _Operations:
         registration = (topic, group, fields.text(row, "expr"), "SQL92", fields.int64(row, "version"))
         known = self._filters.get(topic, group) is not None
         registered = self._filters.register(*registration, self._clock.now_ms())
-        if self._look_from_ms is None and (known or registered):
+        if self._schedule is None and (known or registered):
             self._early_filters.append(registration)
         self._filters_changed = True
         return {"registered": registered}
@@ -434,6 +412,8 @@ class _Operations:
     def persist(self) -> None:
         """Write the broker's tables."""
         now_ms = self._clock.now_ms()
+        if self._schedule is not None:
+            self._schedule.save(now_ms)
         if self._filters_changed:
             self._tables.set_filters(self._filters.to_document(now_ms)["filterDataByTopic"])
         self._tables.persist(now_ms)

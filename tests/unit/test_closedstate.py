@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.store import MessageStore
+from librmq.testing import FailingFiles
 from librmq.verify import verify
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, fill, in_memory, opened, served
 
@@ -158,3 +160,23 @@ def test_after_a_kill_it_is_not_looked_at() -> None:
     died = in_memory(contents(files))
     with opened(died) as again:
         assert len(served(again)) == 201
+
+
+def test_a_disk_without_room_for_it_is_closed_cleanly_all_the_same() -> None:
+    memory = in_memory(closed())
+    before = contents(memory)
+    for call in ("write", "make_folder"):
+        files = FailingFiles(memory)
+        store = opened(files)
+        files.fail(call)
+        store.close()
+        assert contents(memory) == {path: data for path, data in before.items() if path != CLOSED}
+    with opened(memory) as store:
+        assert store.recovered == []
+        assert len(served(store)) == 200
+    files = FailingFiles(memory)
+    store = opened(files)
+    files.fail("write", code=errno.EIO)
+    with pytest.raises(StoreIOError):
+        store.close()
+    assert "abort" in contents(memory)
