@@ -61,7 +61,7 @@ def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
     kind = np.dtype(dtype)
     if len(raw) < kind.itemsize:
         return np.zeros(len(positions), kind)
-    return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]  # type: ignore[no-any-return]
+    return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]
 
 
 def _offsets(begins: Ints, ends: Ints) -> npt.NDArray[np.int32]:
@@ -202,7 +202,7 @@ class Block:
         if not len(at) or len(self._raw) < size:
             return np.zeros(len(at), HEADER)
         window = np.ndarray((len(self._raw) - size + 1,), f"V{size}", self._raw, strides=(1,))
-        return window[at].view(HEADER)  # type: ignore[no-any-return]
+        return window[at].view(HEADER)
 
     def reason(self, row: int) -> RecordError:
         """What is wrong with a row that is not sound."""
@@ -210,7 +210,7 @@ class Block:
         if not 0 <= place <= len(self._raw) - codec.FIXED_SIZE:
             return RecordError("expected a record, found the end of the file")
         try:
-            codec.frame(memoryview(self._raw), place, len(self._raw))
+            codec.frame(self._raw.data, place, len(self._raw))
         except RecordError as error:
             return error
         assert self._sizes is not None
@@ -278,7 +278,7 @@ class Block:
         """The rows whose stored body does not match its checksum."""
         begins, ends = self._body
         expected = self._head["body_crc"].tolist()
-        view, crc32 = memoryview(self._raw), zlib.crc32
+        view, crc32 = self._raw.data, zlib.crc32
         found = [crc32(view[a:b]) & 0x7FFFFFFF for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
         wrong = (np.array(found, np.int64) != np.array(expected, np.int64)) & self.sound & (ends > begins)
         return {

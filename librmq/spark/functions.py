@@ -19,13 +19,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from librmq import rebalance
-from librmq.errors import AllocationError, ConfigError, FilterError, FilterSyntaxError
+from librmq.errors import AllocationError, ConfigError, FilterError
 from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.parser import Dialect
@@ -47,9 +47,7 @@ _ARROW_SHARES: Final = pa.map_(pa.string(), pa.list_(_ARROW_QUEUE))
 # ------------------------------------------------------------------------------------------------------------ filters
 
 
-def match_sql(
-    properties: Column | str | Mapping[str, Column], expression: str, *, dialect: Dialect = "4.9"
-) -> Column:
+def match_sql(properties: Column | str | Mapping[str, Column], expression: str, *, dialect: Dialect = "4.9") -> Column:
     """Whether the broker would deliver a message with these properties to a subscription by ``expression``.
 
     ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
@@ -61,13 +59,9 @@ def match_sql(
     filter_ = SqlFilter(expression, dialect=dialect)
     try:
         return filter_.to_column(column)
-    except FilterSyntaxError:
-        raise
-    except FilterError:
+    except FilterError:  # too large for Catalyst
         if isinstance(column, Mapping):
-            column = F.map_from_entries(
-                F.array(*(F.struct(F.lit(name), value) for name, value in column.items()))
-            )
+            column = F.map_from_entries(F.array(*(F.struct(F.lit(name), value) for name, value in column.items())))
         return _arrow(partial(_match_one, expression, dialect), "boolean")(column)
 
 
@@ -274,8 +268,9 @@ def register_functions(spark: SparkSession) -> None:
         spark.udf.register(name, _arrow(function, result))
 
 
-def _arrow(function: Callable[..., pa.Array], result: str) -> Any:
+def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
     """A function of Arrow arrays as Spark's."""
+    from pyspark.sql.pandas.functions import arrow_udf
 
     def called(*arrays: Any) -> Any:
         with warnings.catch_warnings():
@@ -285,18 +280,20 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Any:
     # Spark tells the kind of a function by its number of arguments and by its types, which a partial hides.
     names = ("a", "b", "c")
     count = _arguments(function)
-    wrapped: Callable[..., Any] = {
-        1: lambda a: called(a),
-        2: lambda a, b: called(a, b),
-        3: lambda a, b, c: called(a, b, c),
-    }[count]
-    wrapped.__annotations__ = {name: pa.Array for name in (*names[:count], "return")}
-    return F.arrow_udf(wrapped, result)
+    of_count: list[Callable[..., Any]] = [
+        lambda a: called(a),
+        lambda a, b: called(a, b),
+        lambda a, b, c: called(a, b, c),
+    ]
+    wrapped = of_count[count - 1]
+    wrapped.__annotations__ = dict.fromkeys((*names[:count], "return"), pa.Array)
+    made: Callable[..., Column] = cast(Any, arrow_udf)(wrapped, result)
+    return made
 
 
 def _arguments(function: Callable[..., pa.Array]) -> int:
     bound = len(function.args) if isinstance(function, partial) else 0
-    code = (function.func if isinstance(function, partial) else function).__code__  # type: ignore[attr-defined]
+    code = (function.func if isinstance(function, partial) else function).__code__
     return int(code.co_argcount) - bound
 
 

@@ -256,7 +256,9 @@ class PlannedStore:
 
     # -------------------------------------------------------------------------------------------------------- parts
 
-    def parts(self, ranges: Mapping[QueueName, range], least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
+    def parts(
+        self, ranges: Mapping[QueueName, range], least: int, *, bytes_a_part: int = PARTITION_BYTES
+    ) -> list[Part]:
         """The entries in ``ranges`` cut into tasks: at least ``least`` where there is as much."""
         samples, weights, rows = self._samples(ranges)
         if not rows:
@@ -370,4 +372,3 @@ def _stored(stored: ConsumeQueue, begin: int, end: int) -> Entries:
 def _log_files(path: str, config: StoreConfig, files: DiskFiles) -> list[int]:
     entries: Iterable[Any] = files.list(os.path.join(path, layout.COMMITLOG))
     return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]
-

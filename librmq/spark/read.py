@@ -117,12 +117,11 @@ class _Task:
         if self._part.damage:
             yield from self._told([(None, text) for text in self._part.damage])
         rows, gone = self._entries()
-        if gone:
-            if self._options.fail_on_data_loss:
-                raise DataLossError(
-                    f"{self._part.path}: {gone[0]} is gone since the read was planned (option failOnDataLoss=false "
-                    "reads what is there)"
-                )
+        if gone and self._options.fail_on_data_loss:
+            raise DataLossError(
+                f"{self._part.path}: {gone[0]} is gone since the read was planned (option failOnDataLoss=false "
+                "reads what is there)"
+            )
         if self._options.view == "queues":
             yield from self._entry_batches(rows)
             return
@@ -306,7 +305,8 @@ class _Task:
 
     def _entries(self) -> tuple[_Rows, list[str]]:
         """The entries of all slices in the order of the log, and the files that are no longer there."""
-        found, queues, offsets, gone = [], [], [], []
+        gone: list[str] = []
+        found, queues, offsets = [], [], []
         for number, one in enumerate(self._part.slices):
             for first, entries in self._slice_entries(one, gone):
                 found.append(entries)
@@ -437,4 +437,3 @@ def _chunks(rows: _Rows, file_size: int) -> Iterator[_Rows]:
         upto = at + int(changed[0]) if len(changed) else upto
         yield rows.take(slice(at, upto))
         at = upto
-

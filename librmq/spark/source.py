@@ -159,18 +159,17 @@ def plan_batch(options: ReadOptions) -> list[Part]:
 
 def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> tuple[Wanted, bool]:
     """``wanted`` with a filter of Spark's taken in, and whether that is all of it."""
-    attribute = getattr(filter_, "attribute", ())
+    attribute: tuple[str, ...] = getattr(filter_, "attribute", ())
     if len(attribute) != 1 or view == "log":
         return wanted, False
     name, value = attribute[0], getattr(filter_, "value", None)
     if isinstance(filter_, IsNotNull):
         return wanted, never_null and name in ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
+    values: tuple[Any, ...] | None = None
     if isinstance(filter_, EqualTo | EqualNullSafe):
         values = (value,)
     elif isinstance(filter_, In):
-        values = tuple(value)  # type: ignore[arg-type]
-    else:
-        values = None  # type: ignore[assignment]
+        values = tuple(filter_.value)
     if name == "topic" and values is not None and all(isinstance(one, str) for one in values):
         # Topics that the options leave out stay out.
         return replace(wanted, topics=frozenset(one for one in values if wanted.topic(one)), topic_pattern=None), True
@@ -192,7 +191,7 @@ def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> t
             wanted = replace(wanted, end_ms=end if wanted.end_ms is None else min(wanted.end_ms, end))
         return wanted, False
     if name == "tags" and wanted.tags is None and values is not None and all(_is_tag(one) for one in values):
-        return replace(wanted, tags="||".join(values)), False  # type: ignore[arg-type]
+        return replace(wanted, tags="||".join(values)), False
     return wanted, False
 
 

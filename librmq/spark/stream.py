@@ -141,15 +141,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if queue is not None and known > queue.end:
             if self._options.fail_on_data_loss:
                 raise DataLossError(
-                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {known}, but it ends at {queue.end} "
-                    "(option failOnDataLoss=false begins anew)"
+                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {known}, but it ends at "
+                    f"{queue.end} (option failOnDataLoss=false begins anew)"
                 )
             return queue.begin
         return known
 
     def _ends(self) -> dict[Key, int]:
         return {
-            (path, *name): queue.end for path, store in self._looked_at().items() for name, queue in store.queues.items()
+            (path, *name): queue.end
+            for path, store in self._looked_at().items()
+            for name, queue in store.queues.items()
         }
 
     def _looked_at(self) -> Mapping[str, PlannedStore]:

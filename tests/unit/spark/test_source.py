@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from librmq.levels import SCHEDULE_TOPIC
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException  # noqa: E402
 
-from tests.spark import shared_session
+from tests.spark import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
 COUNT = 300
@@ -42,12 +41,12 @@ def fill(store: MessageStore, clock: ManualClock, count: int = COUNT, first: int
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stores") / "a"
     clock = ManualClock(START_MS)
     with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192), clock=clock) as s:
         fill(s, clock)
-    yield path
+    return path
 
 
 def read(path: Path | list[str], schema: str | None = None, **options: str) -> Any:
