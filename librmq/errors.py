@@ -7,6 +7,7 @@
     ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
     ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
     ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
+    ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
     ├── ClientError
     │   ├── ClientStateError        a producer or consumer is not in a state for the call; says which it is in
@@ -79,6 +80,7 @@ __all__ = [
     "StoreError",
     "StoreIOError",
     "StoreLockedError",
+    "TransactionRefusedError",
 ]
 
 
@@ -100,6 +102,14 @@ class MalformedError(RmqError, ValueError):
 
 class InputError(RmqError, ValueError):
     """A line of input is no valid row or operation; names the line. What came before it stays."""
+
+
+class TransactionRefusedError(RmqError):
+    """The end of a transaction is refused; nothing was written. ``code`` is the broker's response code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class MissingExtraError(RmqError, ImportError):

@@ -159,7 +159,7 @@ class BodyAssembler:
     body again.
 
     Parts wait in memory, and are lost with the process. A consumer that commits its own progress loses nothing: it
-    commits a queue no further than `needed_from`. A consumer whose progress is moved by acknowledging every single
+    commits a queue no further than `safe_progress`. A consumer whose progress is moved by acknowledging every single
     message cannot do that: there, keep large bodies outside.
 
     A body takes at most ``body_limit`` bytes, all that wait at most ``held_limit``; a message beyond is refused.
@@ -234,8 +234,11 @@ class BodyAssembler:
             if len(self._done) > _REMEMBERED:
                 self._done.popitem(last=False)
 
-    def needed_from(self, topic: str, queue_id: int) -> int | None:
-        """The first queue offset of a queue that still waits here, None for none: progress may be saved up to it."""
+    def safe_progress(self, topic: str, queue_id: int, next_offset: int) -> int:
+        """Up to where a queue's progress may be saved, ``next_offset`` being where reading goes on.
+
+        That is the queue offset of the first part that still waits here, so that a restart reads it again.
+        """
         with self._lock:
             offsets = (
                 held.queue_offset
@@ -243,7 +246,7 @@ class BodyAssembler:
                 for held in pieces.held.values()
                 if (held.topic, held.queue_id) == (topic, queue_id)
             )
-            return min(offsets, default=None)
+            return min(offsets, default=next_offset)
 
     def leave(self, topic: str, queue_id: int) -> None:
         """The queue went to another consumer, which gets the parts anew: forget bodies with parts from it."""

@@ -6,12 +6,15 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from librmq.cli import main
-from tests.reference import existing, jsonl
+from librmq.message import MessageQueue
+from librmq.rebalance import own_share
+from tests.reference import existing, folders, jsonl
 
 Row = dict[str, Any]
 Run = Callable[[Iterable[Row | str]], tuple[int, list[str], str]]
@@ -105,3 +108,21 @@ def test_cases_beside_those_of_the_original(run: Run, row: Row, answer: Row) -> 
     status, lines, err = run([row])
     assert (status, err) == (0, "")
     assert json.loads(lines[0]) == row | answer
+
+
+@pytest.mark.parametrize("folder", folders("clients-"))
+def test_a_client_owns_what_a_real_one_did(folder: Path) -> None:
+    """Real clients of 4.9.4 with the default strategy; most folders have them rebalance."""
+    events = folder / "events.jsonl"
+    for event in jsonl(events) if events.exists() else ():
+        if event["kind"] == "allocate":
+            queues, share = (
+                [recorded_queue(event["topic"], queue) for queue in event[name]] for name in ("queuesAll", "result")
+            )
+            assert own_share(event["cid"], queues[::-1], event["cidAll"][::-1]) == share, event
+
+
+def recorded_queue(topic: str, recorded: int | str) -> MessageQueue:
+    """A queue as it was written down: its number, or broker and number for brokers other than the first."""
+    broker, _, number = str(recorded).rpartition(":")
+    return MessageQueue(topic, broker or "broker-a", int(number))

