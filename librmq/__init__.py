@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from librmq.broker import Broker, BrokerSettings
 from librmq.checkpoint import Checkpoint
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
@@ -38,6 +39,8 @@ __all__ = [
     "Acknowledgement",
     "AppendResult",
     "BodyCompressionError",
+    "Broker",
+    "BrokerSettings",
     "Checkpoint",
     "Clock",
     "CommitLog",

@@ -476,6 +476,10 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def is_writing(self) -> bool:
+        """Whether somebody appends at this moment."""
+        return self._lock.locked()
+
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
         validate_topic(topic)
@@ -576,6 +580,10 @@ class MessageStore:
         self._check_open()
         self._drain()
         return self.queues.find((topic, queue_id))
+
+    def counts_as_on_disk(self, physical_offset: int) -> bool:
+        """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
+        return self._transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.

@@ -1,0 +1,610 @@
+"""A broker in the process: a store, and what clients see of it.
+
+Mirrors ``BrokerController`` and its processors. Topics, groups, progress and filters are kept in the broker's own files
+in ``config``; clients, locks and held pulls in memory, as there.
+
+::
+
+    call(request) ── producers ──> sending    ──> store ──> holds: who waits for the message
+                  ── consumers ──> pulling, offsets, registry, locks
+                  ── people    ──> topics, groups, queries
+    steps of the runner: delayed messages, held pulls whose time is over, saving what has changed, the store's flushes
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import Any, Final, Self, TypeVar
+
+from librmq.broker.groups import Groups
+from librmq.broker.holds import Holds
+from librmq.broker.locks import QueueLocks
+from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.pulling import Pulling
+from librmq.broker.registry import Changes, Registry
+from librmq.broker.sending import Sending
+from librmq.broker.settings import BrokerSettings
+from librmq.broker.topics import Topics
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import Clock, ManualClock
+from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
+from librmq.delay import DelaySchedule
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    CorruptionError,
+    DiskFullError,
+    FlushFailedError,
+    NoRouteError,
+    RmqError,
+    StoreClosedError,
+    StoreError,
+)
+from librmq.files import DiskFiles, Files
+from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
+from librmq.protocol import (
+    PERM_READ,
+    PERM_WRITE,
+    ChannelClosed,
+    ConsumerIds,
+    ConsumersChanged,
+    CreateTopic,
+    DeleteTopic,
+    Endpoint,
+    Heartbeat,
+    LockQueues,
+    MaxOffset,
+    MinOffset,
+    OffsetByTime,
+    PullMessage,
+    QueryMessages,
+    QueryOffset,
+    QueueData,
+    Request,
+    ResetGroup,
+    ResetOffsets,
+    ResponseCode,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SetGroup,
+    UnlockQueues,
+    Unregister,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.runner import Runner, Step, ThreadRunner
+from librmq.store import AppendResult, MessageStore
+
+__all__ = ["Broker"]
+
+R = TypeVar("R")
+_SAVE_FILTERS_MS: Final = 10_000
+
+
+class Broker:
+    """A broker of one process: an `Endpoint` that answers requests, and a `Route` of one. Thread-safe.
+
+    Made by `open` or `temporary`; closed as a context manager. A handle is of no use in a child process after a fork.
+    """
+
+    name: str
+    runner: Runner
+    """Takes the turns of the broker and of its clients."""
+    store: MessageStore
+    config: BrokerSettings
+
+    def __init__(self) -> None:
+        raise TypeError("use Broker.open(path)")
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        config: BrokerSettings | None = None,
+        *,
+        name: str = "broker-a",
+        cluster_name: str = "DefaultCluster",
+        store_config: StoreConfig | None = None,
+        runner: Runner | None = None,
+        clock: Clock | None = None,
+        files: Files | None = None,
+    ) -> Self:
+        """Open the broker whose store is in ``path``; a new one is made where there is nothing.
+
+        Without a ``runner`` it has threads of its own, under ``clock`` (the system's), which end with it. The errors
+        are those of `MessageStore.open`; `CorruptionError` for a damaged file of its configuration, `ConfigError` for
+        settings out of range.
+        """
+        broker = object.__new__(cls)
+        with ExitStack() as undo:
+            own = None
+            if runner is None:
+                own = runner = ThreadRunner(clock)
+                undo.callback(own.close)
+            broker._own_runner = own
+            broker._open(os.fspath(path), config or BrokerSettings(), name, cluster_name, store_config, runner, files)
+            undo.pop_all()
+        return broker
+
+    @classmethod
+    def temporary(
+        cls,
+        config: BrokerSettings | None = None,
+        *,
+        name: str = "broker-a",
+        cluster_name: str = "DefaultCluster",
+        store_config: StoreConfig | None = None,
+        runner: Runner | None = None,
+        clock: Clock | None = None,
+    ) -> Self:
+        """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
+        folder = TemporaryDirectory(prefix="librmq-")
+        try:
+            broker = cls.open(
+                folder.name,
+                config,
+                name=name,
+                cluster_name=cluster_name,
+                store_config=store_config or StoreConfig.embedded(commitlog_file_size=4 << 20, max_total_size=1 << 30),
+                runner=runner,
+                clock=clock,
+            )
+        except BaseException:
+            folder.cleanup()
+            raise
+        broker._temporary = folder
+        return broker
+
+    def _open(
+        self,
+        path: str,
+        config: BrokerSettings,
+        name: str,
+        cluster_name: str,
+        store_config: StoreConfig | None,
+        runner: Runner,
+        files: Files | None,
+    ) -> None:
+        self.name = name
+        self.cluster_name = cluster_name
+        self.config = config
+        self.runner = runner
+        self.dead = False
+        self._temporary: TemporaryDirectory[str] | None = None
+        self._watchers: list[Callable[[], None]] = []
+        files = files or DiskFiles()
+        now_ms = runner.now_ms()
+        by_hand = isinstance(runner.clock, ManualClock)
+        tables = self._tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
+        self._registrations = tables.registrations(now_ms)
+        self.store = MessageStore.open(
+            path,
+            store_config,
+            files=files,
+            clock=runner.clock,
+            background=not by_hand,
+            filters=self._registrations,
+        )
+        try:
+            self._compose(tables, by_hand, now_ms)
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _compose(self, tables: BrokerConfig, by_hand: bool, now_ms: int) -> None:
+        name, runner, config, store = self.name, self.runner, self.config, self.store
+        self._topics = Topics(tables.topics, config, name, self.cluster_name, runner.now_ms, self._changed)
+        self._groups = Groups(tables.groups, config.auto_create_group, runner.now_ms)
+        self._registry = Registry()
+        self._locks = QueueLocks(round(1000 * config.lock_expiry_s))
+        self._save_ms: int | None = None
+        self._save_filters_ms: int | None = None
+        self._offsets = ConsumerOffsets(tables.offsets, self._offsets_changed)
+        self._schedule = DelaySchedule(store, _DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
+        self._saving = Step(f"{name} saves progress", self._save_due, self)
+        self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
+        self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
+        holds = Holds(round(1000 * config.hold_s), lambda at: runner.wake(self._holding, at))
+        self._holds = holds
+        self._holding = Step(f"{name} answers held pulls", holds.run_due, self)
+        self._sending = Sending(
+            runner,
+            store,
+            self._topics,
+            self._groups,
+            holds,
+            config,
+            self.cluster_name,
+            self._delayed,
+            self._wake_housekeeping if by_hand else None,
+        )
+        self._pulling = Pulling(
+            runner,
+            store,
+            self._topics,
+            self._groups,
+            self._offsets,
+            self._registry,
+            self._registrations,
+            holds,
+            self._sending,
+            name,
+        )
+        sending, pulling = self._sending, self._pulling
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            SendMessage: sending.send,
+            SendBatch: sending.send_batch,
+            SendBack: sending.send_back,
+            PullMessage: pulling.pull,
+            Heartbeat: self._locked(self._heartbeat),
+            Unregister: self._locked(self._unregister),
+            ChannelClosed: self._locked(self._channel_closed),
+            ConsumerIds: self._locked(self._consumer_ids),
+            QueryOffset: self._query_offset,
+            UpdateOffset: self._locked(self._update_offset),
+            MaxOffset: self._max_offset,
+            MinOffset: self._min_offset,
+            OffsetByTime: lambda request: store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms),
+            LockQueues: self._locked(self._lock_queues),
+            UnlockQueues: self._locked(self._unlock_queues),
+            CreateTopic: self._locked(self._create_topic),
+            DeleteTopic: self._locked(lambda request: self._topics.delete(request.topic)),
+            SetGroup: self._locked(self._set_group),
+            ViewMessage: self._view_message,
+            QueryMessages: self._query_messages,
+            ResetGroup: self._locked(self._reset_group),
+        }
+        with runner.lock:
+            due = self._schedule.run_due(now_ms)
+            if due is not None:
+                runner.wake(self._delay, due)
+
+    # ---- endpoint and route
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request; `BrokerError` or `MessageIllegalError` if it is refused.
+
+        `BrokerUnreachableError` once the broker is closed.
+        """
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise BrokerError(
+                ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"{self.name} does not know {type(request).__name__}"
+            )
+        try:
+            answer: R = handler(request)
+        except StoreClosedError as error:
+            raise BrokerUnreachableError(f"{self.name} is closed: {error}") from error
+        except (DiskFullError, FlushFailedError) as error:
+            raise BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.name}: {error}") from error
+        except StoreError as error:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{self.name}: {error}") from error
+        return answer
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """What the broker has of ``topic``; empty if nothing."""
+        found = self._topics.known.get(topic)
+        if found is None or self.dead:
+            return ()
+        return (QueueData(self.name, found.read_queues, found.write_queues, found.permission),)
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Its own name, while it is open."""
+        return () if self.dead else (self.name,)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Itself; `NoRouteError` for any other name."""
+        if broker_name != self.name:
+            raise NoRouteError(f"there is no broker {broker_name!r}: this is {self.name!r}")
+        return self
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Have ``changed`` called, under the runner's lock, when topics or their queues change; gives what ends it."""
+
+        def end() -> None:
+            if changed in self._watchers:
+                self._watchers.remove(changed)
+
+        self._watchers.append(changed)
+        return end
+
+    def _changed(self) -> None:
+        for changed in list(self._watchers):
+            changed()
+
+    def _locked(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A handler that runs under the runner's lock, on an open broker."""
+
+        def handle(request: Any) -> Any:
+            with self.runner.lock:
+                self._check_open()
+                return handler(request)
+
+        return handle
+
+    def _check_open(self) -> None:
+        if self.dead:
+            raise StoreClosedError(f"{self.store.path}: this handle was closed")
+
+    # ---- clients
+
+    def _heartbeat(self, request: Heartbeat) -> None:
+        for data in request.consumers:
+            group = self._groups.get(data.group)
+            self._topics.ensure(retry_topic(group.name), group.retry_queues)
+        changes = self._registry.heartbeat(request)
+        now = self.runner.now_ms()
+        for data in request.consumers:
+            for subscription in data.subscriptions.values():
+                self._registrations.register(
+                    subscription.topic,
+                    data.group,
+                    subscription.expression,
+                    subscription.expression_type,
+                    subscription.version,
+                    now,
+                )
+            self._registrations.keep_topics(data.group, set(data.subscriptions), now)
+        self._filters_changed()
+        self._tell(changes)
+
+    def _unregister(self, request: Unregister) -> None:
+        self._tell(self._registry.leave(request.client_id, request.producer_group, request.consumer_group))
+        if request.consumer_group is not None:
+            for queue, held in list(self._holds.by_queue.items()):
+                if (request.client_id, request.consumer_group) in held:
+                    self._holds.remove(queue, request.client_id, request.consumer_group)
+
+    def _channel_closed(self, request: ChannelClosed) -> None:
+        self.forget(request.client_id)
+
+    def forget(self, client_id: str) -> None:
+        """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
+        with self.runner.lock:
+            self._holds.forget(client_id)
+            self._tell(self._registry.forget(client_id))
+
+    def _tell(self, changes: Changes) -> None:
+        """Let the members of changed groups share their queues anew; the filters of ended groups are dead."""
+        now = self.runner.now_ms()
+        for group in changes.ended:
+            self._registrations.unregister(group, now)
+            self._filters_changed()
+        for group in changes.changed:
+            members = self._registry.consumers.get(group)
+            for client in [] if members is None else list(members.clients.values()):
+                try:
+                    client.call(ConsumersChanged(group))
+                except RmqError:
+                    continue  # it is about to leave: nobody is there to share anew
+
+    def _consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
+        group = self._registry.consumers.get(request.group)
+        return () if group is None else tuple(group.clients)
+
+    def _lock_queues(self, request: LockQueues) -> frozenset[MessageQueue]:
+        return self._locks.lock(request.group, request.client_id, request.queues, self.runner.now_ms())
+
+    def _unlock_queues(self, request: UnlockQueues) -> None:
+        self._locks.unlock(request.group, request.client_id, request.queues)
+
+    # ---- progress
+
+    def _query_offset(self, request: QueryOffset) -> int | None:
+        stored = self._offsets.get(request.group, request.topic, request.queue_id)
+        if stored is not None:
+            return stored
+        queue = self._queue(request)
+        if queue is None:
+            return 0
+        if queue.min_offset > 0:
+            return None
+        first = queue.entry(0)
+        return None if first is not None and self.store.counts_as_on_disk(first.physical_offset) else 0
+
+    def _update_offset(self, request: UpdateOffset) -> None:
+        self._offsets.set(request.group, request.topic, request.queue_id, request.queue_offset)
+
+    def _max_offset(self, request: MaxOffset) -> int:
+        queue = self._queue(request)
+        return 0 if queue is None else queue.max_offset
+
+    def _min_offset(self, request: MinOffset) -> int:
+        queue = self._queue(request)
+        return 0 if queue is None else queue.min_offset
+
+    def _queue(self, request: QueryOffset | MaxOffset | MinOffset) -> ConsumeQueue | None:
+        return self.store.queue(request.topic, request.queue_id)
+
+    def _reset_group(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
+        group, name = request.group, request.topic
+        topic = self._topics.known.get(name)
+        if topic is None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
+        members = self._registry.consumers.get(group)
+        if members is None:
+            raise BrokerError(
+                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: only a running group is reset"
+            )
+        offsets = {}
+        for queue_id in range(topic.write_queues):
+            stored = self._offsets.get(group, name, queue_id)
+            if stored is None:
+                raise BrokerError(
+                    ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
+                )
+            if request.timestamp_ms == -1:
+                found = self._max_offset(MaxOffset(name, queue_id))
+            else:
+                found = self.store.queue_offset_at(name, queue_id, request.timestamp_ms)
+            queue = MessageQueue(name, self.name, queue_id)
+            offsets[queue] = found if request.force or found < stored else stored
+        for client in list(members.clients.values()):
+            try:
+                client.call(ResetOffsets(group, name, offsets))
+            except RmqError:
+                continue  # it is about to leave
+        return offsets
+
+    # ---- for people
+
+    def _create_topic(self, request: CreateTopic) -> None:
+        self._topics.set(request.topic, request.read_queues, request.write_queues, request.permission)
+
+    def _set_group(self, request: SetGroup) -> None:
+        self._groups.set(request.group, request.retry_max_times)
+
+    def _view_message(self, request: ViewMessage) -> StoredMessage | None:
+        try:
+            return self.store.message_at(request.physical_offset)
+        except CorruptionError:
+            return None  # no record begins there
+
+    def _query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
+        return tuple(
+            self.store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, request.max_messages)
+        )
+
+    def create_topic(
+        self, topic: str, queues: int = 8, *, write_queues: int | None = None, permission: int = PERM_READ | PERM_WRITE
+    ) -> None:
+        """Make a topic of ``queues`` queues, or change it; nothing that is stored moves."""
+        self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
+
+    def delete_topic(self, topic: str) -> None:
+        """Forget a topic; what it holds stays in the log until retention."""
+        self.call(DeleteTopic(topic))
+
+    def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
+        """Make a consumer group, or change how often it retries."""
+        self.call(SetGroup(group, retry_max_times))
+
+    def topics(self) -> dict[str, QueueData]:
+        """All topics, the broker's own among them, by name."""
+        return {name: data for name in sorted(self._topics.known) for data in self.topic_route(name)}
+
+    def groups(self) -> dict[str, int]:
+        """All consumer groups, and how often each retries, by name."""
+        return {name: group.retry_max_times for name, group in sorted(self._groups.known.items())}
+
+    def client_ids(self) -> tuple[str, ...]:
+        """The ids of all clients that the broker knows, sorted."""
+        with self.runner.lock:
+            return self._registry.client_ids()
+
+    def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
+        """A group's stored progress in a queue: the queue offset of its next message, None if there is none."""
+        return self._offsets.get(group, topic, queue_id)
+
+    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
+        """A group's stored progress in a topic, by queue id."""
+        with self.runner.lock:
+            return dict(self._offsets.of_topic(group, topic))
+
+    def messages(self, topic: str) -> Iterator[StoredMessage]:
+        """All messages of a topic, queue by queue."""
+        for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
+            yield from self.store.messages(name, queue_id)
+
+    def dead_letters(self, group: str) -> list[StoredMessage]:
+        """What a consumer group has given up."""
+        return list(self.messages(dead_letter_topic(group)))
+
+    # ---- turns and life
+
+    def _delayed(self, level: int, store_timestamp_ms: int) -> None:
+        self.runner.wake(self._delay, self._schedule.due_for(level, store_timestamp_ms))
+
+    def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
+        properties = waited.properties
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties)
+
+    def _wake_housekeeping(self) -> None:
+        if self._housekeeping.at is None:
+            with self.runner.lock:
+                self.runner.wake(self._housekeeping)
+
+    def _offsets_changed(self) -> None:
+        self._save_ms = self.runner.now_ms() + round(1000 * self.config.save_offsets_every_s)
+        self.runner.wake(self._saving, self._save_ms)
+
+    def _filters_changed(self) -> None:
+        if self._save_filters_ms is None and (any(True for _ in self._registrations) or self._tables.filters):
+            self._save_filters_ms = self.runner.now_ms() + _SAVE_FILTERS_MS
+            self.runner.wake(self._saving, self._save_filters_ms)
+
+    def _save_due(self, now_ms: int) -> int | None:
+        if self._save_ms is not None and self._save_ms <= now_ms:
+            self._offsets.save(now_ms)
+            self._save_ms = None
+        if self._save_filters_ms is not None and self._save_filters_ms <= now_ms:
+            self._save_filters(now_ms)
+            self._save_filters_ms = None
+        return min((due for due in (self._save_ms, self._save_filters_ms) if due is not None), default=None)
+
+    def _save_filters(self, now_ms: int) -> None:
+        self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
+        self._tables.filter_table.persist(now_ms)
+
+    def close(self) -> None:
+        """Save all and close the store; clients have been shut down before. Closing again does nothing."""
+        if not self._end():
+            return
+        now_ms = self.runner.now_ms()
+        with ExitStack() as last:
+            last.callback(self._release)
+            last.callback(self.store.close)
+            with self.runner.lock:
+                self._schedule.save(now_ms)
+                self._offsets.save(now_ms)
+                self._save_filters(now_ms)
+                self._tables.persist(now_ms)
+
+    def abandon(self) -> None:
+        """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
+        if self._end():
+            try:
+                self.store.abandon()
+            finally:
+                self._release()
+
+    def _end(self) -> bool:
+        with self.runner.lock:
+            was_open, self.dead = not self.dead, True
+            self._holds.by_queue.clear()
+            return was_open
+
+    def _release(self) -> None:
+        if self._own_runner is not None:
+            self._own_runner.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    _own_runner: ThreadRunner | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _DelayProgress:
+    """Where the delay schedule keeps how far it has come."""
+
+    def __init__(self, tables: BrokerConfig) -> None:
+        self._tables = tables
+
+    def delay_offset(self, level: int) -> int:
+        return self._tables.delay_offset(level)
+
+    def set_delay_offset(self, level: int, queue_offset: int) -> None:
+        self._tables.set_delay_offset(level, queue_offset)
+
+    def persist(self, now_ms: int) -> None:
+        self._tables.delays.persist(now_ms)
