@@ -7,7 +7,6 @@ timeout. A try whose answer was lost may have stored the message, so that it may
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,6 +25,7 @@ from librmq.errors import (
     SendTimeoutError,
 )
 from librmq.message import Message, MessageQueue, validate_client_topic
+from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_WRITE,
     ConsumerData,
@@ -37,14 +37,12 @@ from librmq.protocol import (
     SendResponse,
     SendStatus,
 )
+from librmq.selectors import BrokerLatencies, QueueSelector, RoundRobin
 from librmq.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_group
 
 __all__ = ["Producer", "ProducerConfig", "QueueSelector", "SendHook", "SendResult"]
 
 R = TypeVar("R")
-QueueSelector = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]
-"""Chooses one of the queues of the message's topic; the last argument is that of the send."""
-
 _log = logging.getLogger("librmq.producer")
 _RETRIED: Final = frozenset(
     (
@@ -77,11 +75,13 @@ class ProducerConfig:
     """The longest body, in bytes."""
     default_topic_queues: int = 4
     """So many queues gets a topic that is made by the first send."""
+    avoid_slow_brokers: bool = False
+    """Keep away, for a while, from brokers that failed or were slow (`librmq.selectors.BrokerLatencies`)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int | float) or value < 0:
+            if not isinstance(value, bool | int | float) or value < 0:
                 raise ConfigError(f"{field.name}: expected 0 or more, found {value!r}")
 
 
@@ -113,32 +113,18 @@ SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None
 """Called before each try; what it returns is called after it, with the result or the error."""
 
 
-class _TopicQueues:
+class _TopicQueues(NamedTuple):
     """The queues that a topic can be sent to, and whose turn it is."""
 
-    __slots__ = ("queues", "turn")
-
-    def __init__(self, queues: tuple[MessageQueue, ...], first: int) -> None:
-        self.queues = queues
-        self.turn = itertools.count(first)  # counting is one step for the interpreter
-
-    def next(self, last_broker: str | None) -> MessageQueue:
-        """The next in turn, on another broker than ``last_broker`` where there is one."""
-        queues = self.queues
-        count = len(queues)
-        if last_broker is not None:
-            for _ in range(count):
-                queue = queues[next(self.turn) % count]
-                if queue.broker_name != last_broker:
-                    return queue
-        return queues[next(self.turn) % count]
+    queues: tuple[MessageQueue, ...]
+    turns: RoundRobin
 
 
 class Producer:
     """Sends messages; starts with its first send, or by `start`. Thread-safe.
 
     ``route`` is a `Broker` or several. Several producers of one group are told apart by their clients: each has its
-    own unless ``client`` is given. ``settings`` are those of `ProducerConfig`.
+    own unless ``client`` is given. ``settings`` are those of `ProducerConfig`; ``metrics`` counts what is sent.
     """
 
     def __init__(
@@ -150,6 +136,7 @@ class Producer:
         instance_name: str | None = None,
         config: ProducerConfig | None = None,
         hooks: Iterable[SendHook] = (),
+        metrics: Metrics | None = None,
         **settings: Any,
     ) -> None:
         validate_group(group)
@@ -163,6 +150,8 @@ class Producer:
         self.client = client or Client(route, instance_name=instance_name)
         self.route = route
         self.hooks: list[SendHook] = list(hooks)
+        self.metrics = metrics
+        self._latencies = BrokerLatencies(route.runner.now_ms) if self.config.avoid_slow_brokers else None
         self._runner = route.runner
         self._now_ms = route.runner.now_ms
         self._topics: dict[str, _TopicQueues] = {}
@@ -268,7 +257,7 @@ class Producer:
         if selector is not None:
             chosen = self._selected(made, selector, arg)
         else:
-            chosen = self._queues(made.topic).next(None) if queue is None else self._given(made.topic, queue)
+            chosen = self._next(self._queues(made.topic), None) if queue is None else self._given(made.topic, queue)
         try:
             self._send_to(made, chosen)
         except (BrokerError, BrokerUnreachableError) as error:
@@ -336,8 +325,10 @@ class Producer:
                 raise SendTimeoutError(f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms") from (
                     failure
                 )
-            queue = queues.next(last_broker)
+            queue = self._next(queues, last_broker)
             last_broker = queue.broker_name
+            if attempt and self.metrics is not None:
+                self.metrics.count("send_retries", topic=queue.topic)
             try:
                 result = self._send_to(message, queue, batch, attempt)
             except BrokerBusyError:
@@ -355,6 +346,11 @@ class Producer:
             return result
         assert failure is not None
         raise failure
+
+    def _next(self, queues: _TopicQueues, last_broker: str | None) -> MessageQueue:
+        if self._latencies is not None:
+            return self._latencies.choose(queues.queues, queues.turns)
+        return queues.turns.choose(queues.queues, last_broker)
 
     def _send_to(
         self,
@@ -390,9 +386,12 @@ class Producer:
             endpoint = self._endpoints.get(queue.broker_name) or self._endpoint(queue.broker_name)
             response: SendResponse = endpoint.call(request)
         except Exception as error:
+            self._told(queue, request, "ERROR")
             for then in after:
                 then(None, error)
             raise
+        if self.metrics is not None or self._latencies is not None:
+            self._told(queue, request, response.status.value)
         if batch is None:
             result = SendResult(
                 response.status,
@@ -413,6 +412,17 @@ class Producer:
         for then in after:
             then(result, None)
         return result
+
+    def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
+        """Count a try, and note how long its broker took."""
+        took_ms = self._now_ms() - request.born_timestamp_ms
+        if self._latencies is not None:
+            self._latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
+        if self.metrics is not None:
+            messages = request.messages if isinstance(request, SendBatch) else (request.message,)
+            self.metrics.count("sends", topic=queue.topic, status=status)
+            self.metrics.count("send_bytes", sum(len(message.body) for message in messages), topic=queue.topic)
+            self.metrics.count("send_seconds", took_ms / 1000, topic=queue.topic)
 
     def _start_or_refuse(self) -> None:
         with self._runner.lock:
@@ -446,7 +456,7 @@ class Producer:
             why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
             raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
         first = self._runner.choose(f"first queue of {topic}", range(len(queues)))
-        found = _TopicQueues(tuple(queues), first)
+        found = _TopicQueues(tuple(queues), RoundRobin(first))
         if not is_new:  # once it is made, it may have another number
             self._topics[topic] = found
         return found

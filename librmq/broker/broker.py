@@ -6,32 +6,33 @@ in ``config``; clients, locks and held pulls in memory, as there.
 ::
 
     call(request) ── producers ──> sending    ──> store ──> holds: who waits for the message
-                  ── consumers ──> pulling, offsets, registry, locks
-                  ── people    ──> topics, groups, queries
+                  ── consumers ──> pulling, progress, clients (registry, locks)
+                  ── people    ──> topics, groups, store
     steps of the runner: delayed messages, held pulls whose time is over, saving what has changed, the store's flushes
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Self, TypeVar
 
+from librmq.broker.clients import Clients
 from librmq.broker.groups import Groups
 from librmq.broker.holds import Holds
 from librmq.broker.locks import QueueLocks
 from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.progress import Progress
 from librmq.broker.pulling import Pulling
-from librmq.broker.registry import Changes, Registry
+from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import Clock, ManualClock
 from librmq.config import StoreConfig
-from librmq.consumequeue import ConsumeQueue
 from librmq.delay import DelaySchedule
 from librmq.errors import (
     BrokerError,
@@ -40,21 +41,20 @@ from librmq.errors import (
     DiskFullError,
     FlushFailedError,
     NoRouteError,
-    RmqError,
     StoreClosedError,
     StoreError,
 )
 from librmq.files import DiskFiles, Files
-from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message import StoredMessage, dead_letter_topic
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     ChannelClosed,
     ConsumerIds,
-    ConsumersChanged,
     CreateTopic,
     DeleteTopic,
     Endpoint,
+    GroupSubscriptions,
     Heartbeat,
     LockQueues,
     MaxOffset,
@@ -66,7 +66,6 @@ from librmq.protocol import (
     QueueData,
     Request,
     ResetGroup,
-    ResetOffsets,
     ResponseCode,
     SendBack,
     SendBatch,
@@ -174,7 +173,7 @@ class Broker:
         self.cluster_name = cluster_name
         self.config = config
         self.runner = runner
-        self.dead = False
+        self.dead = self.was_killed = False
         self._temporary: TemporaryDirectory[str] | None = None
         self._watchers: list[Callable[[], None]] = []
         files = files or DiskFiles()
@@ -201,7 +200,6 @@ class Broker:
         self._topics = Topics(tables.topics, config, name, self.cluster_name, runner.now_ms, self._changed)
         self._groups = Groups(tables.groups, config.auto_create_group, runner.now_ms)
         self._registry = Registry()
-        self._locks = QueueLocks(round(1000 * config.lock_expiry_s))
         self._save_ms: int | None = None
         self._save_filters_ms: int | None = None
         self._offsets = ConsumerOffsets(tables.offsets, self._offsets_changed)
@@ -236,28 +234,36 @@ class Broker:
             name,
         )
         sending, pulling = self._sending, self._pulling
+        registry, topics = self._registry, self._topics
+        locks = QueueLocks(round(1000 * config.lock_expiry_s))
+        clients = Clients(
+            runner, topics, self._groups, registry, self._registrations, holds, locks, self._filters_changed
+        )
+        progress = Progress(store, topics, self._offsets, registry, name)
+        locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
             SendMessage: sending.send,
             SendBatch: sending.send_batch,
             SendBack: sending.send_back,
             PullMessage: pulling.pull,
-            Heartbeat: self._locked(self._heartbeat),
-            Unregister: self._locked(self._unregister),
-            ChannelClosed: self._locked(self._channel_closed),
-            ConsumerIds: self._locked(self._consumer_ids),
-            QueryOffset: self._query_offset,
-            UpdateOffset: self._locked(self._update_offset),
-            MaxOffset: self._max_offset,
-            MinOffset: self._min_offset,
-            OffsetByTime: lambda request: store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms),
-            LockQueues: self._locked(self._lock_queues),
-            UnlockQueues: self._locked(self._unlock_queues),
-            CreateTopic: self._locked(self._create_topic),
-            DeleteTopic: self._locked(lambda request: self._topics.delete(request.topic)),
-            SetGroup: self._locked(self._set_group),
+            Heartbeat: locked(clients.heartbeat),
+            Unregister: locked(clients.unregister),
+            ChannelClosed: locked(clients.channel_closed),
+            ConsumerIds: locked(clients.consumer_ids),
+            GroupSubscriptions: locked(clients.subscriptions),
+            LockQueues: locked(clients.lock),
+            UnlockQueues: locked(clients.unlock),
+            QueryOffset: progress.query,
+            UpdateOffset: locked(progress.update),
+            MaxOffset: progress.end,
+            MinOffset: progress.begin,
+            OffsetByTime: progress.by_time,
+            ResetGroup: locked(progress.reset),
+            CreateTopic: locked(self._create_topic),
+            DeleteTopic: locked(lambda request: topics.delete(request.topic)),
+            SetGroup: locked(self._set_group),
             ViewMessage: self._view_message,
             QueryMessages: self._query_messages,
-            ResetGroup: self._locked(self._reset_group),
         }
         with runner.lock:
             due = self._schedule.run_due(now_ms)
@@ -287,9 +293,9 @@ class Broker:
         return answer
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """What the broker has of ``topic``; empty if nothing."""
+        """What the broker has of ``topic``; empty if nothing. Once it is closed: what it had."""
         found = self._topics.known.get(topic)
-        if found is None or self.dead:
+        if found is None:
             return ()
         return (QueueData(self.name, found.read_queues, found.write_queues, found.permission),)
 
@@ -304,7 +310,10 @@ class Broker:
         return self
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called, under the runner's lock, when topics or their queues change; gives what ends it."""
+        """Have ``changed`` called, under the runner's lock, when topics or their queues change, and when it closes.
+
+        Gives a function that ends it.
+        """
 
         def end() -> None:
             if changed in self._watchers:
@@ -331,126 +340,6 @@ class Broker:
         if self.dead:
             raise StoreClosedError(f"{self.store.path}: this handle was closed")
 
-    # ---- clients
-
-    def _heartbeat(self, request: Heartbeat) -> None:
-        for data in request.consumers:
-            group = self._groups.get(data.group)
-            self._topics.ensure(retry_topic(group.name), group.retry_queues)
-        changes = self._registry.heartbeat(request)
-        now = self.runner.now_ms()
-        for data in request.consumers:
-            for subscription in data.subscriptions.values():
-                self._registrations.register(
-                    subscription.topic,
-                    data.group,
-                    subscription.expression,
-                    subscription.expression_type,
-                    subscription.version,
-                    now,
-                )
-            self._registrations.keep_topics(data.group, set(data.subscriptions), now)
-        self._filters_changed()
-        self._tell(changes)
-
-    def _unregister(self, request: Unregister) -> None:
-        self._tell(self._registry.leave(request.client_id, request.producer_group, request.consumer_group))
-        if request.consumer_group is not None:
-            for queue, held in list(self._holds.by_queue.items()):
-                if (request.client_id, request.consumer_group) in held:
-                    self._holds.remove(queue, request.client_id, request.consumer_group)
-
-    def _channel_closed(self, request: ChannelClosed) -> None:
-        self.forget(request.client_id)
-
-    def forget(self, client_id: str) -> None:
-        """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
-        with self.runner.lock:
-            self._holds.forget(client_id)
-            self._tell(self._registry.forget(client_id))
-
-    def _tell(self, changes: Changes) -> None:
-        """Let the members of changed groups share their queues anew; the filters of ended groups are dead."""
-        now = self.runner.now_ms()
-        for group in changes.ended:
-            self._registrations.unregister(group, now)
-            self._filters_changed()
-        for group in changes.changed:
-            members = self._registry.consumers.get(group)
-            for client in [] if members is None else list(members.clients.values()):
-                try:
-                    client.call(ConsumersChanged(group))
-                except RmqError:
-                    continue  # it is about to leave: nobody is there to share anew
-
-    def _consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
-        group = self._registry.consumers.get(request.group)
-        return () if group is None else tuple(group.clients)
-
-    def _lock_queues(self, request: LockQueues) -> frozenset[MessageQueue]:
-        return self._locks.lock(request.group, request.client_id, request.queues, self.runner.now_ms())
-
-    def _unlock_queues(self, request: UnlockQueues) -> None:
-        self._locks.unlock(request.group, request.client_id, request.queues)
-
-    # ---- progress
-
-    def _query_offset(self, request: QueryOffset) -> int | None:
-        stored = self._offsets.get(request.group, request.topic, request.queue_id)
-        if stored is not None:
-            return stored
-        queue = self._queue(request)
-        if queue is None:
-            return 0
-        if queue.min_offset > 0:
-            return None
-        first = queue.entry(0)
-        return None if first is not None and self.store.counts_as_on_disk(first.physical_offset) else 0
-
-    def _update_offset(self, request: UpdateOffset) -> None:
-        self._offsets.set(request.group, request.topic, request.queue_id, request.queue_offset)
-
-    def _max_offset(self, request: MaxOffset) -> int:
-        queue = self._queue(request)
-        return 0 if queue is None else queue.max_offset
-
-    def _min_offset(self, request: MinOffset) -> int:
-        queue = self._queue(request)
-        return 0 if queue is None else queue.min_offset
-
-    def _queue(self, request: QueryOffset | MaxOffset | MinOffset) -> ConsumeQueue | None:
-        return self.store.queue(request.topic, request.queue_id)
-
-    def _reset_group(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
-        group, name = request.group, request.topic
-        topic = self._topics.known.get(name)
-        if topic is None:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
-        members = self._registry.consumers.get(group)
-        if members is None:
-            raise BrokerError(
-                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: only a running group is reset"
-            )
-        offsets = {}
-        for queue_id in range(topic.write_queues):
-            stored = self._offsets.get(group, name, queue_id)
-            if stored is None:
-                raise BrokerError(
-                    ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
-                )
-            if request.timestamp_ms == -1:
-                found = self._max_offset(MaxOffset(name, queue_id))
-            else:
-                found = self.store.queue_offset_at(name, queue_id, request.timestamp_ms)
-            queue = MessageQueue(name, self.name, queue_id)
-            offsets[queue] = found if request.force or found < stored else stored
-        for client in list(members.clients.values()):
-            try:
-                client.call(ResetOffsets(group, name, offsets))
-            except RmqError:
-                continue  # it is about to leave
-        return offsets
-
     # ---- for people
 
     def _create_topic(self, request: CreateTopic) -> None:
@@ -466,9 +355,10 @@ class Broker:
             return None  # no record begins there
 
     def _query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
-        return tuple(
-            self.store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, request.max_messages)
+        found = self.store.find_by_key(
+            request.topic, request.key, request.begin_ms, request.end_ms, request.max_messages
         )
+        return tuple(found)
 
     def create_topic(
         self, topic: str, queues: int = 8, *, write_queues: int | None = None, permission: int = PERM_READ | PERM_WRITE
@@ -491,6 +381,10 @@ class Broker:
     def groups(self) -> dict[str, int]:
         """All consumer groups, and how often each retries, by name."""
         return {name: group.retry_max_times for name, group in sorted(self._groups.known.items())}
+
+    def forget(self, client_id: str) -> None:
+        """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
+        self.call(ChannelClosed(client_id))
 
     def client_ids(self) -> tuple[str, ...]:
         """The ids of all clients that the broker knows, sorted."""
@@ -553,7 +447,7 @@ class Broker:
 
     def close(self) -> None:
         """Save all and close the store; clients have been shut down before. Closing again does nothing."""
-        if not self._end():
+        if not self._end(was_killed=False):
             return
         now_ms = self.runner.now_ms()
         with ExitStack() as last:
@@ -567,17 +461,21 @@ class Broker:
 
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
-        if self._end():
+        if self._end(was_killed=True):
             try:
                 self.store.abandon()
             finally:
                 self._release()
 
-    def _end(self) -> bool:
+    def _end(self, *, was_killed: bool) -> bool:
+        """Take no more calls; false if that was so already."""
         with self.runner.lock:
-            was_open, self.dead = not self.dead, True
+            if self.dead:
+                return False
+            self.dead, self.was_killed = True, was_killed
             self._holds.by_queue.clear()
-            return was_open
+            self._changed()
+            return True
 
     def _release(self) -> None:
         if self._own_runner is not None:

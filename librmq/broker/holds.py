@@ -59,10 +59,10 @@ class Holds:
         if held is not None and held.pop((client_id, group), None) is not None and not held:
             del self.by_queue[queue]
 
-    def forget(self, client_id: str) -> None:
-        """Forget what a client waits for, which is gone."""
+    def forget(self, client_id: str, group: str | None = None) -> None:
+        """Forget what a client waits for, in a group or (None) in all of them."""
         for queue, held in list(self.by_queue.items()):
-            for holder in [holder for holder in held if holder[0] == client_id]:
+            for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
                 self.remove(queue, *holder)
 
     def arrived(self, queue: _QueueName, properties: Mapping[str, str]) -> None:

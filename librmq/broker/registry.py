@@ -25,6 +25,8 @@ class ConsumerGroup:
     consume_from: ConsumeFrom
     clients: dict[str, Endpoint] = field(default_factory=dict)
     """By client id, in the order in which they came."""
+    told: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
+    """What each client said last, by client id."""
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
     """By topic."""
 
@@ -90,6 +92,7 @@ class Registry:
         group.kind, group.model, group.consume_from = data.kind, data.model, data.consume_from
         is_new = client_id not in group.clients
         group.clients[client_id] = client
+        group.told[client_id] = data.subscriptions
         return _subscribe(group.subscriptions, data.subscriptions) or is_new
 
     def _leave_producers(self, client_id: str, names: Iterable[str]) -> None:
@@ -103,6 +106,7 @@ class Registry:
             group = self.consumers.get(name)
             if group is None or group.clients.pop(client_id, None) is None:
                 continue
+            del group.told[client_id]
             if group.clients:
                 changes.changed.append(name)
             else:
