@@ -12,6 +12,7 @@ from librmq.runner import Work
 __all__ = ["Delivered", "Event", "History"]
 
 _SHOWN_BYTES = 40
+_FIRST_LINES, _LAST_LINES = 50, 150
 
 
 class Event(NamedTuple):
@@ -75,7 +76,7 @@ class Delivered:
 
 @dataclass(slots=True)
 class History:
-    """What happened, in order. ``str()`` is the whole of it, a line for each event."""
+    """What happened, in order. ``str()`` has a line for each event; of very many the first and the last."""
 
     begin_ms: int
     calls: list[Call] = field(default_factory=list)
@@ -124,6 +125,10 @@ class History:
                         call.error,
                     )
 
+    def settle(self) -> None:
+        """Read now what is else read when somebody asks: the broker is about to close."""
+        self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]
+
     def __iter__(self) -> Iterator[Event]:
         for at_ms, who, what in self._notes:
             yield Event(at_ms, who, what if isinstance(what, str) else what())
@@ -132,7 +137,10 @@ class History:
         return len(self._notes)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        lines = list(map(str, self))
+        if (left_out := len(lines) - _FIRST_LINES - _LAST_LINES) > 1:
+            lines[_FIRST_LINES:-_LAST_LINES] = [f"             … {left_out:,} more"]
+        return "\n".join(lines)
 
 
 def show(message: Message | StoredMessage | Any) -> str:

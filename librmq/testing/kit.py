@@ -218,7 +218,6 @@ class Kit:
     def _run(self, until: Callable[[], int], again: bool = False) -> Elapsed:
         begin = self.clock.now_ms()
         self._start()
-        self.runner.point("run")
         while True:
             at = until()
             self._take_turns(at)
@@ -405,8 +404,22 @@ class Kit:
         if error is not None and self.runner.failure is None:
             self.runner.failure = error
 
+    def let_others_run(self) -> None:
+        """All that can be done now, before the test goes on."""
+        self._start()
+        self._take_turns(self.clock.now_ms())
+
+    def process_of(self, work: Work) -> Process | None:
+        """The process whose code a work is."""
+        for process in self.processes:
+            if work.owner is process or any(work.owner is client for client in process.clients.values()):
+                return process
+        return None
+
     def _about(self, call: Call) -> str:
-        shown = []
+        shown: list[str] = []
+        if self.broker.dead:
+            return call.where
         for _, physical_offset in call.about:
             message = self._message_at(physical_offset)
             times = f", attempt {message.reconsume_times + 1}" if message.reconsume_times else ""
@@ -438,13 +451,10 @@ class Kit:
         """
         if self._closed:
             return
-        self._closed = True
-        for process in self.processes:
-            process.die()
-        self.runner.close()
         if not self._check:
-            self.broker.abandon()
+            self.abandon()
             return
+        self._end()
         if self.broker.dead:
             self._open_broker()
         self.broker.close()
@@ -452,6 +462,19 @@ class Kit:
         if damage:
             lines = "\n".join(f"{one.file} at {one.offset}: {one.what}" for one in damage[:10])
             raise UnsoundStoreError(f"the broker's store is not sound:\n{lines}")
+
+    def abandon(self) -> None:
+        """End all without a look at the store, as after a failure."""
+        if not self._closed:
+            self._history.settle()
+            self._end()
+            self.broker.abandon()
+
+    def _end(self) -> None:
+        self._closed = True
+        for process in self.processes:
+            process.die()
+        self.runner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -461,8 +484,9 @@ class Kit:
     ) -> None:
         if error is not None:
             error.add_note(f"what happened:\n{self._history}")
-            self._check = False
-        self.close()
+            self.abandon()
+        else:
+            self.close()
 
 
 def _own_traceback(error: BaseException) -> TracebackType | None:

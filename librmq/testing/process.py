@@ -166,7 +166,7 @@ class _Link:
         elif isinstance(request, SendBack):
             level = "dead letter" if request.delay_level < 0 else f"level {request.delay_level or 'by attempts'}"
             kit.note(f"{request.group}@{process.label}", f"sends a message back ({level})")
-        elif isinstance(request, UpdateOffset):
+        elif isinstance(request, UpdateOffset) and request.queue_offset:
             place = f"{request.topic}/{request.queue_id}"
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
         return kit.broker.call(request)
