@@ -14,6 +14,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -163,16 +165,21 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
-    """Another choice than the usual one with ``probability``; faults more rarely, and few.
+    """Another choice than the usual one with ``probability``, at half of the kinds; faults more rarely, and few.
 
     What is drawn depends on the seed and the place alone, so that it stays when the test is edited elsewhere.
     """
     faults = 0
+    kinds: dict[str, bool] = {}
 
     def choose(place: Place, labels: Sequence[str]) -> int:
         nonlocal faults
-        drawn = zlib.crc32(f"{seed}|{place.kind}|{place.usual}|{place.number}".encode())
-        likely = probability if place.kind not in ("fault", "answer") else min(probability, 0.1)
+        if place.kind not in kinds:
+            kinds[place.kind] = _drawn(seed, place.kind) % 2 == 0
+        if not kinds[place.kind]:
+            return 0
+        drawn = _drawn(seed, place)
+        likely = probability if place.kind not in ("fault", "answer") else min(probability, 0.2)
         if drawn % 10_000 >= 10_000 * likely:
             return 0
         index = 1 + drawn // 10_000 % (len(labels) - 1)
@@ -185,6 +192,10 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
     return choose
 
 
+def _drawn(seed: str, what: object) -> int:
+    return int.from_bytes(blake2b(f"{seed}|{what}".encode(), digest_size=8).digest(), "big")
+
+
 def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iterator[Decision]:
     """All schedules that differ in one decision from that in which ``reached`` was met; the kinds take turns."""
     kinds: dict[str, list[Decision]] = {}
@@ -193,7 +204,7 @@ def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iter
             kind = label.rpartition(" ")[2] if label.startswith(FAULT) else label if label == "time" else place.kind
             kinds.setdefault(f"{place.kind} {kind}", []).append(Decision(place, label))
     for decisions in kinds.values():
-        decisions.sort(key=lambda one: zlib.crc32(f"{seed}|{one}".encode()))
+        decisions.sort(key=lambda one: _drawn(seed, one))
     lanes = [iter(kinds[kind]) for kind in sorted(kinds)]
     while lanes:
         for lane in list(lanes):
@@ -202,6 +213,22 @@ def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iter
                 lanes.remove(lane)
             else:
                 yield decision
+
+
+def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, Decision]]:
+    """Schedules of a fault and one more decision, before it or after; kinds of faults take turns, then kinds of others."""
+    kinds: dict[str, list[Explorer]] = {}
+    for one in failing:
+        kinds.setdefault(one.decisions[0].chosen.rpartition(" ")[2], []).append(one)
+    lanes = [(one.decisions[0], singles(one.reached, seed)) for kind in kinds.values() for one in kind[:2]]
+    while lanes:
+        for lane in list(lanes):
+            fault, others = lane
+            other = next((one for one in others if one.place.kind != "choose" and not one.chosen.startswith(FAULT)), None)
+            if other is None:
+                lanes.remove(lane)
+            else:
+                yield fault, other
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -224,19 +251,22 @@ def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | No
         result.runs += 1
         seen.add(tuple(made.explorer.decisions))
         result.schedules = len(seen)
+        decisions = made.explorer.decisions
+        if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
+            failing.append(made.explorer)
         return made
+
+    failing: list[Explorer] = []  # runs of one fault: what a second decision is added to
 
     def strategies(usual: Attempt) -> Iterator[Strategy]:
         one_each = singles(usual.explorer.reached, seed)
-        for _ in range(runs // 2):
-            decision = next(one_each, None)
-            if decision is None:
-                break
+        for decision in islice(one_each, runs // 2):
             yield as_decided([decision])
-        number = 0
-        while True:
+        two_each = pairs(failing, seed)
+        for number in count():
+            if (two := next(two_each, None)) is not None:
+                yield as_decided(two)
             yield at_random(f"{seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
-            number += 1
 
     usual = counted(as_decided(replay or ()))
     if usual.error is not None or replay is not None:

@@ -29,7 +29,7 @@ from librmq.clock import ManualClock
 from librmq.runner import Step, Turn, Work
 from librmq.testing.batons import Baton, Piece
 from librmq.testing.process import Process, ProcessDied
-from librmq.testing.turns import KitRunner
+from librmq.testing.turns import KitRunner, is_dead
 
 __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy"]
 
@@ -95,7 +95,7 @@ class Explorer(KitRunner):
         self._pieces: dict[Piece, Work] = {}
         self._dying: Process | None = None
         self._faults = 0
-        self._in_turns = 0
+        self._taking = False
 
     # ---- deciding
 
@@ -128,12 +128,12 @@ class Explorer(KitRunner):
                                           for i, one in enumerate(options)])]
 
     def _take_turns(self, until_ms: int) -> None:
-        self._in_turns += 1
-        self._until_ms = until_ms
+        before = self._taking
+        self._taking = True
         try:
             super()._take_turns(until_ms)
         finally:
-            self._in_turns -= 1
+            self._taking = before
 
     def pick(self, options: Iterator[Turn]) -> Turn | None:
         """The turn to take; None ends the run."""
@@ -161,14 +161,15 @@ class Explorer(KitRunner):
         return None
 
     def _alive(self, options: Iterator[Turn]) -> list[Turn]:
-        turns = []
-        for turn in options:
-            owner = getattr(turn, "owner", None)
-            if owner is not None and owner.dead:
+        """The turns of the living; those of the dead are forgotten."""
+        while True:
+            turns = list(options)
+            dead = [turn for turn in turns if is_dead(turn)]
+            if not dead:
+                return turns
+            for turn in dead:
                 self.drop(turn)
-            else:
-                turns.append(turn)
-        return turns
+            options = self.options(self._until_ms)
 
     def _possible_faults(self) -> list[tuple[str, Callable[[], None]]]:
         kit = self.kit
@@ -238,11 +239,11 @@ class Explorer(KitRunner):
         """Others may run here, or the process may die."""
         piece = self._baton.current()
         if piece is None:
-            if not self._in_turns and self.decide("test", [f"test: {label}", "all others first"]):
+            if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self.kit.let_others_run()
             return
         work = self._pieces[piece]
-        if self._is_dead(work):
+        if is_dead(work):
             raise ProcessDied(work.label)
         process = self.kit.process_of(work)
         labels = [f"{work.label}: {label}", "pause"]
@@ -256,15 +257,11 @@ class Explorer(KitRunner):
         if index == 1:
             self.paused.append(_Paused(work, piece))
             self._baton.pause(piece)
-            if self._is_dead(work):
+            if is_dead(work):
                 raise ProcessDied(work.label)
 
-    @staticmethod
-    def _is_dead(work: Work) -> bool:
-        return work.owner is not None and work.owner.dead
-
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
-        if self._baton.current() is not None and not self._is_dead(work):
+        if self._baton.current() is not None and not is_dead(work):
             self.point("its end")
         super()._finish(work, result, error)
 

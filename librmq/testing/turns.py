@@ -38,6 +38,7 @@ class KitRunner(ManualRunner):
         """What the test is to fail with; no turn is taken any more."""
         self.late: set[Work] = set()
         """Listeners that have done what they do, and return later."""
+        self._until_ms = 0
         self._depths: dict[tuple[str, int], tuple[int, str, tuple[str, int] | None]] = {}
 
     @property
@@ -52,6 +53,10 @@ class KitRunner(ManualRunner):
     def unwind(self, process: Process) -> None:
         """A process has died: end what of its code has begun."""
 
+    def _take_turns(self, until_ms: int) -> None:
+        self._until_ms = until_ms
+        super()._take_turns(until_ms)
+
     def take_turns(self, until_ms: int) -> None:
         """All turns up to a time; raises what a listener has raised."""
         self._take_turns(until_ms)
@@ -63,12 +68,10 @@ class KitRunner(ManualRunner):
         """The turn to take; None ends the run."""
         if self.failure is not None:
             return None
-        for turn in options:
-            owner = getattr(turn, "owner", None)
-            if owner is None or not owner.dead:
-                return turn
+        while (turn := next(options, None)) is not None and is_dead(turn):
             self.drop(turn)
-        return None
+            options = self.options(self._until_ms)
+        return turn
 
     def drop(self, turn: Turn) -> None:
         """Forget a turn of a process that has died."""
@@ -107,8 +110,7 @@ class KitRunner(ManualRunner):
             self.wake(Step(f"{work.label} ends", end, work.owner), self.now_ms() + wait_ms)
 
     def _end(self, work: Work, result: object, error: Exception | None) -> None:
-        dead = work.owner is not None and work.owner.dead
-        outcome = "died" if dead else "returned" if error is None else "later" if _is_asked_for(error) else "failed"
+        outcome = "died" if is_dead(work) else "returned" if error is None else "later" if _is_asked_for(error) else "failed"
         self.kit.listener_ends(work, outcome, error)
         if outcome == "failed" and error is not None and self.kit.fails_fast(work) and self.failure is None:
             self.failure = error
@@ -140,6 +142,12 @@ class KitRunner(ManualRunner):
                     f"{LONGEST_CHAIN:,} messages in a row, each sent by the listener of the one before "
                     f"(group → topic that it sends to): {loop}; the next is for {work.label}"
                 )
+
+
+def is_dead(turn: Turn) -> bool:
+    """Whether a turn is of a process that has died."""
+    owner = getattr(turn, "owner", None)
+    return owner is not None and owner.dead
 
 
 def group_of(work: Work) -> str:
