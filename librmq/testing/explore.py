@@ -138,7 +138,9 @@ def decode_schedule(text: str) -> tuple[Decision, ...]:
                 return decode_schedule(text)
         document = json.loads(text)
         rows = document["decisions"] if isinstance(document, dict) else document
-        decisions = [Decision(Place(str(kind), str(usual), int(number)), str(chosen)) for kind, usual, number, chosen in rows]
+        decisions = [
+            Decision(Place(str(kind), str(usual), int(number)), str(chosen)) for kind, usual, number, chosen in rows
+        ]
     except (OSError, ValueError, TypeError, KeyError, zlib.error) as error:
         raise InputError(f"no schedule: expected a seed ({_SEED_PREFIX}…), or a file that has one: {error}") from error
     return tuple(decisions)
@@ -224,7 +226,9 @@ def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, De
     while lanes:
         for lane in list(lanes):
             fault, others = lane
-            other = next((one for one in others if one.place.kind != "choose" and not one.chosen.startswith(FAULT)), None)
+            other = next(
+                (one for one in others if one.place.kind != "choose" and not one.chosen.startswith(FAULT)), None
+            )
             if other is None:
                 lanes.remove(lane)
             else:
@@ -325,18 +329,20 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
 def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
     explorer, error = attempt
     assert error is not None
-    return Found(
-        tuple(explorer.decisions), error, explorer.history, run, first_decisions, explorer.replayable
-    )
+    return Found(tuple(explorer.decisions), error, explorer.history, run, first_decisions, explorer.replayable)
 
 
-def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str | None = None, **settings: Any) -> Exploration:
+def explore(
+    function: Callable[[Kit], Any], runs: int = 200, *, seed: str | None = None, **settings: Any
+) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
     Raises what it failed with, under the shortest schedule found, with the report as a note. ``seed`` is that of such a
     report (or the path of a file that has it), and runs that schedule alone; any other text begins elsewhere.
     """
-    replay = decode_schedule(seed) if seed is not None and (seed.startswith(_SEED_PREFIX) or os.path.exists(seed)) else None
+    replay = (
+        decode_schedule(seed) if seed is not None and (seed.startswith(_SEED_PREFIX) or os.path.exists(seed)) else None
+    )
 
     checked = False
 

@@ -124,8 +124,11 @@ class Explorer(KitRunner):
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
         """One of what the real thing may do."""
         name = "answer" if kind.startswith("answer") else "choose"
-        return options[self.decide(name, [str(one) if name == "answer" and i else f"{kind}: {one}"
-                                          for i, one in enumerate(options)])]
+        return options[
+            self.decide(
+                name, [str(one) if name == "answer" and i else f"{kind}: {one}" for i, one in enumerate(options)]
+            )
+        ]
 
     def _take_turns(self, until_ms: int) -> None:
         before = self._taking
@@ -297,4 +300,3 @@ def _distinct(labels: list[str]) -> list[str]:
         seen[label] += 1
         distinct.append(label if seen[label] == 1 else f"{label} #{seen[label]}")
     return distinct
-

@@ -135,9 +135,9 @@ class Kit:
                 for topic, listener in first.listeners.items():
                     of = first.subscriptions[topic]
                     expression = {"sql": of.expression} if of.expression_type == "SQL92" else {"tags": of.expression}
-                    consumer.subscribe(
-                        topic, batch=listener.as_list, must_return=listener.must_return, **expression
-                    )(listener.function)
+                    consumer.subscribe(topic, batch=listener.as_list, must_return=listener.must_return, **expression)(
+                        listener.function
+                    )
             else:
                 made.append(consumer)
             return consumer

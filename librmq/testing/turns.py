@@ -110,7 +110,9 @@ class KitRunner(ManualRunner):
             self.wake(Step(f"{work.label} ends", end, work.owner), self.now_ms() + wait_ms)
 
     def _end(self, work: Work, result: object, error: Exception | None) -> None:
-        outcome = "died" if is_dead(work) else "returned" if error is None else "later" if _is_asked_for(error) else "failed"
+        outcome = (
+            "died" if is_dead(work) else "returned" if error is None else "later" if _is_asked_for(error) else "failed"
+        )
         self.kit.listener_ends(work, outcome, error)
         if outcome == "failed" and error is not None and self.kit.fails_fast(work) and self.failure is None:
             self.failure = error
