@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -254,6 +254,7 @@ class MessageStore:
             self.path,
             lock=self._lock,
             settled=lambda: self._settled,
+            watch_disk=not isinstance(self.clock, ManualClock),
         )
         self._housekeeping = Housekeeping(
             self.config,

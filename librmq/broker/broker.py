@@ -30,7 +30,7 @@ from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
-from librmq.broker.transactions import BrokerTransactions
+from librmq.broker.transactions import BrokerTransactions, DiscardHook
 from librmq.brokerconfig import BrokerConfig
 from librmq.checkpoint import has_abort
 from librmq.clock import Clock, ManualClock
@@ -246,7 +246,7 @@ class Broker:
         clients = Clients(
             runner, topics, self._groups, registry, self._registrations, holds, locks, self._filters_changed
         )
-        transactions = BrokerTransactions(
+        transactions = self._transactions = BrokerTransactions(
             runner,
             store,
             topics,
@@ -254,6 +254,7 @@ class Broker:
             registry,
             sending,
             config.transactions,
+            config.original_transactions,
             name,
             lambda run_due: Step(f"{name} checks transactions", run_due, self),
         )
@@ -427,6 +428,11 @@ class Broker:
         """All messages of a topic, queue by queue."""
         for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
             yield from self.store.messages(name, queue_id)
+
+    @property
+    def discard_hooks(self) -> list[DiscardHook]:
+        """Called with each half message that a check gives up, and how often it had been checked."""
+        return self._transactions.discard_hooks
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """What a consumer group has given up."""

@@ -39,9 +39,11 @@ class BrokerSettings:
     """When delayed messages are looked at, and their progress is saved."""
     transactions: TransactionSettings = field(default_factory=TransactionSettings)
     """When half messages are checked."""
+    original_transactions: bool = False
+    """End and check transactions as the original does, its harm included: see `librmq.txn.Transactions`."""
 
     def __post_init__(self) -> None:
-        for name in ("auto_create_topic", "auto_create_group"):
+        for name in ("auto_create_topic", "auto_create_group", "original_transactions"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, found {getattr(self, name)!r}")
         queues = self.default_topic_queues

@@ -5,8 +5,10 @@ Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; wh
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from librmq import codec
 from librmq.broker.offsets import ConsumerOffsets
@@ -15,12 +17,18 @@ from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError, TransactionRefusedError
 from librmq.javahash import java_int
+from librmq.message import StoredMessage
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
-from librmq.runner import Runner, Step
+from librmq.runner import Runner, Step, Work
 from librmq.store import MessageStore
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 
-__all__ = ["BrokerTransactions"]
+__all__ = ["BrokerTransactions", "DiscardHook"]
+
+_log = logging.getLogger("librmq.broker")
+
+DiscardHook = Callable[[StoredMessage, int], object]
+"""Called with a half message that a check gave up, and how often it had been checked."""
 
 
 class BrokerTransactions:
@@ -35,10 +43,12 @@ class BrokerTransactions:
         registry: Registry,
         sending: Sending,
         settings: TransactionSettings,
+        original: bool,
         broker_name: str,
         step: Callable[[Callable[[int], int | None]], Step],
     ) -> None:
         """``step(run_due)`` makes the broker's step of a function."""
+        self.discard_hooks: list[DiscardHook] = []
         self._runner = runner
         self._store = store
         self._registry = registry
@@ -54,7 +64,9 @@ class BrokerTransactions:
             runner.now_ms(),
             settings,
             ask=self._questions.append,
+            discarded=self._discarded,
             make_topic=self._make_topic,
+            original=original,
         )
         self._step = step(self._run_due)
 
@@ -106,8 +118,17 @@ class BrokerTransactions:
             client.call(
                 CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
             )
-        except RmqError:
-            return  # it is about to leave; the next check asks again
+        except RmqError as error:  # an ordinary producer, or one that is about to leave: the next check asks again
+            _log.warning("group %s: a producer can't be asked about a transaction: %s", question.group, error)
+
+    def _discarded(self, half: StoredMessage, check_times: int) -> None:
+        for hook in self.discard_hooks:
+            self._runner.submit(Work("discard hook", partial(hook, half, check_times), _told))
+
+
+def _told(result: object, error: Exception | None) -> None:
+    if error is not None:
+        _log.error("a hook for discarded half messages has failed", exc_info=error)
 
 
 class _Offsets:

@@ -124,11 +124,16 @@ class Rebalancing:
         return self._update(topic, dict.fromkeys(share), now_ms)
 
     def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:
+        client = self._member.client
         for name in sorted(broker_names):
             try:
-                return self._member.client.endpoint(name).call(ConsumerIds(self._member.group))
+                clients = client.endpoint(name).call(ConsumerIds(self._member.group))
             except ClientError as error:
                 _log.warning("%s: %s does not tell who is in the group: %s", self._member.label, name, error)
+            else:
+                if client.client_id not in clients:
+                    client.forgotten_by(name)
+                return clients
         return None
 
     def _update(self, topic: str, share: dict[MessageQueue, None], now_ms: int) -> bool:
