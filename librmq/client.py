@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from librmq.errors import BrokerError, ClientStateError, NoRouteError
+from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
 from librmq.protocol import (
     ConsumerData,
@@ -166,7 +166,7 @@ class Client:
         for name in self.route.broker_names():
             try:
                 self.route.endpoint(name).call(request)
-            except (BrokerError, NoRouteError) as error:
+            except ClientError as error:
                 _log.warning("%s: %s refused %s: %s", self.client_id, name, type(request).__name__, error)
 
     def endpoint(self, broker_name: str) -> Endpoint:
@@ -191,7 +191,7 @@ class Client:
             if name not in self._told:
                 try:
                     self.route.endpoint(name).call(beat)
-                except (BrokerError, NoRouteError) as error:
+                except ClientError as error:
                     _log.warning("%s: no heartbeat to %s: %s", self.client_id, name, error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:
