@@ -76,7 +76,10 @@ class Faults:
         """Lose or delay the answer, if that is due."""
         kit = self._kit
         lost = bool(self._due) and self._take("lose", topic) is not None
-        if lost or kit.runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes":
+        if (
+            lost
+            or kit.runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
+        ):
             kit.note("fault", f"the answer to {process.label} is lost; {topic}/{response.queue_id} has the message")
             raise BrokerUnreachableError(f"the answer was lost (topic {topic!r})")
         if self._due and (due := self._take("late", topic)) is not None:
