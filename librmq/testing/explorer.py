@@ -22,6 +22,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.client import Client
@@ -88,6 +89,8 @@ class Explorer(KitRunner):
         """Where there was a choice, and what it was among."""
         self.replayable = True
         """False once listeners waited for each other, so that chance had a part in it."""
+        self.is_first = False
+        """Of the runs of one test."""
         self.history = ""
         """What happened, if the test has failed."""
         self._seen: Counter[tuple[str, str]] = Counter()
@@ -124,11 +127,8 @@ class Explorer(KitRunner):
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
         """One of what the real thing may do."""
         name = "answer" if kind.startswith("answer") else "choose"
-        return options[
-            self.decide(
-                name, [str(one) if name == "answer" and i else f"{kind}: {one}" for i, one in enumerate(options)]
-            )
-        ]
+        labels = [str(one) if str(one).startswith(FAULT) else f"{kind}: {one}" for one in options]
+        return options[self.decide(name, labels)]
 
     def _take_turns(self, until_ms: int) -> None:
         before = self._taking
@@ -174,18 +174,18 @@ class Explorer(KitRunner):
                 self.drop(turn)
             options = self.options(self._until_ms)
 
-    def _possible_faults(self) -> list[tuple[str, Callable[[], None]]]:
+    def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
         kit = self.kit
-        found: list[tuple[str, Callable[[], None]]] = []
+        found: list[tuple[str, Callable[[], object]]] = []
         living = [process for process in kit.processes[1:] if not process.dead and process.clients]
         for process in living:
             name = process.label
-            found.append((f"{FAULT}{name} dies", lambda process=process: kit.crash(process)))
+            found.append((f"{FAULT}{name} dies", partial(kit.crash, process)))
             if not any(self._of(work, process) for work in self._pieces.values()):
-                found.append((f"{FAULT}{name} is started again", lambda process=process: kit.restart(process)))
-            found.append((f"{FAULT}{name} is lost to the broker", lambda process=process: kit.lose(process)))
+                found.append((f"{FAULT}{name} is started again", partial(kit.restart, process)))
+            found.append((f"{FAULT}{name} is lost to the broker", partial(kit.lose, process)))
             if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
-                found.append((f"{FAULT}another {name} joins", lambda process=process: kit.join(process)))
+                found.append((f"{FAULT}another {name} joins", partial(kit.join, process)))
         return found
 
     @staticmethod
@@ -220,7 +220,8 @@ class Explorer(KitRunner):
         going = 1
         while self.paused:
             paused = self.paused.pop(0)
-            assert isinstance(paused, _Paused) and paused.piece.thread is not None
+            assert isinstance(paused, _Paused)
+            assert paused.piece.thread is not None
             paused.piece.thread.turn.release()
             going += 1
         for _ in range(going):
