@@ -437,6 +437,9 @@ class _QueueCheck:
             return code in wanted
         if self._queue.ext is None:
             return False  # there are no units that it could lead to
+        before = self._queue.read(queue_offset - 1, 1)
+        if before and is_ext_address(earlier := ENTRY.unpack(before)[2]) and earlier >= code:
+            return False  # units are in the order of their entries
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
@@ -580,8 +583,6 @@ class _IndexCheck:
 
     def __init__(self, index: KeyIndex, begin: int, end: int, whole: bool, mend: bool) -> None:
         self.damages: list[Damage] = []
-        self.sound = True
-        """False where only making the index again mends it."""
         self._index = index
         self._mend = mend
         self._runs = _runs(index, begin)
@@ -591,6 +592,8 @@ class _IndexCheck:
         self._log_end = end
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
+        self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
+        """False where only making the index again mends it."""
         self._checked = index.files if whole else []  # what is made meanwhile needs no look
 
     def offer(

@@ -584,8 +584,6 @@ class _Recovery:
             begin = min(begin, index.end_physical_offset)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
-        if not index.files:
-            begin = log.begin
         return max(begin, log.begin)
 
     def _unvouched_index(self) -> list[IndexFile]:
@@ -682,4 +680,7 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     buffer = log.sequence.file(start).buffer
     at, upto = begin - start, min(end - start + 3, log.file_size)  # a record may begin with three zeros, its size
     edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
-    return any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges)
+    if any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges):
+        return True
+    blank = (log.file_size - at).to_bytes(4, "big") + codec.BLANK_MAGIC.to_bytes(4, "big")
+    return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
