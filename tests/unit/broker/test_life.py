@@ -1,0 +1,128 @@
+"""What a broker counts, saves and survives."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq import brokerjson
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
+from librmq.files import DiskFiles, MemoryFiles
+from librmq.message import Message
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    EndTransaction,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    Subscription,
+    TransactionState,
+    UpdateOffset,
+)
+from librmq.runner import ManualRunner
+from librmq.testing.files import FailingFiles
+from tests.unit.broker.parties import HOST, beat, manual, opened, pull, send
+
+
+def test_what_happens_is_counted() -> None:
+    metrics = Metrics()
+    broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)
+    runner = manual(broker)
+    first = send(broker, "T", b"12345")
+    broker.call(SendBatch("p", (Message("T", b"1"), Message("T", b"2")), 0, 1, HOST))
+    records = list(broker.messages("T"))
+    pull(broker, "T", 1)
+    pull(broker, "T", 3, notify=lambda: None)
+    send(broker, "T", delay_level=30)
+    broker.call(SendBack("g", first.physical_offset, 1))
+    broker.call(SendBack("g", first.physical_offset, -1))
+    beat(broker, Subscription("T"))
+    beat(broker, Subscription("T"), client_id="c2")
+    half = Message("T", b"x")
+    half.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+    for state in (TransactionState.COMMIT, TransactionState.ROLLBACK):
+        where = broker.call(SendMessage("p", half, 0, runner.now_ms(), HOST))
+        broker.call(EndTransaction("p", state, where.queue_offset, where.physical_offset, ""))
+    broker._sending._check_busy("T")
+    runner.manual_clock.advance(seconds=2)
+    with pytest.raises(BrokerBusyError):
+        broker._sending._check_busy("T")
+    found = metrics.snapshot()
+    runner.advance(2_000)
+    later = metrics.snapshot()
+    assert found["messages_in"]["T",] == 4  # the committed one too
+    assert found["bytes_in"]["T",] >= sum(message.size for message in records)
+    assert found["messages_out"] == {("T", "g"): 2}
+    assert found["bytes_out"] == {("T", "g"): records[1].size + records[2].size}
+    assert found["delayed_in"] == {("18",): 1, ("1",): 1}
+    assert (found.get("delayed_out"), later["delayed_out"]) == (None, {("1",): 1})
+    assert later["messages_in"]["%RETRY%g",] == 1
+    assert found["send_backs"] == found["dead_letters"] == {("T", "g"): 1}
+    assert found["transactions"] == {("T", "commit"): 1, ("T", "rollback"): 1}
+    assert found["clients"] == {("g",): 2}
+    assert found["busy"] == {("T",): 1}
+    assert found["held_pulls"] == {(): 0}  # the committed message has woken it
+    assert found["log_bytes"] == {(): broker.store.log.end} or later["log_bytes"] == {(): broker.store.log.end}
+    broker.forget("c1")
+    broker.forget("c2")
+    broker.close()
+    assert not metrics.snapshot().keys() & {"clients", "held_pulls", "log_bytes", "disk_used"}
+
+
+def test_progress_that_could_not_be_saved_is_saved_later(caplog: pytest.LogCaptureFixture) -> None:
+    files, runner = FailingFiles(MemoryFiles()), ManualRunner()
+    with opened(files, runner) as broker:
+        broker.call(UpdateOffset("g", "T", 0, 1))
+        files.fail("write")
+        runner.advance(6_000)
+        assert "could not be saved" in caplog.text
+        assert files.size("/b/config/consumerOffset.json") is None
+        runner.advance(10_000)
+        assert files.size("/b/config/consumerOffset.json")
+
+
+def test_a_new_brokers_tables() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    opened(files, runner).close()
+    for name, table in (
+        ("topics", {"dataVersion": {"counter": 0, "timestamp": 0}}),
+        ("subscriptionGroup", {"dataVersion": {"counter": 0, "timestamp": 0}}),
+        ("consumerOffset", {"offsetTable": {}}),
+        ("delayOffset", {"offsetTable": {}}),
+        ("consumerFilter", {"filterDataByTopic": {}}),
+    ):
+        assert brokerjson.loads(files.read(f"/b/config/{name}.json")).items() >= table.items()
+    before = {name: files.read(f"/b/config/{name}.json") for name in ("topics", "subscriptionGroup")}
+    opened(files, runner).close()
+    assert before == {name: files.read(f"/b/config/{name}.json") for name in before}
+
+
+def test_a_disk_is_not_looked_at_by_hand() -> None:
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner, store_config=StoreConfig.tiny()) as broker:
+        assert isinstance(broker.store.files, DiskFiles)
+        send(broker, "T")
+        runner.advance(120_000)
+        assert runner.next_due_ms() is None
+
+
+def test_a_closed_broker_is_no_route() -> None:
+    broker = opened()
+    told = []
+    broker.watch(lambda: told.append(broker.broker_names()))
+    broker.create_topic("T", 3)
+    broker.close()
+    assert told == [("broker-a",), ()]
+    assert [data.read_queues for data in broker.topic_route("T")] == [3]
+    with pytest.raises(NoRouteError):
+        broker.endpoint("broker-b")
+
+
+def test_a_group_that_may_not_be_made() -> None:
+    with opened(auto_create_group=False) as broker, pytest.raises(BrokerError):
+        beat(broker, Subscription("T"))
+    with opened() as broker:
+        for wrong in (-2, 1 << 31, True):
+            with pytest.raises(BrokerError):
+                broker.set_group("g", retry_max_times=wrong)
