@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq import brokerjson
+from librmq import brokerjson, codec
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
@@ -126,3 +126,63 @@ def test_a_group_that_may_not_be_made() -> None:
         for wrong in (-2, 1 << 31, True):
             with pytest.raises(BrokerError):
                 broker.set_group("g", retry_max_times=wrong)
+
+
+def configured(files: MemoryFiles, name: str, table: str, rows: dict[str, dict[str, object]]) -> MemoryFiles:
+    """Files with one table of a broker's configuration in them."""
+    files.make_folder("/b")
+    files.make_folder("/b/config")
+    files.write(f"/b/config/{name}.json", brokerjson.dumps({table: rows}).encode())
+    return files
+
+
+def test_what_a_table_holds_beyond_that_is_kept() -> None:
+    topic = {"perm": 6, "order": True, "topicFilterType": "MULTI_TAG", "attributes": {"a": "b"}}
+    files = configured(MemoryFiles(), "topics", "topicConfigTable", {"T": topic})
+    configured(files, "subscriptionGroup", "subscriptionGroupTable", {"g": {"brokerId": 7, "retryQueueNums": 0}})
+    with opened(files) as broker:
+        assert broker.topics()["T"].read_queues == 16
+        sent = send(broker, "T", tags="a")
+        stored = broker.store.message_at(sent.physical_offset)
+        assert stored is not None
+        assert stored.sys_flag == codec.MULTI_TAGS
+        broker.call(SendBack("g", sent.physical_offset, 0))  # the group wants nothing again
+        assert broker.store.log.end == stored.size
+        broker.create_topic("T", 3)
+        broker.set_group("g", retry_max_times=2)
+    topics = brokerjson.loads(files.read("/b/config/topics.json"))["topicConfigTable"]
+    assert topics["T"] == {**topic, "readQueueNums": 3, "writeQueueNums": 3}
+    groups = brokerjson.loads(files.read("/b/config/subscriptionGroup.json"))["subscriptionGroupTable"]
+    assert groups["g"] == {"brokerId": 7, "retryQueueNums": 0, "retryMaxTimes": 2}
+
+
+def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
+    files = MemoryFiles()
+    body = codec.compress_body(bytes(5_000))
+    with opened(files, store=StoreConfig.tiny(store_host="10.0.0.1:10911")) as broker:
+        sent = broker.call(SendMessage("p", Message("T", body), 0, 1, HOST, codec.COMPRESSED | codec.COMPRESSION_ZLIB))
+    with opened(files, store=StoreConfig.tiny(store_host="10.0.0.2:10911")) as broker:
+        broker.call(SendBack("g", sent.physical_offset, -1))
+        (dead,) = broker.dead_letters("g")
+        assert (dead.stored_body, dead.body, dead.store_host) == (body, bytes(5_000), ("10.0.0.1", 10911))
+
+
+def test_who_waits_for_the_device() -> None:
+    with opened(store=StoreConfig.tiny(durability="sync")) as broker:
+        send(broker, "T", wait_store_ok=False)
+        assert broker.store._commit.flushed < broker.store.log.end
+        send(broker, "T")
+        assert broker.store._commit.flushed == broker.store.log.end
+
+
+def test_by_hand_the_store_is_flushed_by_a_step() -> None:
+    with opened() as broker:
+        send(broker, "T")
+        manual(broker).advance(10_500)
+        assert broker.store._commit.flushed == broker.store.log.end
+
+
+def test_a_retry_topic_is_made_in_any_case() -> None:
+    with opened(auto_create_topic=False) as broker:
+        send(broker, "%RETRY%g", max_reconsume_times=1)
+        assert broker.topics()["%RETRY%g"].write_queues == 1
