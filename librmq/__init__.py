@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from librmq.clock import Clock as Clock
     from librmq.clock import ManualClock as ManualClock
     from librmq.clock import SystemClock as SystemClock
+    from librmq.cluster import RouteTable as RouteTable
     from librmq.commitlog import CommitLog as CommitLog
     from librmq.config import StoreConfig as StoreConfig
     from librmq.consumequeue import ConsumeQueue as ConsumeQueue
@@ -92,6 +93,7 @@ _HOMES = {
     "checkpoint": ("Checkpoint",),
     "client": ("Client",),
     "clock": ("Clock", "ManualClock", "SystemClock"),
+    "cluster": ("RouteTable",),
     "commitlog": ("CommitLog",),
     "config": ("StoreConfig",),
     "consumequeue": ("ConsumeQueue",),

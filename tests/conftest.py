@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -142,6 +143,8 @@ _slow_tests = 0
 def pytest_collection_finish(session: pytest.Session) -> None:
     global _slow_tests
     _slow_tests = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
+    gc.collect()
+    gc.freeze()  # thousands of tests, which each collection of garbage would look at again
 
 
 @pytest.fixture(scope="session")

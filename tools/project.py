@@ -26,7 +26,9 @@ DEMO = CHECKOUT / "examples" / "demo_store.py"
 STAMP = "librmq-stamp.json"
 
 DEMO_EXTRAS = frozenset({"cli", "compression"})
-CHECK_EXTRAS = frozenset({"arrow", "cli", "compression", "dev", "jvm", "metrics", "spark", "test"})
+CHECK_EXTRAS = frozenset(
+    {"arrow", "bloom", "cli", "compression", "dev", "jvm", "metrics", "redis", "spark", "sql", "test"}
+)
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
 """A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
@@ -215,7 +217,7 @@ def check(arguments: Sequence[str]) -> int:
     place = environment(wheel)
     place.prepare(CHECK_EXTRAS)
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
-    typed = [
+    typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
     marks = LEFT_OUT_QUICK if options.quick else LEFT_OUT

@@ -30,7 +30,9 @@ from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
+from librmq.broker.transactions import BrokerTransactions, DiscardHook
 from librmq.brokerconfig import BrokerConfig
+from librmq.checkpoint import has_abort
 from librmq.clock import Clock, ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule
@@ -54,6 +56,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteTopic,
     Endpoint,
+    EndTransaction,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -78,6 +81,7 @@ from librmq.protocol import (
 )
 from librmq.runner import Runner, Step, ThreadRunner
 from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC
 
 __all__ = ["Broker"]
 
@@ -176,11 +180,12 @@ class Broker:
         self.dead = self.was_killed = False
         self._temporary: TemporaryDirectory[str] | None = None
         self._watchers: list[Callable[[], None]] = []
-        files = files or DiskFiles()
         now_ms = runner.now_ms()
         by_hand = isinstance(runner.clock, ManualClock)
+        files = files or (_DiskByHand() if by_hand else DiskFiles())
         tables = self._tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
         self._registrations = tables.registrations(now_ms)
+        was_killed = has_abort(files, path)
         self.store = MessageStore.open(
             path,
             store_config,
@@ -190,12 +195,13 @@ class Broker:
             filters=self._registrations,
         )
         try:
-            self._compose(tables, by_hand, now_ms)
+            self._compose(tables, by_hand, was_killed, now_ms)
         except BaseException:
             self.store.close()
             raise
 
-    def _compose(self, tables: BrokerConfig, by_hand: bool, now_ms: int) -> None:
+    def _compose(self, tables: BrokerConfig, by_hand: bool, was_killed: bool, now_ms: int) -> None:
+        self._by_hand = by_hand
         name, runner, config, store = self.name, self.runner, self.config, self.store
         self._topics = Topics(tables.topics, config, name, self.cluster_name, runner.now_ms, self._changed)
         self._groups = Groups(tables.groups, config.auto_create_group, runner.now_ms)
@@ -219,6 +225,7 @@ class Broker:
             config,
             self.cluster_name,
             self._delayed,
+            lambda: transactions.prepared(),
             self._wake_housekeeping if by_hand else None,
         )
         self._pulling = Pulling(
@@ -239,12 +246,25 @@ class Broker:
         clients = Clients(
             runner, topics, self._groups, registry, self._registrations, holds, locks, self._filters_changed
         )
+        transactions = self._transactions = BrokerTransactions(
+            runner,
+            store,
+            topics,
+            self._offsets,
+            registry,
+            sending,
+            config.transactions,
+            config.original_transactions,
+            name,
+            lambda run_due: Step(f"{name} checks transactions", run_due, self),
+        )
         progress = Progress(store, topics, self._offsets, registry, name)
         locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
             SendMessage: sending.send,
             SendBatch: sending.send_batch,
             SendBack: sending.send_back,
+            EndTransaction: transactions.end,
             PullMessage: pulling.pull,
             Heartbeat: locked(clients.heartbeat),
             Unregister: locked(clients.unregister),
@@ -269,6 +289,10 @@ class Broker:
             due = self._schedule.run_due(now_ms)
             if due is not None:
                 runner.wake(self._delay, due)
+            if (HALF_TOPIC, 0) in store.queues:
+                transactions.prepared()
+            if was_killed:
+                self._offsets.hold_back(lambda topic, queue_id: progress.end(MaxOffset(topic, queue_id)))
 
     # ---- endpoint and route
 
@@ -405,6 +429,11 @@ class Broker:
         for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
             yield from self.store.messages(name, queue_id)
 
+    @property
+    def discard_hooks(self) -> list[DiscardHook]:
+        """Called with each half message that a check gives up, and how often it had been checked."""
+        return self._transactions.discard_hooks
+
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """What a consumer group has given up."""
         return list(self.messages(dead_letter_topic(group)))
@@ -417,11 +446,14 @@ class Broker:
     def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
         self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties)
+        self._wake_housekeeping()
 
     def _wake_housekeeping(self) -> None:
-        if self._housekeeping.at is None:
+        """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""
+        if self._by_hand and self._housekeeping.at is None:
+            at = self.runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
             with self.runner.lock:
-                self.runner.wake(self._housekeeping)
+                self.runner.wake(self._housekeeping, at)
 
     def _offsets_changed(self) -> None:
         self._save_ms = self.runner.now_ms() + round(1000 * self.config.save_offsets_every_s)
@@ -452,6 +484,9 @@ class Broker:
         now_ms = self.runner.now_ms()
         with ExitStack() as last:
             last.callback(self._release)
+            if self._temporary is not None:
+                last.callback(self.store.abandon)  # nobody opens it again
+                return
             last.callback(self.store.close)
             with self.runner.lock:
                 self._schedule.save(now_ms)
@@ -490,6 +525,13 @@ class Broker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _DiskByHand(DiskFiles):
+    """Files on a disk of which nobody looks how full it is: that is not a matter of a clock that is moved by hand."""
+
+    def used_ratio(self, path: str) -> float:
+        return 0.0
 
 
 class _DelayProgress:

@@ -69,37 +69,24 @@ class Pulling:
     def pull(self, request: PullMessage) -> PullResponse:
         """Read, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
+        name = (topic, queue_id)
         with self._runner.lock:
             selection = self._check(request)
-            result = self._read(request, selection)
-            status = _status(result, queue_offset)
-            if status is PullStatus.NO_NEW_MESSAGE and request.notify is not None:
-                self._holds.add(
-                    (topic, queue_id),
-                    request.client_id,
-                    request.group,
-                    selection,
-                    request.notify,
-                    self._runner.now_ms(),
-                )
-                result = self._read(request, selection)  # once more: who appends looks for holds without the lock
-                status = _status(result, queue_offset)
-                if status is PullStatus.NO_NEW_MESSAGE:
-                    status = PullStatus.HELD
-                else:
-                    self._holds.remove((topic, queue_id), request.client_id, request.group)
-            elif request.notify is not None:
-                self._holds.remove((topic, queue_id), request.client_id, request.group)
             if request.commit_offset is not None:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
+            if request.notify is not None:
+                # Before looking: who appends looks for holds without the lock, behind the append.
+                holder = request.client_id, request.group
+                self._holds.add(name, holder, selection, request.notify, self._runner.now_ms())
+                begin, end = self._store.queue_range(topic, queue_id)
+                if queue_offset == end:
+                    return PullResponse(PullStatus.HELD, end, begin, end)
+                self._holds.remove(name, holder)
+            result = self._store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+        status = _status(result, queue_offset)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
         return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, tuple(result.messages))
-
-    def _read(self, request: PullMessage, selection: Selection) -> ReadResult:
-        return self._store.read(
-            request.topic, request.queue_id, request.queue_offset, request.max_messages, selection.matching
-        )
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse what can't be read; else what the group takes."""

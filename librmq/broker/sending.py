@@ -48,10 +48,11 @@ class Sending:
         settings: BrokerSettings,
         cluster_name: str,
         delayed: Callable[[int, int], None],
+        prepared: Callable[[], None],
         stored: Callable[[], None] | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``stored()``, unless None, of each message at all.
+        ``prepared()`` of each half message; ``stored()``, unless None, of each message at all.
         """
         self._runner = runner
         self._store = store
@@ -62,6 +63,7 @@ class Sending:
         self._holds = holds
         self._cluster = cluster_name
         self._delayed = delayed
+        self._prepared = prepared
         self._stored = stored
         self._busy_after_ms = round(1000 * settings.busy_after_s)
         self._stuck_at = -1  # the log's end when a write was last seen under way,
@@ -88,7 +90,8 @@ class Sending:
         made = object.__new__(Message)  # of parts that were checked when the client made them
         made.topic, made.body, made.flag, made.properties = name, message.body, message.flag, properties
         stored_queue_id = queue_id
-        if _PREPARED in properties and properties[_PREPARED].lower() == "true":
+        is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
+        if is_half:
             stored_queue_id = 0
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
@@ -104,6 +107,8 @@ class Sending:
             request.reconsume_times,
             wait is None or wait == "true" or wait.lower() == "true",
         )
+        if is_half:
+            self._prepared()
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(_OK, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
@@ -230,23 +235,27 @@ class Sending:
             sys_flag=sys_flag,
             reconsume_times=reconsume_times,
         )
-        properties = message.properties
+        self.announce(message.topic, queue_id, message.properties, result)
+        return result
+
+    def announce(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Tell whoever waits for a message that was stored for a queue; a delayed one waits itself."""
         if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
             with self._runner.lock:
                 self._delayed(level, result.store_timestamp_ms)
-        elif (message.topic, queue_id) in self._held:
-            self.arrived(message.topic, queue_id, properties)
+        else:
+            self.arrived(topic, queue_id, properties)
         if self._stored is not None:
             self._stored()
-        return result
 
     def _append_unflushed(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
 
     def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str]) -> None:
-        """Tell whoever waits for a message that it has come."""
-        with self._runner.lock:
-            self._holds.arrived((topic, queue_id), properties)
+        """Tell whoever waits for a message that it is in its queue."""
+        if (topic, queue_id) in self._held:
+            with self._runner.lock:
+                self._holds.arrived((topic, queue_id), properties)
 
     def _check_busy(self) -> None:
         """Somebody writes: refuse to queue up behind a write that has been under way for too long."""

@@ -73,6 +73,7 @@ PUBLIC_NAMES = (
     "ReconsumeLater",
     "RecordError",
     "RmqError",
+    "RouteTable",
     "RunnerClosedError",
     "RunnerError",
     "SendResult",
