@@ -1,7 +1,8 @@
 """Orderly consumption under any interleaving: no two consumers process one queue, no message overtakes another.
 
-A run is a list of decisions, drawn from a seed: which turn is next, when a listener that has begun ends and how, when an instance starts,
-leaves, dies, or hears nothing for a while. Listeners take time here: their end is a turn of its own.
+A run is a list of decisions, drawn from a seed: which turn is next, when a listener that has begun ends and how, when
+an instance starts, leaves, dies, or hears nothing for a while. Listeners take time here: their end is a turn of its
+own.
 """
 
 from __future__ import annotations
