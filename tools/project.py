@@ -25,8 +25,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 STAMP = "librmq-stamp.json"
 
-DEMO_EXTRAS = frozenset({"cli", "compression"})
-CHECK_EXTRAS = frozenset({"arrow", "cli", "compression", "dev", "jvm", "metrics", "spark", "test"})
+DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
+CHECK_EXTRAS = frozenset({"arrow", "bloom", "cli", "compression", "dev", "jvm", "metrics", "report", "spark", "test"})
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
 """A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
