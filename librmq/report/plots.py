@@ -50,8 +50,9 @@ def _drawing(height: float) -> Iterator[tuple[Any, Any, list[str]]]:
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     svg = drawn.getvalue()
     svg = svg[svg.index("<svg") :]
-    # Several plots share a page: their inner names must differ, and nothing may lead elsewhere.
-    found.append(re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL))
+    # Within a page names of name spaces have no meaning; without them there is no address at all in it.
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    found.append(re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg))
 
 
 def _short(text: str) -> str:

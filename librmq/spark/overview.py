@@ -75,8 +75,8 @@ def overview(
     )
     return Page(
         title,
-        f"{len(folders)} store{'s' * (len(folders) != 1)}: {', '.join(name.values())}. All times are UTC; “now” is when "
-        "a store’s last message was stored.",
+        f"{len(folders)} store{'s' * (len(folders) != 1)}: {', '.join(name.values())}. All times are UTC; “now” is "
+        "when a store’s last message was stored.",
         _tiles(totals, waiting, halves, timers, dead),
         (
             _topics(totals),
@@ -131,12 +131,10 @@ def _tiles(totals: Any, waiting: Any, halves: Any, timers: Any, dead: Any) -> li
 
 
 def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            break
-        number /= 1024
-    else:
-        unit = "TiB"
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while number >= 1024 and unit != "TiB":
+        number, unit = number / 1024, next(units)
     return f"{number:,.0f} {unit}" if number >= 10 or unit == "B" else f"{number:,.1f} {unit}"
 
 
@@ -152,8 +150,8 @@ def _topics(totals: Any) -> Section:
     rows = sorted(([topic, *values] for topic, values in sums.items()), key=lambda row: -row[1])
     plot = bars([(row[0], row[1]) for row in rows[:MOST]], "messages") if rows else ""
     about = (
-        "What lies in the logs, by topic. Names with %RETRY% hold messages that a group failed on and gets again, %DLQ% "
-        "those it gave up; SCHEDULE_TOPIC and RMQ_SYS are the broker’s own."
+        "What lies in the logs, by topic. Names with %RETRY% hold messages that a group failed on and gets again, "
+        "%DLQ% those it gave up; SCHEDULE_TOPIC and RMQ_SYS are the broker’s own."
     )
     columns = ("topic", "messages", "bytes", "first stored", "last stored")
     return Section("Topics", about, plot, columns, nothing="There are no messages.", **_cut(rows))
@@ -213,8 +211,8 @@ def _skew(uneven: Any, name: dict[str, str]) -> Section:
     plot = bars([(f"{topic} · {queue}", round(ratio, 2)) for topic, _, queue, _, _, ratio in rows[:MOST]],
                 "times the mean of the topic’s queues") if rows else ""  # fmt: skip
     about = (
-        "Queues that hold more than the other queues of their topic. A queue has one consumer at a time, so the largest "
-        "one bounds how fast a topic is consumed. A key that is sent often is the usual cause."
+        "Queues that hold more than the other queues of their topic. A queue has one consumer at a time, so the "
+        "largest one bounds how fast a topic is consumed. A key that is sent often is the usual cause."
     )
     return Section(
         "Uneven queues", about, plot, ("topic", "store", "queue", "messages", "% of the topic", "times the mean"),
