@@ -217,7 +217,7 @@ def check(arguments: Sequence[str]) -> int:
     place = environment(wheel)
     place.prepare(CHECK_EXTRAS)
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
-    typed = [
+    typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
     marks = LEFT_OUT_QUICK if options.quick else LEFT_OUT

@@ -115,10 +115,12 @@ class ConcurrentDelivery(Delivery):
 
     def _apply(self, held: HeldQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None) -> None:
         self.counts.consumed += consumed
+        self.count(held, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]
             self.counts.failed += len(failed)
+            self.count(held, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             self.log_failure(held, failed, error)
             if self.config.model is MessageModel.BROADCASTING:
                 self.counts.dropped += len(failed)

@@ -337,19 +337,21 @@ class OrderlyDelivery(Delivery):
             if result is Transaction.ROLLBACK:
                 held.messages.roll_back()
                 return self._suspension(None)
-            self._commit(held)
+            self._commit(held, "success")
             return None
         self.log_failure(held, messages, error)
         self.counts.failed += len(messages)
         if self._all_given_up(held, messages):
-            self._commit(held)
+            self._commit(held, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
+        self.count(held, len(messages), "suspend")
         held.messages.put_back(messages)
         self._report(held, messages[0])
         return self._suspension(error)
 
-    def _commit(self, held: HeldQueue) -> None:
+    def _commit(self, held: HeldQueue, result: str) -> None:
         self.counts.consumed += held.messages.begun
+        self.count(held, held.messages.begun, result)
         progress = held.messages.commit()
         if progress is not None:
             self.consumer.progressed(held, progress)

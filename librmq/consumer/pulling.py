@@ -86,6 +86,8 @@ class Pulling:
         held.pulled_timestamp_ms = now_ms
         if self.is_too_much(held):
             held.throttled = True
+            if consumer.metrics is not None:
+                consumer.metrics.count("flow_controls", topic=held.queue.topic, group=consumer.group)
             return None
         held.throttled = False
         queue = held.queue
@@ -116,6 +118,8 @@ class Pulling:
         if progress is not None:
             held.told = progress
         status = response.status
+        if consumer.metrics is not None:
+            consumer.metrics.count("pulls", topic=queue.topic, group=consumer.group, status=status.value)
         if status is PullStatus.HELD:
             return self._idle(held, response, now_ms)
         held.idle_since_ms = None

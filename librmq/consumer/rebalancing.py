@@ -92,6 +92,9 @@ class Rebalancing:
             if held.queue.topic not in member.subscriptions:
                 self._drop(held, now_ms)
         if changed:
+            if member.metrics is not None:
+                for topic in changed:
+                    member.metrics.count("rebalances", topic=topic, group=member.group)
             for topic in changed:  # so that the broker keeps this instance's, if instances differ
                 member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
             member.client.beat()

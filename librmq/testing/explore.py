@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.testing.explorer import FAULT, Decision, Explorer, Place, Strategy
+from librmq.testing.explorer import FAULT, PAUSE, Decision, Explorer, Place, Strategy
 from librmq.testing.kit import Kit
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
@@ -63,9 +63,10 @@ class Found:
     history: str
     run: int
     """The how manieth run it was, from 1; before it was made shorter."""
-    first_decisions: int = 0
+    first_decisions: int
     """How many decisions it had before it was made shorter."""
-    replayable: bool = True
+    explorer: Explorer
+    """The run."""
 
     @property
     def seed(self) -> str:
@@ -110,7 +111,7 @@ class Exploration:
                 f"(found with {found.first_decisions}, made shorter in {self.shrinking_runs} runs):"
             )
             lines += [f"  {decision}" for decision in found.decisions]
-        if not found.replayable:
+        if not found.explorer.replayable:
             lines.append("listeners waited for each other under it: it may not come out the same again")
         return "\n".join([*lines, "what happened:", found.history, f"run it again with the seed {found.seed}"])
 
@@ -146,6 +147,12 @@ def decode_schedule(text: str) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
+def read_seed(text: str) -> tuple[Decision, ...] | None:
+    """The schedule that a seed or a file names; None for any other text, which only makes chance another."""
+    is_schedule = text.startswith(_SEED_PREFIX) or os.path.isfile(text) or text.endswith(".json")
+    return decode_schedule(text) if is_schedule else None
+
+
 def schedule_document(test: str, found: Found) -> str:
     """A file that people can read and `decode_schedule` reads."""
     rows = [[*place, chosen] for place, chosen in found.decisions]
@@ -157,13 +164,13 @@ def schedule_document(test: str, found: Found) -> str:
 
 def as_decided(decisions: Sequence[Decision]) -> Strategy:
     """The usual choice but where a decision is named; one whose label is not on offer is passed over."""
-    chosen: Mapping[Place, str] = {place: label for place, label in decisions}
+    chosen: Mapping[Place, str] = dict(decisions)
 
     def choose(place: Place, labels: Sequence[str]) -> int:
         label = chosen.get(place)
         return 0 if label is None or label not in labels else labels.index(label)
 
-    return choose
+    return Strategy(choose, any(place.kind == PAUSE for place, _ in decisions))
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
@@ -174,11 +181,14 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
     faults = 0
     kinds: dict[str, bool] = {}
 
+    def is_met(kind: str) -> bool:
+        if kind not in kinds:
+            kinds[kind] = _drawn(seed, kind) % 2 == 0
+        return kinds[kind]
+
     def choose(place: Place, labels: Sequence[str]) -> int:
         nonlocal faults
-        if place.kind not in kinds:
-            kinds[place.kind] = _drawn(seed, place.kind) % 2 == 0
-        if not kinds[place.kind]:
+        if not is_met(place.kind):
             return 0
         drawn = _drawn(seed, place)
         likely = probability if place.kind not in ("fault", "answer") else min(probability, 0.2)
@@ -191,7 +201,7 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
             faults += 1
         return index
 
-    return choose
+    return Strategy(choose, is_met(PAUSE))
 
 
 def _drawn(seed: str, what: object) -> int:
@@ -218,7 +228,7 @@ def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iter
 
 
 def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, Decision]]:
-    """Schedules of a fault and one more decision, before it or after; kinds of faults take turns, then kinds of others."""
+    """Schedules of a fault and one more decision, before it or after; the kinds of faults take turns."""
     kinds: dict[str, list[Explorer]] = {}
     for one in failing:
         kinds.setdefault(one.decisions[0].chosen.rpartition(" ")[2], []).append(one)
@@ -226,13 +236,12 @@ def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, De
     while lanes:
         for lane in list(lanes):
             fault, others = lane
-            other = next(
-                (one for one in others if one.place.kind != "choose" and not one.chosen.startswith(FAULT)), None
-            )
-            if other is None:
-                lanes.remove(lane)
+            for other in others:
+                if other.place.kind != "choose" and not other.chosen.startswith(FAULT):
+                    yield fault, other
+                    break
             else:
-                yield fault, other
+                lanes.remove(lane)
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -245,6 +254,7 @@ def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | No
 
     def attempt(strategy: Strategy) -> Attempt:
         explorer = Explorer(strategy, ManualClock())
+        explorer.is_first = not result.runs
         error = run(explorer)
         result.reached.update(place.kind for place, _ in explorer.reached)
         result.chosen.update(decision.place.kind for decision in explorer.decisions)
@@ -273,9 +283,9 @@ def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | No
             yield at_random(f"{seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
 
     usual = counted(as_decided(replay or ()))
+    if usual.error is not None:
+        result.found = _found(usual, 1)
     if usual.error is not None or replay is not None:
-        if usual.error is not None:
-            result.found = _found(usual, 1)
         return result
     for strategy in strategies(usual):
         if result.runs >= runs:
@@ -329,20 +339,15 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
 def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
     explorer, error = attempt
     assert error is not None
-    return Found(tuple(explorer.decisions), error, explorer.history, run, first_decisions, explorer.replayable)
+    return Found(tuple(explorer.decisions), error, explorer.history, run, first_decisions, explorer)
 
 
-def explore(
-    function: Callable[[Kit], Any], runs: int = 200, *, seed: str | None = None, **settings: Any
-) -> Exploration:
+def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", **settings: Any) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
     Raises what it failed with, under the shortest schedule found, with the report as a note. ``seed`` is that of such a
     report (or the path of a file that has it), and runs that schedule alone; any other text begins elsewhere.
     """
-    replay = (
-        decode_schedule(seed) if seed is not None and (seed.startswith(_SEED_PREFIX) or os.path.exists(seed)) else None
-    )
 
     checked = False
 
@@ -362,7 +367,7 @@ def explore(
             kit.abandon()
         return None
 
-    result = search(run, runs, seed or "0", replay)
+    result = search(run, runs, seed, read_seed(seed))
     if result.found is not None:
         result.found.error.add_note(result.report())
         raise result.found.error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -15,12 +14,12 @@ from librmq.broker import Broker, BrokerSettings
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
-from librmq.errors import BrokerError, ConfigError, NotIdleError
+from librmq.errors import NotIdleError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import MessageQueue, StoredMessage, retry_topic
 from librmq.producer import Producer
-from librmq.protocol import ChannelClosed, ConsumersChanged, PullMessage, QueueData, SendResponse
+from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
 from librmq.runner import Step, Work
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, Delivered, History, show
@@ -222,7 +221,7 @@ class Kit:
             at = until()
             self._take_turns(at)
             if self.runner.has_tasks:
-                return Elapsed(timedelta(0), lambda: self._rest(until, at, begin, again))
+                return Elapsed(timedelta(0), partial(self._rest, until, at, begin, again))
             self.clock.move_to(max(at, self.clock.now_ms()))
             if not again or until() <= self.clock.now_ms():
                 return Elapsed(timedelta(milliseconds=self.clock.now_ms() - begin))
@@ -354,7 +353,10 @@ class Kit:
         return self._history
 
     def _message_at(self, physical_offset: int) -> StoredMessage:
-        return self.broker.store.message_at(physical_offset)
+        message = self.broker.store.message_at(physical_offset)
+        if message is None:
+            raise LookupError(f"there is no message at {physical_offset} any more")
+        return message
 
     # ---- what runner, processes and faults tell
 

@@ -110,9 +110,12 @@ class KitRunner(ManualRunner):
             self.wake(Step(f"{work.label} ends", end, work.owner), self.now_ms() + wait_ms)
 
     def _end(self, work: Work, result: object, error: Exception | None) -> None:
-        outcome = (
-            "died" if is_dead(work) else "returned" if error is None else "later" if _is_asked_for(error) else "failed"
-        )
+        if is_dead(work):
+            outcome = "died"
+        elif error is None:
+            outcome = "returned"
+        else:
+            outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
         self.kit.listener_ends(work, outcome, error)
         if outcome == "failed" and error is not None and self.kit.fails_fast(work) and self.failure is None:
             self.failure = error
@@ -155,7 +158,3 @@ def is_dead(turn: Turn) -> bool:
 def group_of(work: Work) -> str:
     """The consumer group of a listener's work."""
     return work.label.partition(" ")[0].partition("@")[0]
-
-
-def _is_asked_for(error: Exception) -> bool:
-    return isinstance(error, ReconsumeLater | SuspendQueue)

@@ -25,6 +25,7 @@ from librmq.errors import (
 from librmq.files import MemoryFiles
 from librmq.listener import DeadLetter, ReconsumeLater
 from librmq.message import MessageQueue
+from librmq.metrics import Metrics
 from librmq.producer import Producer
 from librmq.protocol import (
     ConsumeFrom,
@@ -922,3 +923,39 @@ def test_an_idle_consumer_takes_no_turns() -> None:
             assert consumer.rebalancing.step.at == 0
     finally:
         runner.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_metrics(one_queue: World, orderly: bool) -> None:
+    metrics = Metrics()
+
+    def listener(message: DeliveredMessage) -> None:
+        if message.body == b"b" and not message.reconsume_times:
+            raise ValueError("no")
+
+    consumer = one_queue.consumer(listener=listener, metrics=metrics, orderly=orderly)
+    consumer.start()
+    one_queue.advance(1)
+    one_queue.send(*"abc")
+    one_queue.advance(30)
+    values = metrics.snapshot()
+    consumed = values["consumed"]
+    if orderly:
+        assert consumed == {("t", "g", "success"): 3, ("t", "g", "suspend"): 1}
+    else:
+        assert consumed == {("t", "g", "success"): 2, ("t", "g", "later"): 1, ("%RETRY%g", "g", "success"): 1}
+    assert values["queues"]["t", "g"] == 1
+    assert values["lag"]["t", "g"] == values["waiting_messages"]["t", "g"] == values["waiting_bytes"]["t", "g"] == 0
+    assert values["rebalances"]["t", "g"] == 1
+    assert values["pulls"]["t", "g", "FOUND"] >= 1
+    assert values["consume_seconds"]["t", "g"] == 0
+    consumer.pause()
+    one_queue.send("d")
+    one_queue.advance(1)
+    one_queue.send("e", "f")
+    assert metrics.snapshot()["lag"]["t", "g"] in (2, 3)
+    consumer.shutdown()
+    assert "queues" not in metrics.snapshot()

@@ -69,7 +69,7 @@ def fails(message: Message, arg: Any) -> TransactionState:
 
 def test_a_committed_message_is_delivered_and_no_other(shop: Shop) -> None:
     producer = shop.producer()
-    for body, execute in (
+    for body, _execute in (
         (b"yes", says(COMMIT)),
         (b"no", says(ROLLBACK)),
         (b"?", says(UNKNOWN)),
