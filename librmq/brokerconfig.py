@@ -74,6 +74,11 @@ class BrokerConfig:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
         self.topics.set(topic, topic_row(topic, read_queues, write_queues, permission))
 
+    def make_topic(self, topic: str, *, queues: int = 1, permission: int = 6) -> None:
+        """`set_topic`, unless there is such a topic already."""
+        if topic not in self.topics.rows:
+            self.set_topic(topic, read_queues=queues, write_queues=queues, permission=permission)
+
     def set_group(self, group: str, *, retry_max_times: int) -> None:
         """Make or change a consumer group."""
         self.groups.set(group, group_row(group, retry_max_times))

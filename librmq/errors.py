@@ -7,6 +7,7 @@
     ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
     ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
     ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
+    ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
     ├── ClientError
     │   ├── ClientStateError        a producer or consumer is not in a state for the call; says which it is in
@@ -22,6 +23,7 @@
     ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
     ├── GroupMismatchError          instances of one consumer group subscribe to different things
     ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
+    ├── DedupStoreError             a dedup store can't be reached, or refuses; nothing is known of the record
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -54,6 +56,7 @@ __all__ = [
     "ClientStateError",
     "ConfigError",
     "CorruptionError",
+    "DedupStoreError",
     "DiskFullError",
     "EndlessLoopError",
     "FilterError",
@@ -79,6 +82,7 @@ __all__ = [
     "StoreError",
     "StoreIOError",
     "StoreLockedError",
+    "TransactionRefusedError",
 ]
 
 
@@ -100,6 +104,14 @@ class MalformedError(RmqError, ValueError):
 
 class InputError(RmqError, ValueError):
     """A line of input is no valid row or operation; names the line. What came before it stays."""
+
+
+class TransactionRefusedError(RmqError):
+    """The end of a transaction is refused; nothing was written. ``code`` is the broker's response code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class MissingExtraError(RmqError, ImportError):
@@ -124,6 +136,10 @@ class GroupMismatchError(RmqError):
 
 class LargeBodyError(RmqError, ValueError):
     """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
+
+
+class DedupStoreError(RmqError):
+    """A dedup store can't be reached, or refuses: whether the record was written is not known."""
 
 
 class FilterError(RmqError):

@@ -30,6 +30,7 @@ __all__ = [
     "index_key_hashes",
     "java_decode",
     "java_int",
+    "java_long",
     "long_hash",
     "string_hash",
     "string_hashes",
@@ -154,6 +155,15 @@ def java_int(text: str) -> int | None:
 
     Decimal digits of any script will do, as there.
     """
+    return _whole(text, _SIGN)
+
+
+def java_long(text: str) -> int | None:
+    """``Long.parseLong(text)``: `java_int` with 64 bits."""
+    return _whole(text, 1 << 63)
+
+
+def _whole(text: str, limit: int) -> int | None:
     match = _INTEGER.fullmatch(text)
     if match is None or max(text) > "\uffff":  # Java looks at one UTF-16 unit at a time
         return None
@@ -161,7 +171,7 @@ def java_int(text: str) -> int | None:
     if len(digits) > 4000:  # int() refuses more
         return None
     value = int(match[1] + digits) if digits else 0
-    return value if -_SIGN <= value < _SIGN else None
+    return value if -limit <= value < limit else None
 
 
 def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32]:

@@ -199,6 +199,7 @@ class ThreadRunner(Runner):
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
         self._idle = 0
+        self._workers = 0
         self._sleeps_until = 0  # 0 while the clock thread is awake
         self._stopping = False
         self._mine = threading.local()
@@ -222,8 +223,11 @@ class ThreadRunner(Runner):
                 self._clock_turn.notify()
         elif self._idle:
             self._worker_turn.notify()
+        elif self._workers > len(self.running):
+            pass  # one of them is about to look again
         elif len(self._threads) < self._max_threads:
-            self._start(self._run_worker, f"worker-{len(self._threads)}")
+            self._workers += 1
+            self._start(self._run_worker, f"worker-{self._workers}")
         elif not self.ready and self._clock_runs:
             self._clock_turn.notify()  # every worker is in user code: steps go on
 
@@ -270,6 +274,7 @@ class ThreadRunner(Runner):
                     self._worker_turn.wait()
                     self._idle -= 1
                 work = self.ready.popleft()
+                self.running.add(work)  # so that this worker counts as busy
                 if self.ready:
                     self._signal(0)  # somebody else for the rest
             try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -254,6 +254,7 @@ class MessageStore:
             self.path,
             lock=self._lock,
             settled=lambda: self._settled,
+            watch_disk=not isinstance(self.clock, ManualClock),
         )
         self._housekeeping = Housekeeping(
             self.config,
@@ -580,6 +581,18 @@ class MessageStore:
         self._check_open()
         self._drain()
         return self.queues.find((topic, queue_id))
+
+    def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
+
+        What was appended counts at once, entries that are not written yet among it.
+        """
+        self._check_open()
+        queue = self.queues.find((topic, queue_id))
+        if queue is None:
+            return 0, 0
+        lane = self._lanes.get((topic, queue_id))
+        return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
         """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""

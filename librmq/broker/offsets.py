@@ -54,6 +54,25 @@ class ConsumerOffsets:
             self._dirty = True
             self._changed()
 
+    def hold_back(self, end_of: Callable[[str, int], int]) -> None:
+        """Put progress that is ahead of its queue's end back to it: after a crash of the machine messages may be gone
+        of which it was known that they had been consumed, and those that come next get their queue offsets.
+        """
+        for name, row in self._table.rows.items():
+            topic, _, group = name.rpartition("@")
+            for queue_id, queue_offset in list(row.items()):
+                end = end_of(topic, queue_id)
+                if queue_offset > end:
+                    _log.warning(
+                        "group %s: progress in %s/%d was %d, behind its end, and is set to %d",
+                        group,
+                        topic,
+                        queue_id,
+                        queue_offset,
+                        end,
+                    )
+                    self.set(group, topic, queue_id, end)
+
     def save(self, now_ms: int) -> None:
         """Write what has changed; durable when it returns."""
         if self._dirty:

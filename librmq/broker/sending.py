@@ -18,6 +18,7 @@ from librmq.dispatch import parse_level
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError
 from librmq.hosts import Host
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
+from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runner import Runner
 from librmq.store import AppendResult, MessageStore
@@ -48,10 +49,12 @@ class Sending:
         settings: BrokerSettings,
         cluster_name: str,
         delayed: Callable[[int, int], None],
+        prepared: Callable[[], None],
         stored: Callable[[], None] | None,
+        metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``stored()``, unless None, of each message at all.
+        ``prepared()`` of each half message; ``stored()``, unless None, of each message at all.
         """
         self._runner = runner
         self._store = store
@@ -62,7 +65,9 @@ class Sending:
         self._holds = holds
         self._cluster = cluster_name
         self._delayed = delayed
+        self._prepared = prepared
         self._stored = stored
+        self._metrics = metrics
         self._busy_after_ms = round(1000 * settings.busy_after_s)
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
@@ -88,7 +93,8 @@ class Sending:
         made = object.__new__(Message)  # of parts that were checked when the client made them
         made.topic, made.body, made.flag, made.properties = name, message.body, message.flag, properties
         stored_queue_id = queue_id
-        if _PREPARED in properties and properties[_PREPARED].lower() == "true":
+        is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
+        if is_half:
             stored_queue_id = 0
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
@@ -104,6 +110,8 @@ class Sending:
             request.reconsume_times,
             wait is None or wait == "true" or wait.lower() == "true",
         )
+        if is_half:
+            self._prepared()
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(_OK, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
@@ -117,7 +125,7 @@ class Sending:
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
         if self._store.is_writing():
-            self._check_busy()
+            self._check_busy(first.topic)
         results = self._store.append_batch(
             request.messages,
             queue_id,
@@ -126,10 +134,8 @@ class Sending:
             born_host=request.born_host,
             sys_flag=codec.MULTI_TAGS if topic.is_multi_tag else 0,
         )
-        if (first.topic, queue_id) in self._held:
-            with self._runner.lock:
-                for message in request.messages:
-                    self._holds.arrived((first.topic, queue_id), message.properties)
+        for message, result in zip(request.messages, results, strict=True):
+            self.arrived(first.topic, queue_id, message.properties, result.size)
         if self._stored is not None:
             self._stored()
         offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
@@ -175,7 +181,8 @@ class Sending:
         properties = dict(message.properties)
         properties.setdefault(_RETRY_TOPIC, message.topic)
         properties[_WAIT] = "false"
-        if times >= most or request.delay_level < 0:
+        is_dead = times >= most or request.delay_level < 0
+        if is_dead:
             with self._runner.lock:
                 name = self._table.ensure(dead_letter_topic(group.name)).name
             properties[_DELAY] = "0"
@@ -194,6 +201,9 @@ class Sending:
             wait=False,
             store_host=message.store_host,
         )
+        if self._metrics is not None:
+            kind = "dead_letters" if is_dead else "send_backs"
+            self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
 
     def _look_up(self, physical_offset: int) -> StoredMessage:
         try:
@@ -220,7 +230,7 @@ class Sending:
         """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest."""
         store = self._store
         if store.is_writing():
-            self._check_busy()
+            self._check_busy(message.topic)
         result = (store.append if wait else self._append_unflushed)(
             message,
             queue_id,
@@ -230,30 +240,41 @@ class Sending:
             sys_flag=sys_flag,
             reconsume_times=reconsume_times,
         )
-        properties = message.properties
+        self.announce(message.topic, queue_id, message.properties, result)
+        return result
+
+    def announce(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Tell whoever waits for a message that was stored for a queue; a delayed one waits itself."""
         if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
             with self._runner.lock:
                 self._delayed(level, result.store_timestamp_ms)
-        elif (message.topic, queue_id) in self._held:
-            self.arrived(message.topic, queue_id, properties)
+            if self._metrics is not None:
+                self._metrics.count("delayed_in", level=str(self._store.levels.cap(level)))
+        else:
+            self.arrived(topic, queue_id, properties, result.size)
         if self._stored is not None:
             self._stored()
-        return result
 
     def _append_unflushed(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
 
-    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str]) -> None:
-        """Tell whoever waits for a message that it has come."""
-        with self._runner.lock:
-            self._holds.arrived((topic, queue_id), properties)
+    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], size: int) -> None:
+        """Tell whoever waits for a message that it is in its queue; ``size`` is that of its record in bytes."""
+        if self._metrics is not None:
+            self._metrics.count("messages_in", topic=topic)
+            self._metrics.count("bytes_in", size, topic=topic)
+        if (topic, queue_id) in self._held:
+            with self._runner.lock:
+                self._holds.arrived((topic, queue_id), properties)
 
-    def _check_busy(self) -> None:
+    def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that has been under way for too long."""
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at:
             self._stuck_at, self._stuck_since = end, now
         elif now - self._stuck_since > self._busy_after_ms:
+            if self._metrics is not None:
+                self._metrics.count("busy", topic=topic)
             raise BrokerBusyError(
                 ResponseCode.SYSTEM_BUSY, f"the store is busy: a write has taken {now - self._stuck_since} ms so far"
             )

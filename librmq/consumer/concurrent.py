@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import Delivery
+from librmq.consumer.delivery import Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import ClientError
@@ -92,30 +92,35 @@ class ConcurrentDelivery(Delivery):
                 message.consume_start_timestamp_ms = now_ms
             if self._expiring.at is None:
                 self.runner.wake(self._expiring, next_on_grid(now_ms, self._started_ms, self._timeout_ms))
-            self._submit(held, messages)
+            self.submit(held, messages, self._done)
 
-    def _submit(self, held: HeldQueue, messages: list[DeliveredMessage]) -> None:
-        self.submit(held, messages, lambda result, error: self._done(held, messages, result, error))
-
-    def _done(self, held: HeldQueue, messages: list[DeliveredMessage], result: object, error: Exception | None) -> None:
+    def _done(
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
+    ) -> None:
         self.ended()
         if not held.dropped:
-            listener = self.consumer.listeners.get(messages[0].topic)
-            acknowledged = -1
-            if error is None and listener is not None:
+            consumed = 0
+            if error is None:
                 try:
-                    acknowledged = listener.acknowledged(result, len(messages))
+                    consumed = listener.acknowledged(result, len(messages)) + 1
                 except ValueError as refused:
                     error = refused
-            self._apply(held, messages, acknowledged + 1, error)
+            self._apply(held, messages, consumed, error)
         self._begin(self.runner.now_ms())
 
     def _apply(self, held: HeldQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None) -> None:
         self.counts.consumed += consumed
+        self.count(held, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]
             self.counts.failed += len(failed)
+            self.count(held, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             self.log_failure(held, failed, error)
             if self.config.model is MessageModel.BROADCASTING:
                 self.counts.dropped += len(failed)

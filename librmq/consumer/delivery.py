@@ -11,12 +11,14 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message import MessageQueue
+from librmq.metrics import Metrics
 from librmq.runner import Work
 
 if TYPE_CHECKING:
@@ -138,25 +140,29 @@ class Delivery:
     # ---- one call
 
     def submit(
-        self, held: HeldQueue, messages: list[DeliveredMessage], done: Callable[[Any, Exception | None], None]
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
         """Let the listener run; ``done`` gets what it returned or raised."""
         consumer = self.consumer
         first = messages[0]
-        listener = consumer.listeners.get(first.topic)
-        if listener is None:  # the topic of a redelivery was given up, or was another consumer's of the group
-            listener = _unknown(first.topic)
+        topic = first.topic if held.is_retry else held.queue.topic
+        listener = consumer.listeners.get(topic)
+        if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
+            listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        queue = held.queue
+        broker_name = held.queue.broker_name
         self.runner.submit(
             Work(
                 f"{consumer.label} {held.label} {first.queue_offset}",
-                lambda: self._call(listener, held, messages),
-                done,
+                partial(self._call, listener, held, messages),
+                partial(done, held, messages, listener),
                 consumer.client,
                 loop=consumer.loop,
-                about=[(queue.broker_name, message.physical_offset) for message in messages],
+                about=[(broker_name, message.physical_offset) for message in messages],
             )
         )
 
@@ -171,7 +177,8 @@ class Delivery:
         if held.dropped:
             return None  # what comes of it is ignored
         consumer = self.consumer
-        if not consumer.hooks and consumer.before_last_attempt is None:
+        metrics = consumer.metrics
+        if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
             return listener.function(messages if listener.as_list else messages[0])
         most = self.max_times()
         if consumer.before_last_attempt is not None and most is not None:
@@ -180,6 +187,8 @@ class Delivery:
                     consumer.before_last_attempt(message)
         context = ConsumeContext(consumer.group, held.queue, tuple(messages))
         after = [then for hook in consumer.hooks if (then := hook(context)) is not None]
+        if metrics is not None:
+            after.append(self._stopwatch(messages[0].topic, metrics))
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:
@@ -192,14 +201,36 @@ class Delivery:
             then(result, None)
         return result
 
+    def _stopwatch(self, topic: str, metrics: Metrics) -> Callable[[object, Exception | None], None]:
+        clock = self.runner.clock
+        begin = clock.monotonic()
+        group = self.consumer.group
+        return lambda result, error: metrics.count(
+            "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
+        )
+
+    def count(self, held: HeldQueue, count: int, result: str) -> None:
+        """Count messages by what came of them."""
+        if count and self.consumer.metrics is not None:
+            topic, group = held.queue.topic, self.consumer.group
+            self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
+
     def log_failure(self, held: HeldQueue, messages: Sequence[DeliveredMessage], error: Exception | None) -> None:
         """Once for each failure, with its address."""
         first = messages[0]
+        label = self.consumer.label
         where = f"{held.label} at {first.queue_offset} ({first.message_id})"
+        fields = {
+            "rmq_group": self.consumer.group,
+            "rmq_topic": first.topic,
+            "rmq_queue": str(held.queue),
+            "rmq_queue_offset": first.queue_offset,
+            "rmq_message_id": first.message_id,
+        }
         if error is None or isinstance(error, ReconsumeLater | SuspendQueue):
-            _log.info("%s: later: %s %s", self.consumer.label, where, error or "")
+            _log.info("%s: later: %s %s", label, where, error or "", extra=fields)
         else:
-            _log.warning("%s: the listener failed on %s", self.consumer.label, where, exc_info=error)
+            _log.warning("%s: the listener failed on %s", label, where, exc_info=error, extra=fields)
 
 
 async def _after(result: Awaitable[object], after: list[Callable[[object, Exception | None], None]]) -> object:

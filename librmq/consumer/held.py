@@ -7,6 +7,7 @@ from collections.abc import Callable
 from librmq.consumer.processqueue import ProcessQueue
 from librmq.message import MessageQueue
 from librmq.runner import Step
+from librmq.topics import RETRY_PREFIX
 
 __all__ = ["HeldQueue"]
 
@@ -18,6 +19,7 @@ class HeldQueue:
         "delivering",
         "dropped",
         "idle_since_ms",
+        "is_retry",
         "label",
         "lock_timestamp_ms",
         "locked",
@@ -37,6 +39,7 @@ class HeldQueue:
 
     def __init__(self, queue: MessageQueue, next_offset: int, progress: int | None, pull: Step) -> None:
         self.queue = queue
+        self.is_retry = queue.topic.startswith(RETRY_PREFIX)
         self.label = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
         self.messages = ProcessQueue(queue)
         self.next_offset = next_offset

@@ -16,6 +16,7 @@ from librmq.consumer.rebalancing import Rebalancing, next_on_grid
 from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
 from librmq.message import MessageQueue, validate_client_topic
+from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumerData,
     ConsumerOffsets,
@@ -69,6 +70,7 @@ class Member(Generic[C]):
         self.stopping = False
         """Shutting down: nothing new begins."""
         self.offsets: Offsets
+        self.metrics: Metrics | None = None
         self.rebalancing = Rebalancing(self, self._take, self._give_up, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)

@@ -30,7 +30,7 @@ from librmq.codec import (
     PROPERTY_TRANSACTION_PREPARED,
 )
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import BlockedQueue, Delivery
+from librmq.consumer.delivery import BlockedQueue, Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import ClientError
@@ -256,12 +256,9 @@ class OrderlyDelivery(Delivery):
                 messages = held.messages.take(self.config.batch_size)
                 if messages:
                     held.running = True
-                    self._submit(held, messages)
+                    self.submit(held, messages, self._done)
                 else:
                     held.delivering = False
-
-    def _submit(self, held: HeldQueue, messages: list[DeliveredMessage]) -> None:
-        self.submit(held, messages, lambda result, error: self._done(held, messages, result, error))
 
     def _rest(self, held: HeldQueue, milliseconds: int | None) -> None:
         """Nothing of the queue begins for so long; None: until the lock is got."""
@@ -284,14 +281,21 @@ class OrderlyDelivery(Delivery):
         if self._resting.pop(held.queue, None) is not None:
             held.delivering = False
 
-    def _done(self, held: HeldQueue, messages: list[DeliveredMessage], result: object, error: Exception | None) -> None:
+    def _done(
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
+    ) -> None:
         self.ended()
         held.running = False
         now_ms = self.runner.now_ms()
         if held.dropped:
             self._done_after_drop(held, messages, now_ms)
         else:
-            rest_ms = self._judge(held, messages, result, error)
+            rest_ms = self._judge(held, messages, listener, result, error)
             if held.throttled:
                 self.consumer.pulling.less_is_held(held)
             if rest_ms is None and now_ms - held.since_ms > MOST_WITHOUT_REST_MS:
@@ -316,32 +320,38 @@ class OrderlyDelivery(Delivery):
                 self.consumer.rebalancing.look_again()
 
     def _judge(
-        self, held: HeldQueue, messages: list[DeliveredMessage], result: object, error: Exception | None
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
     ) -> int | None:
         """Apply what a listener returned or raised; gives for how long the queue rests."""
-        listener = self.consumer.listeners.get(messages[0].topic)
         failed = error is not None
         if not failed and not isinstance(result, Transaction):
-            failed = listener is None or (listener.must_return and result is not True)
+            failed = listener.must_return and result is not True
         if not failed:
             if result is Transaction.HOLD:
                 return None
             if result is Transaction.ROLLBACK:
                 held.messages.roll_back()
                 return self._suspension(None)
-            self._commit(held)
+            self._commit(held, "success")
             return None
         self.log_failure(held, messages, error)
         self.counts.failed += len(messages)
         if self._all_given_up(held, messages):
-            self._commit(held)
+            self._commit(held, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
+        self.count(held, len(messages), "suspend")
         held.messages.put_back(messages)
         self._report(held, messages[0])
         return self._suspension(error)
 
-    def _commit(self, held: HeldQueue) -> None:
+    def _commit(self, held: HeldQueue, result: str) -> None:
         self.counts.consumed += held.messages.begun
+        self.count(held, held.messages.begun, result)
         progress = held.messages.commit()
         if progress is not None:
             self.consumer.progressed(held, progress)

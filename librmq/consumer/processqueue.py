@@ -119,7 +119,9 @@ class ProcessQueue:
         for message in messages:
             if begun.pop(message.queue_offset, None) is not None:
                 self.size -= _body_size(message)
-        return self.progress
+        for queue_offset in begun:  # as `progress`, without the calls
+            return queue_offset
+        return self._waiting[0].queue_offset if self._waiting else self._largest + 1
 
     def put_back(self, messages: Sequence[DeliveredMessage]) -> None:
         """Let messages that have begun, the last ones, wait again."""

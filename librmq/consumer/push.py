@@ -15,10 +15,12 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivery import BlockedQueue, ConsumeHook, Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.member import Member
+from librmq.consumer.metering import hide_gauges, show_gauges
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.pulling import Pulling
 from librmq.errors import ConfigError
 from librmq.message import MessageQueue
+from librmq.metrics import Metrics
 from librmq.protocol import Route
 from librmq.runner import Step
 
@@ -52,12 +54,16 @@ class PushConsumer(Member[ConsumerConfig]):
         config: ConsumerConfig | None = None,
         hooks: Iterable[ConsumeHook] = (),
         before_last_attempt: Callable[[Any], None] | None = None,
+        metrics: Metrics | None = None,
         **settings: Any,
     ) -> None:
-        """``before_last_attempt(message)`` is called where a failure would make the message a dead letter."""
+        """``before_last_attempt(message)`` is called where a failure would make the message a dead letter; ``metrics``
+        counts what is pulled and consumed.
+        """
         super().__init__(route, group, (config or ConsumerConfig()).with_settings(settings), client, instance_name)
         self.hooks: list[ConsumeHook] = list(hooks)
         self.before_last_attempt = before_last_attempt
+        self.metrics = metrics
         self.listeners: dict[str, Listener] = {}
         """By topic."""
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -122,6 +128,8 @@ class PushConsumer(Member[ConsumerConfig]):
                 self.loop = None
         super()._start()
         self.delivery.start()
+        if self.metrics is not None:
+            show_gauges(self, self.metrics)
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Stop pulling, wait up to ``timeout`` seconds (None: as configured) for listeners, save, leave the group.
@@ -135,6 +143,8 @@ class PushConsumer(Member[ConsumerConfig]):
             self.stopping = True
             ended = self.delivery.stop()
         in_time = self._stop(timeout, ended)
+        if self.metrics is not None:
+            hide_gauges(self, self.metrics)
         if not in_time:
             _log.warning("%s: %d listeners run on after the shutdown", self.label, self.delivery.running)
         return in_time

@@ -92,6 +92,9 @@ class Rebalancing:
             if held.queue.topic not in member.subscriptions:
                 self._drop(held, now_ms)
         if changed:
+            if member.metrics is not None:
+                for topic in changed:
+                    member.metrics.count("rebalances", topic=topic, group=member.group)
             for topic in changed:  # so that the broker keeps this instance's, if instances differ
                 member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
             member.client.beat()
@@ -124,11 +127,16 @@ class Rebalancing:
         return self._update(topic, dict.fromkeys(share), now_ms)
 
     def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:
+        client = self._member.client
         for name in sorted(broker_names):
             try:
-                return self._member.client.endpoint(name).call(ConsumerIds(self._member.group))
+                clients = client.endpoint(name).call(ConsumerIds(self._member.group))
             except ClientError as error:
                 _log.warning("%s: %s does not tell who is in the group: %s", self._member.label, name, error)
+            else:
+                if client.client_id not in clients:
+                    client.forgotten_by(name)
+                return clients
         return None
 
     def _update(self, topic: str, share: dict[MessageQueue, None], now_ms: int) -> bool:

@@ -520,9 +520,33 @@ def test_filters_that_cannot_be_read_are_told_before_anything_is_opened(load: Lo
     assert len(load.messages()) == 1
 
 
-def test_check_of_prepared_messages_is_not_there_yet(load: Load) -> None:
-    with pytest.raises(InputError, match=r"line 2: .* not supported yet"):
-        load(PUT, {"op": "tx_check", "timeout_ms": 1, "check_max": 1})
+CHECK = {"op": "tx_check", "timeout_ms": 6000, "check_max": 2}
+
+
+def test_a_check_asks_twice_and_gives_up(load: Load) -> None:
+    half = {**HALF, "bornTimestamp": AT, "uniqKey": "u", "at_ms": AT}
+    answers = load(
+        CHECK, half, {**CHECK, "at_ms": AT + 5999}, {**CHECK, "at_ms": AT + 6000},
+        {**CHECK, "at_ms": AT + 6001}, {**CHECK, "at_ms": AT + 6002}, {"op": "sleep", "ms": 60_000},
+    )  # fmt: skip
+    ours = [answer for answer in answers if answer["op"] == "tx_check"]
+    asked = [[(one["queue_offset"], one["check_times"]) for one in answer["check_back"]] for answer in ours]
+    assert asked == [[], [], [(1, "1")], [(2, "2")], []]
+    assert [answer["half_consume_offset"] for answer in ours] == [-1, -1, 1, 2, 3]
+    assert [answer["op_consume_offset"] for answer in ours] == [-1] * 5
+    assert [answer["half_max_offset"] for answer in ours] == [0, 1, 2, 3, 3]
+    assert ours[-1]["discarded"] == [{"uniq_key": "u", "queue_offset": 2, "check_times": "2"}]
+    assert [message.topic for message in load.messages()] == [HALF_TOPIC] * 3 + ["TRANS_CHECK_MAX_TIME_TOPIC"]
+    topics = (load.path / "config" / "topics.json").read_text()
+    assert HALF_TOPIC in topics
+    assert "TRANS_CHECK_MAX_TIME_TOPIC" in topics
+    assert OP_TOPIC not in topics
+
+
+@pytest.mark.parametrize("changes", [{"timeout_ms": None}, {"timeout_ms": -1}, {"check_max": 0}, {"check_max": "3"}])
+def test_a_check_that_is_none(load: Load, changes: Row) -> None:
+    with pytest.raises(InputError, match=f"line 1: {next(iter(changes))}"):
+        load({**CHECK, **changes})
 
 
 def test_a_crash_keeps_what_was_acknowledged(load: Load) -> None:
