@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import librmq.testing.plugin  # noqa: F401 (for the same reason as in `run`)
 import pytest_librmq
+from librmq.testing import explore
 
 TESTS = """
 import pytest
@@ -54,6 +56,7 @@ def test_fixtures_of_the_test_were_fresh_and_wider_ones_kept(once):
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    explore(lambda rmq: None, runs=2)  # an inner run forgets what it imports, and some of it can be imported only once
     return pytester.runpytest_inprocess("-p", "pytest_librmq", *arguments)
 
 
