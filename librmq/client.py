@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from librmq.errors import BrokerError, ClientStateError, NoRouteError
+from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
 from librmq.protocol import (
     ConsumerData,
@@ -96,8 +96,13 @@ class Client:
     """
 
     def __init__(
-        self, route: Route, *, instance_name: str | None = None, host: Host = ("127.0.0.1", 0), unit: str | None = None
+        self, route: Route, *, instance_name: str | None = None, host: Host | None = None, unit: str | None = None
     ) -> None:
+        identity = getattr(route, "identity", None)  # a test's route names its clients, the same from run to run
+        if identity is not None:
+            host_of_route, name_of_route = identity()
+            host, instance_name = host or host_of_route, instance_name or name_of_route
+        host = host or ("127.0.0.1", 0)
         self.route = route
         self.runner: Runner = route.runner
         self.host = host
@@ -129,6 +134,10 @@ class Client:
             if self._unwatch is None:
                 self._unwatch = self.route.watch(self._route_changed)
             self.beat()
+
+    def members(self) -> list[Member]:
+        """The producers and consumers of this client that have joined."""
+        return [*self._producers.values(), *self._consumers.values()]
 
     def leave(self, member: Member) -> None:
         """Let a member go and tell the brokers."""
@@ -166,7 +175,7 @@ class Client:
         for name in self.route.broker_names():
             try:
                 self.route.endpoint(name).call(request)
-            except (BrokerError, NoRouteError) as error:
+            except ClientError as error:
                 _log.warning("%s: %s refused %s: %s", self.client_id, name, type(request).__name__, error)
 
     def endpoint(self, broker_name: str) -> Endpoint:
@@ -191,7 +200,7 @@ class Client:
             if name not in self._told:
                 try:
                     self.route.endpoint(name).call(beat)
-                except (BrokerError, NoRouteError) as error:
+                except ClientError as error:
                     _log.warning("%s: no heartbeat to %s: %s", self.client_id, name, error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:

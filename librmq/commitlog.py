@@ -192,7 +192,6 @@ class CommitLog:
             sequence.mark_dirty(self._file_start)
         self.end = following
         self._resume()
-        sequence.mark_dirty(self._file_start)
 
     def prepare(self, ahead: int) -> None:
         """Make blocks and pages ready up to ``ahead`` bytes behind the end, the next file among them.

@@ -7,10 +7,12 @@
     ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
     ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
     ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
+    ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
     ├── ClientError
     │   ├── ClientStateError        a producer or consumer is not in a state for the call; says which it is in
     │   ├── NoRouteError            no broker is known for a topic
+    │   ├── BrokerUnreachableError  a broker can't be reached, or its answer was lost           (ConnectionError)
     │   ├── SendTimeoutError        the time for all tries of a send is over                    (TimeoutError)
     │   └── BrokerError             a broker refused a request; ``code`` says why
     │       └── BrokerBusyError     it can't keep up: not sent again by itself
@@ -18,6 +20,9 @@
     │   ├── RunnerClosedError       nothing runs any more: the broker was closed
     │   ├── EndlessLoopError        turns follow each other without an end; names what keeps them going
     │   └── NotIdleError            user code has not ended when everything should rest
+    ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
+    ├── GroupMismatchError          instances of one consumer group subscribe to different things
+    ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
     ├── DedupStoreError             a dedup store can't be reached, or refuses; nothing is known of the record
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
@@ -41,10 +46,12 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 __all__ = [
+    "AllocationError",
     "BodyChecksumError",
     "BodyCompressionError",
     "BrokerBusyError",
     "BrokerError",
+    "BrokerUnreachableError",
     "ClientError",
     "ClientStateError",
     "ConfigError",
@@ -56,7 +63,9 @@ __all__ = [
     "FilterEvaluationError",
     "FilterSyntaxError",
     "FlushFailedError",
+    "GroupMismatchError",
     "InputError",
+    "LargeBodyError",
     "MalformedError",
     "MessageIllegalError",
     "MissingExtraError",
@@ -73,6 +82,7 @@ __all__ = [
     "StoreError",
     "StoreIOError",
     "StoreLockedError",
+    "TransactionRefusedError",
 ]
 
 
@@ -96,12 +106,36 @@ class InputError(RmqError, ValueError):
     """A line of input is no valid row or operation; names the line. What came before it stays."""
 
 
+class TransactionRefusedError(RmqError):
+    """The end of a transaction is refused; nothing was written. ``code`` is the broker's response code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 class MissingExtraError(RmqError, ImportError):
     """Something needs an optional dependency that is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
         self.extra = extra
+
+
+class AllocationError(RmqError, ValueError):
+    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what the original throws."""
+
+    def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
+        super().__init__(reason)
+        self.java_name = java_name
+
+
+class GroupMismatchError(RmqError):
+    """The instances of one consumer group do not subscribe to the same; says which ones to what."""
+
+
+class LargeBodyError(RmqError, ValueError):
+    """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
 
 
 class DedupStoreError(RmqError):
@@ -151,6 +185,10 @@ class ClientStateError(ClientError):
 
 class NoRouteError(ClientError):
     """No broker is known that has the topic, and none makes it."""
+
+
+class BrokerUnreachableError(ClientError, ConnectionError):
+    """A broker can't be reached, or its answer was lost: what was asked of it may have been done."""
 
 
 class SendTimeoutError(ClientError, TimeoutError):

@@ -280,6 +280,13 @@ class ConsumerIds(Request[tuple[str, ...]]):
 
 
 @_value
+class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
+    """What each client of a group subscribes to, by client id and topic, as its heartbeats told."""
+
+    group: str
+
+
+@_value
 class PullResponse:
     """What a pull found; ``next_offset`` is where to go on, whatever the status."""
 

@@ -5,9 +5,10 @@
     Step   librmq's own work: short, never blocks, runs no user code; under the runner's lock
     Work   user code (a listener, a check-back): without the lock; its outcome is applied under it
 
-Broker and clients see six names of a runner: ``now_ms``, ``lock``, ``wake``, ``submit``, ``point``, ``choose``. They
-neither sleep nor wait: a step says when it is due next, or None where it stands in the list of whoever will wake it.
-The usual order is due steps, ready work, then time; the runners differ only in who takes the next turn.
+Broker and clients see six names of a runner: ``now_ms``, ``lock``, ``wake``, ``submit``, ``point``, ``choose`` (and
+coroutines ``offload``). They neither sleep nor wait: a step says when it is due next, or None where it stands in the
+list of whoever will wake it. The usual order is due steps, ready work, then time; the runners differ only in who takes
+the next turn.
 """
 
 from __future__ import annotations
@@ -140,6 +141,10 @@ class Runner:
         """One of what the real thing may do; the first is the usual one."""
         return options[0]
 
+    async def offload(self, call: Callable[[], _T]) -> _T:
+        """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
+        return call()
+
     # ---- taking turns
 
     def perform(self, work: Work) -> None:
@@ -194,6 +199,7 @@ class ThreadRunner(Runner):
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
         self._idle = 0
+        self._workers = 0
         self._sleeps_until = 0  # 0 while the clock thread is awake
         self._stopping = False
         self._mine = threading.local()
@@ -217,8 +223,11 @@ class ThreadRunner(Runner):
                 self._clock_turn.notify()
         elif self._idle:
             self._worker_turn.notify()
+        elif self._workers > len(self.running):
+            pass  # one of them is about to look again
         elif len(self._threads) < self._max_threads:
-            self._start(self._run_worker, f"worker-{len(self._threads)}")
+            self._workers += 1
+            self._start(self._run_worker, f"worker-{self._workers}")
         elif not self.ready and self._clock_runs:
             self._clock_turn.notify()  # every worker is in user code: steps go on
 
@@ -265,6 +274,7 @@ class ThreadRunner(Runner):
                     self._worker_turn.wait()
                     self._idle -= 1
                 work = self.ready.popleft()
+                self.running.add(work)  # so that this worker counts as busy
                 if self.ready:
                     self._signal(0)  # somebody else for the rest
             try:
@@ -302,6 +312,10 @@ class ThreadRunner(Runner):
         if loop is None or loop.is_closed():
             loop = self._own_loop()
         asyncio.run_coroutine_threadsafe(run(), loop)
+
+    async def offload(self, call: Callable[[], _T]) -> _T:
+        """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
+        return await asyncio.to_thread(call)
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self.lock:
