@@ -377,7 +377,7 @@ class IndexFile:
     # ------------------------------------------------------------------------------------------------ writing
 
     def begin_after(self, header: IndexHeader) -> None:
-        """Let an empty file begin where the one with this header ends; no flush need know: it can be done again."""
+        """Let an empty file begin where one with this header ends; no flush need know, since it can be done again."""
         timestamp, physical = max(header.end_timestamp_ms, 0), max(header.end_physical_offset, 0)
         self.file.buffer[:HEADER_SIZE] = _pack_header(timestamp, timestamp, physical, physical, 0, 0)
         self._load()

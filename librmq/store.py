@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
 from librmq.errors import (
     ConfigError,
@@ -254,6 +254,7 @@ class MessageStore:
             self.path,
             lock=self._lock,
             settled=lambda: self._settled,
+            watch_disk=not isinstance(self.clock, ManualClock),
         )
         self._housekeeping = Housekeeping(
             self.config,
@@ -476,6 +477,14 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def wait_for(self, result: AppendResult) -> None:
+        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        self._commit.reach(result.physical_offset + result.size)
+
+    def is_writing(self) -> bool:
+        """Whether somebody appends at this moment."""
+        return self._lock.locked()
+
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
         validate_topic(topic)
@@ -567,6 +576,31 @@ class MessageStore:
         if found is None:
             raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")
         return BySql(found, self.filters)
+
+    def queue(self, topic: str, queue_id: int) -> ConsumeQueue | None:
+        """The entries of a queue, all that was acknowledged before the call among them; None if there is no such queue.
+
+        For reading only: the store writes it.
+        """
+        self._check_open()
+        self._drain()
+        return self.queues.find((topic, queue_id))
+
+    def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
+
+        What was appended counts at once, entries that are not written yet among it.
+        """
+        self._check_open()
+        queue = self.queues.find((topic, queue_id))
+        if queue is None:
+            return 0, 0
+        lane = self._lanes.get((topic, queue_id))
+        return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
+
+    def counts_as_on_disk(self, physical_offset: int) -> bool:
+        """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
+        return self._transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.

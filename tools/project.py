@@ -25,9 +25,11 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 STAMP = "librmq-stamp.json"
 
-DEMO_EXTRAS = frozenset({"cli", "compression"})
-CHECK_EXTRAS = frozenset({"arrow", "cli", "compression", "dev", "jvm", "spark", "test"})
+DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
+CHECK_EXTRAS = DEMO_EXTRAS | {"bloom", "dev", "metrics", "redis", "sql", "test"}
 
+IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
+"""A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark"
 
@@ -213,7 +215,7 @@ def check(arguments: Sequence[str]) -> int:
     place = environment(wheel)
     place.prepare(CHECK_EXTRAS)
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
-    typed = [
+    typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
     marks = LEFT_OUT_QUICK if options.quick else LEFT_OUT
@@ -222,7 +224,7 @@ def check(arguments: Sequence[str]) -> int:
         ("ruff format", (*python, "ruff", "format", "--check", ".")),
         ("mypy", (*python, "mypy", *typed)),
         ("import-linter", (place.bin / "lint-imports", "--no-logo")),
-        ("pytest", (*python, "pytest", "-m", marks, *passed_on)),
+        ("pytest", (*python, "pytest", *IN_PARALLEL, "-m", marks, *passed_on)),
     )
     failed = []
     begin = time.monotonic()

@@ -4,21 +4,23 @@
 
     put, batch                        a message, or several at once
     half, commit, rollback            a transaction: prepared, then ended either way
+    tx_check                          a check pass over what is prepared and not ended
     topic, subgroup, consumer_offset  the broker's own tables
     filter                            a consumer group filters a topic
     persist                           writes these tables
     sleep, wait_dispatch              time goes on; nothing visible
     crash                             lets go of the store as a process does that dies
 
-Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``.
+Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``. From the first ``at_ms``
+on delayed messages are delivered on the way, looked at every 100 ms.
 
-Transactions end as 4.9.4's ``EndTransactionProcessor`` and ``TransactionalMessageBridge`` end them: the final
-message first, then an op message, by which the check of prepared messages knows that the half is done with.
+Transactions are those of `librmq.txn`, as the original has them: no end is refused because there was one before.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -29,16 +31,18 @@ from librmq import codec, layout
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
+from librmq.delay import DelaySchedule, DelaySettings
 from librmq.dispatch import parse_level
-from librmq.errors import InputError, MessageIllegalError
+from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
 from librmq.files import DiskFiles
 from librmq.filter.registrations import Registrations
-from librmq.levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.load import fields
 from librmq.load.fields import Row
-from librmq.message import Message, StoredMessage
+from librmq.message import Message
 from librmq.store import AppendResult, MessageStore
+from librmq.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.txn import CHECK_GROUP, Transactions, TransactionSettings
 
 __all__ = ["run"]
 
@@ -46,12 +50,11 @@ _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
 _BORN_HOST: Final = ("192.168.1.10", 54321)
 _ZLIB_LEVEL: Final = 5
 _COMPRESSION_TYPE_BITS: Final = 0x300
-_LOOK_EVERY_MS: Final = 100
+_LOOKS: Final = DelaySettings(first_look_s=0, save_every_s=None)
 _LAST_MS: Final = 253_402_300_799_999  # the year 9999 ends: index files are named by date
 
+_LONGEST_TIMEOUT_MS: Final = 365 * 86_400_000
 _SUCCESS: Final = 0
-_SYSTEM_ERROR: Final = 1
-_MESSAGE_ILLEGAL: Final = 13
 
 
 def run(
@@ -61,13 +64,15 @@ def run(
     write: Callable[[Row], None],
     *,
     warn: Callable[[str], None],
+    timer: TimerSettings | None = None,
 ) -> None:
     """Apply the operations in ``lines`` to the store in ``store_path``, which is made where there is none.
 
     ``write`` gets the row of each operation as soon as it is acknowledged, before the next line is asked
     for; ``warn`` gets the reasons of refusals. Afterwards, and whatever is raised, the store is closed
     cleanly with all that came before; ``crash`` ends the run with a store that is not. ``config`` None takes
-    the sizes from the files that are there.
+    the sizes from the files that are there. ``timer`` are the settings of a timer wheel, None takes those of a store
+    that has one: with it messages may name a time of their own, and are written as 5.x does.
 
     `InputError` names a line that is no valid operation; `CorruptionError` if the broker's tables can't be
     read; and what `MessageStore.open` raises, before the first line is asked for.
@@ -81,7 +86,9 @@ def run(
         for cut in store.recovered:
             warn(f"opening: {cut.file}: at {cut.offset}: {cut.what}")
         tables = BrokerConfig.open(folder, files=files)
-        operations = _Operations(store, tables, filters, clock, warn)
+        timer = timer or TimerSettings.of_store(store.path, files)
+        timers = None if timer is None else Timers.open(store, dataclasses.replace(timer, save_every_s=None))
+        operations = _Operations(store, tables, filters, clock, warn, timers)
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -109,16 +116,8 @@ class _Half:
     """A prepared message, as its producer remembers it."""
 
     physical_offset: int
+    queue_offset: int
     producer_group: str
-
-
-class _Refused(Exception):
-    """A request to end a transaction is answered with ``code``; nothing was written."""
-
-    def __init__(self, code: int, remark: str) -> None:
-        super().__init__(remark)
-        self.code = code
-        self.remark = remark
 
 
 class _Operations:
@@ -131,6 +130,7 @@ class _Operations:
         filters: Registrations,
         clock: _OperationClock,
         tell: Callable[[str], None],
+        timers: Timers | None,
     ) -> None:
         self._store = store
         self._tables = tables
@@ -138,9 +138,10 @@ class _Operations:
         self._tell = tell
         self._line = 0
         self._stamped = False  # whether a message was put
-        self._look_from_ms: int | None = None  # the first at_ms; before it nobody looks for what is due
-        self._due_ms: dict[int, int] = {}  # by delay level: when the first message that waits there is due
+        self._schedule: DelaySchedule | None = None  # from the first at_ms on: before it nobody looks for what is due
         self._halves: dict[str, _Half] = {}
+        self._transactions = Transactions(store, tables, clock.now_ms(), make_topic=tables.make_topic, original=True)
+        self._timers = timers
         self._filters = filters
         self._filters_changed = False
         self._early_filters: list[tuple[str, str, str, str, int]] = []  # registered before the first at_ms
@@ -182,59 +183,45 @@ class _Operations:
     # --------------------------------------------------------------------------------------------------- time
 
     def _move_to(self, now_ms: int) -> None:
-        if self._look_from_ms is None:
+        if self._schedule is None:
             # Operations are often recorded ones, so the first time may lie before the start, as long as no
             # message bears the time of the start.
             if now_ms < self._clock.now_ms() and self._stamped:
                 raise InputError(f"at_ms: {now_ms} lies before the start, of which messages bear the time")
             self._clock.start_at(now_ms)
-            self._look_from_ms = now_ms
+            self._schedule = DelaySchedule(self._store, self._tables, now_ms, _LOOKS)
             if self._early_filters:
                 self._filters.load({"filterDataByTopic": self._tables.filters}, now_ms)
                 for early in self._early_filters:
                     self._filters.register(*early, now_ms)
         elif now_ms < self._clock.now_ms():
             raise InputError(f"at_ms: it is {self._clock.now_ms()} already, time can't go back to {now_ms}")
-        self._clock.move_to(now_ms)
-        self._check_due()
+        self._pass_to(now_ms)
 
     def _sleep(self, row: Row) -> Row:
         now_ms = self._clock.now_ms() + fields.whole(row, "ms", 0, _LAST_MS)
         if now_ms > _LAST_MS:
             raise InputError("ms: leads beyond the year 9999")
-        self._clock.move_to(now_ms)
-        self._check_due()
+        self._pass_to(now_ms)
         return {}
 
-    def _check_due(self) -> None:
-        """Stop where a delayed message would have been delivered by now."""
-        begin, now_ms = self._look_from_ms, self._clock.now_ms()
-        if begin is None:
-            return
-        for level in range(1, self._store.levels.max_level + 1):
-            if level not in self._due_ms:
-                waiting = self._first_waiting(level)
-                if waiting is None:
-                    continue
-                stored_ms = waiting.store_timestamp_ms
-                due_ms = self._store.levels.deliver_timestamp_ms(level, stored_ms)
-                self._due_ms[level] = due_ms if stored_ms <= now_ms else now_ms  # the clock was changed: now
-            looks = max(0, -(-(self._due_ms[level] - begin) // _LOOK_EVERY_MS))
-            if begin + looks * _LOOK_EVERY_MS <= now_ms:
-                raise InputError(
-                    f"a message of delay level {level} is due at {self._due_ms[level]}: "
-                    f"timed delivery is not supported yet"
-                )
+    def _pass_to(self, now_ms: int) -> None:
+        """Let time pass, and deliver on the way what becomes due."""
+        clock = self._clock
+        due_ms = self._run_due()
+        while due_ms is not None and due_ms <= now_ms:
+            clock.move_to(due_ms)
+            due_ms = self._run_due()
+        clock.move_to(now_ms)
 
-    def _first_waiting(self, level: int) -> StoredMessage | None:
-        """The next message that is to be delivered from a delay level."""
-        queue_id = queue_id_of_level(level)
-        queue = self._store.queues.get((SCHEDULE_TOPIC, queue_id))
-        if queue is None:
+    def _run_due(self) -> int | None:
+        """Deliver what is due now; returns when there is more, once the operations have named a time."""
+        if self._schedule is None:
             return None
-        progress = max(self._tables.delay_offset(level), queue.min_offset)
-        messages = self._store.read(SCHEDULE_TOPIC, queue_id, progress, 1).messages
-        return messages[0] if messages else None
+        now_ms = self._clock.now_ms()
+        steps = [self._schedule.run_due, *([] if self._timers is None else [self._timers.run_due])]
+        dues = [due_ms for step in steps if (due_ms := step(now_ms)) is not None]
+        return min(dues, default=None)
 
     # ----------------------------------------------------------------------------------------------- messages
 
@@ -256,7 +243,8 @@ class _Operations:
         return sys_flag | codec.COMPRESSED | bits
 
     def _append(self, row: Row, message: Message, queue_id: int, sys_flag: int, raw: str | None = None) -> AppendResult:
-        return self._store.append(
+        append = self._store.append if self._timers is None else self._timers.put
+        return append(
             message,
             queue_id,
             **_origin(row, sys_flag),
@@ -293,7 +281,8 @@ class _Operations:
             results = append()
         except MessageIllegalError as error:
             self._warn(str(error))
-            return {"status": "MESSAGE_ILLEGAL"}
+            refused_by_wheel = isinstance(error, TimerRefusedError)
+            return {"status": "WHEEL_TIMER_MSG_ILLEGAL" if refused_by_wheel else "MESSAGE_ILLEGAL"}
         self._stamped = True
         return {
             "status": "PUT_OK",
@@ -314,30 +303,27 @@ class _Operations:
         def append() -> list[AppendResult]:
             topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
             message = fields.message(row, topic)
-            validate_topic(topic)
             message.properties |= {
                 codec.PROPERTY_TRANSACTION_PREPARED: "true",
                 codec.PROPERTY_PRODUCER_GROUP: group,
-                codec.PROPERTY_REAL_TOPIC: topic,
-                codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
             }
-            message.topic = HALF_TOPIC
             sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
-            return [self._append(row, message, 0, sys_flag & ~codec.TRANSACTION_MASK)]
+            prepared = fields.int64(row, "preparedTransactionOffset", 0)
+            origin = _origin(row, sys_flag)
+            return [self._transactions.prepare(message, queue_id, **origin, prepared_transaction_offset=prepared)]
 
         answer = self._taken(append)
         if "phys" in answer:
-            self._halves[name] = _Half(answer["phys"], group)
+            self._halves[name] = _Half(answer["phys"], answer["queue_offset"], group)
         return {"id": name, **answer}
 
     def _commit(self, row: Row) -> Row:
-        return self._end(row, self._append_final, None)
+        return self._end(row, self._transactions.commit, None)
 
     def _rollback(self, row: Row) -> Row:
-        return self._end(row, lambda half: None, "not set any response code")
+        return self._end(row, self._transactions.rollback, "not set any response code")
 
-    def _end(self, row: Row, finish: Callable[[StoredMessage], None], remark: str | None) -> Row:
-        """End a transaction; ``finish`` is what comes before its op message."""
+    def _end(self, row: Row, end: Callable[[int, int, str], object], remark: str | None) -> Row:
         name = fields.text(row, "id")
         half = self._halves.get(name)
         if half is None:
@@ -345,49 +331,48 @@ class _Operations:
         group = fields.optional_text(row, "producerGroup")
         code = _SUCCESS
         try:
-            stored = self._prepared(half, half.producer_group if group is None else group)
-            finish(stored)
-            self._append_op(stored)
-        except _Refused as refusal:
-            code, remark = refusal.code, refusal.remark
-            self._warn(refusal.remark)
+            end(half.physical_offset, half.queue_offset, half.producer_group if group is None else group)
+        except TransactionRefusedError as refusal:
+            code, remark = refusal.code, str(refusal)
+            self._warn(remark)
         return {"id": name, "response_code": code, "remark": remark}
 
-    def _prepared(self, half: _Half, group: str) -> StoredMessage:
-        """The half message, if it is of the group that ends it."""
-        stored = self._store.message_at(half.physical_offset)
-        if stored is None:
-            raise _Refused(_SYSTEM_ERROR, "Find prepared transaction message failed")
-        if stored.properties.get(codec.PROPERTY_PRODUCER_GROUP, "") != group:
-            raise _Refused(_SYSTEM_ERROR, "The producer group wrong")
-        return stored
+    def _tx_check(self, row: Row) -> Row:
+        settings = TransactionSettings(
+            timeout_s=fields.whole(row, "timeout_ms", 0, _LONGEST_TIMEOUT_MS) / 1000,
+            check_max=fields.whole(row, "check_max", 1, (1 << 31) - 1),
+        )
+        now_ms = self._clock.now_ms()
+        done = self._transactions.check(now_ms, settings)
+        return {
+            "check_back": [
+                {
+                    "uniq_key": half.unique_key,
+                    "queue_offset": half.queue_offset,
+                    "commit_log_offset": half.physical_offset,
+                    "msg_id": half.offset_id,
+                    "check_times": str(check_times),
+                }
+                for _, half, check_times in done.asked
+            ],
+            "discarded": [
+                {"uniq_key": half.unique_key, "queue_offset": half.queue_offset, "check_times": str(check_times)}
+                for half, check_times in done.discarded
+            ],
+            "at_ms": now_ms,
+            "half_consume_offset": self._checked(HALF_TOPIC),
+            "op_consume_offset": self._checked(OP_TOPIC),
+            "half_max_offset": self._max_offset(HALF_TOPIC),
+            "op_max_offset": self._max_offset(OP_TOPIC),
+        }
 
-    def _append_final(self, half: StoredMessage) -> None:
-        properties = dict(half.properties)
-        message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.stored_body, flag=half.flag)
-        queue_id = int(properties[codec.PROPERTY_REAL_QUEUE_ID])
-        if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
-            # A message that goes to the schedule topic has its properties written anew, and without these.
-            del properties[codec.PROPERTY_REAL_TOPIC], properties[codec.PROPERTY_REAL_QUEUE_ID]
-            del properties[codec.PROPERTY_TRANSACTION_PREPARED]
-        message.properties = properties
-        try:
-            self._store.append(
-                message,
-                queue_id,
-                born_timestamp_ms=half.born_timestamp_ms,
-                born_host=half.born_host,
-                store_host=half.store_host,
-                sys_flag=half.sys_flag & ~codec.TRANSACTION_MASK | codec.TRANSACTION_COMMIT,
-                reconsume_times=half.reconsume_times,
-                prepared_transaction_offset=half.physical_offset,
-            )
-        except MessageIllegalError as error:
-            raise _Refused(_MESSAGE_ILLEGAL, str(error)) from None
+    def _checked(self, topic: str) -> int:
+        found = self._tables.consumer_offset(topic, CHECK_GROUP, 0)
+        return -1 if found is None else found
 
-    def _append_op(self, half: StoredMessage) -> None:
-        message = Message(OP_TOPIC, str(half.queue_offset).encode(), tags="d", wait_store_ok=True)
-        self._store.append(message, half.queue_id)
+    def _max_offset(self, topic: str) -> int:
+        queue = self._store.queue(topic, 0)
+        return 0 if queue is None else queue.max_offset
 
     # ------------------------------------------------------------------------------------ tables and the rest
 
@@ -423,17 +408,19 @@ class _Operations:
         registration = (topic, group, fields.text(row, "expr"), "SQL92", fields.int64(row, "version"))
         known = self._filters.get(topic, group) is not None
         registered = self._filters.register(*registration, self._clock.now_ms())
-        if self._look_from_ms is None and (known or registered):
+        if self._schedule is None and (known or registered):
             self._early_filters.append(registration)
         self._filters_changed = True
         return {"registered": registered}
 
-    def _tx_check(self, row: Row) -> Row:
-        raise InputError("tx_check: the check of prepared messages is not supported yet")
-
     def persist(self) -> None:
         """Write the broker's tables."""
         now_ms = self._clock.now_ms()
+        self._run_due()
+        if self._schedule is not None:
+            self._schedule.save(now_ms)
+        if self._timers is not None:
+            self._timers.save(now_ms)
         if self._filters_changed:
             self._tables.set_filters(self._filters.to_document(now_ms)["filterDataByTopic"])
         self._tables.persist(now_ms)

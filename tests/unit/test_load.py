@@ -337,47 +337,76 @@ def test_time_cannot_go_back(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("due_in", "at_ms", "stops"),
+    ("put_at", "now", "delivered_at"),
     [
-        (1000, 999, False),
-        (1000, 1000, True),
-        (1050, 1050, False),  # looked at every 100 ms
-        (1050, 1099, False),
-        (1050, 1100, True),
+        (0, 999, None),
+        (0, 1000, 1000),
+        (50, 1050, None),  # looked at every 100 ms
+        (50, 1099, None),
+        (50, 1100, 1100),
+        (50, 5000, 1100),  # on the way
     ],
 )
-def test_a_delivery_that_is_due_stops_the_run(load: Load, due_in: int, at_ms: int, stops: bool) -> None:
-    delayed = {**PUT, "delayLevel": 1, "at_ms": AT + due_in - 1000}
-    operations = ({**PUT, "at_ms": AT}, delayed, {**PUT, "at_ms": AT + at_ms})
-    if stops:
-        with pytest.raises(InputError, match=r"line 3: .* timed delivery is not supported yet"):
-            load(*operations)
-    else:
-        load(*operations)
-    assert len(load.answers) == 3 - stops
+def test_a_delayed_message_is_delivered_when_it_is_due(
+    load: Load, put_at: int, now: int, delivered_at: int | None
+) -> None:
+    delayed = {**PUT, "delayLevel": 1, "queueId": 3, "tags": "t", "at_ms": AT + put_at}
+    answers = load({**PUT, "at_ms": AT}, delayed, {**PUT, "body": "last", "at_ms": AT + now})
+    assert answers[2]["store_timestamp"] == AT + now
+    waited, *delivered, last = load.messages()[1:]
+    assert (waited.topic, last.body) == (SCHEDULE_TOPIC, b"last")
+    assert [message.store_timestamp_ms - AT for message in delivered] == (
+        [] if delivered_at is None else [delivered_at]
+    )
+    for message in delivered:
+        assert (message.topic, message.queue_id, message.body) == ("T", 3, b"b")
+        assert message.properties == {"TAGS": "t", "DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "3"}
+        assert (message.born_timestamp_ms, message.born_host) == (waited.born_timestamp_ms, waited.born_host)
 
 
 def test_sleep_comes_to_a_delivery_too(load: Load) -> None:
-    with pytest.raises(InputError, match=r"line 2: .* due at"):
-        load({**PUT, "delayLevel": 1, "at_ms": AT}, {"op": "sleep", "ms": 1000})
+    load({**PUT, "delayLevel": 1, "at_ms": AT}, {"op": "sleep", "ms": 1000})
+    assert [message.topic for message in load.messages()] == [SCHEDULE_TOPIC, "T"]
+    assert (load.path / "config" / "delayOffset.json").read_text() == '{\n\t"offsetTable":{1:1\n\t}\n}'
 
 
-def test_what_waits_from_an_earlier_run_is_seen(load: Load) -> None:
+def test_deliveries_come_in_the_order_of_their_times(load: Load) -> None:
+    puts = [{**PUT, "delayLevel": level, "body": str(level)} for level in (3, 1, 2, 1)]
+    load({**puts[0], "at_ms": AT}, *puts[1:], {"op": "sleep", "ms": 20_000})
+    assert [message.body for message in load.messages()[4:]] == [b"1", b"1", b"2", b"3"]
+
+
+def test_what_waits_from_an_earlier_run_is_delivered(load: Load) -> None:
     load({**PUT, "delayLevel": 2, "at_ms": AT})
     load({**PUT, "at_ms": AT + 4999})
-    with pytest.raises(InputError, match=f"delay level 2 is due at {AT + 5000}"):
-        load({**PUT, "at_ms": AT + 5000})
-    with pytest.raises(InputError, match="due at"):  # the clock was put back: delivered at once
-        load({**PUT, "at_ms": AT - 1})
+    assert len(load.messages()) == 2
     load(PUT)  # nobody looks before the first at_ms
+    assert len(load.messages()) == 3
+    load({"op": "persist", "at_ms": AT + 5000})
+    assert [message.body for message in load.messages()[3:]] == [b"b"]
+    load({"op": "persist", "at_ms": AT + 9000})
+    assert len(load.messages()) == 4
 
 
-def test_what_was_delivered_before_is_not_due(load: Load) -> None:
+def test_a_clock_that_was_put_back_delivers_at_once(load: Load) -> None:
+    load({**PUT, "delayLevel": 2, "at_ms": AT})
+    load({"op": "persist", "at_ms": AT - 1})
+    assert [message.store_timestamp_ms for message in load.messages()] == [AT, AT - 1]
+
+
+def test_what_was_delivered_before_is_not_delivered_again(load: Load) -> None:
     load({**PUT, "delayLevel": 1, "at_ms": AT}, {**PUT, "delayLevel": 1, "at_ms": AT + 500})
     (load.path / "config" / "delayOffset.json").write_text('{"offsetTable":{1:1}}')
-    load({**PUT, "at_ms": AT + 1499})
-    with pytest.raises(InputError, match=f"due at {AT + 1500}"):
-        load({**PUT, "at_ms": AT + 1500})
+    load({"op": "persist", "at_ms": AT + 1499})
+    assert len(load.messages()) == 2
+    load({"op": "persist", "at_ms": AT + 1500})
+    assert len(load.messages()) == 3
+
+
+def test_a_year_passes_in_the_time_of_its_events(load: Load) -> None:
+    year = 365 * 86_400_000
+    load({**PUT, "delayLevel": 18, "at_ms": AT}, {**PUT, "at_ms": AT + year}, {"op": "sleep", "ms": year})
+    assert [message.store_timestamp_ms - AT for message in load.messages()] == [0, 7_200_000, year]
 
 
 # --- tables, filters, crash
@@ -491,9 +520,33 @@ def test_filters_that_cannot_be_read_are_told_before_anything_is_opened(load: Lo
     assert len(load.messages()) == 1
 
 
-def test_check_of_prepared_messages_is_not_there_yet(load: Load) -> None:
-    with pytest.raises(InputError, match=r"line 2: .* not supported yet"):
-        load(PUT, {"op": "tx_check", "timeout_ms": 1, "check_max": 1})
+CHECK = {"op": "tx_check", "timeout_ms": 6000, "check_max": 2}
+
+
+def test_a_check_asks_twice_and_gives_up(load: Load) -> None:
+    half = {**HALF, "bornTimestamp": AT, "uniqKey": "u", "at_ms": AT}
+    answers = load(
+        CHECK, half, {**CHECK, "at_ms": AT + 5999}, {**CHECK, "at_ms": AT + 6000},
+        {**CHECK, "at_ms": AT + 6001}, {**CHECK, "at_ms": AT + 6002}, {"op": "sleep", "ms": 60_000},
+    )  # fmt: skip
+    ours = [answer for answer in answers if answer["op"] == "tx_check"]
+    asked = [[(one["queue_offset"], one["check_times"]) for one in answer["check_back"]] for answer in ours]
+    assert asked == [[], [], [(1, "1")], [(2, "2")], []]
+    assert [answer["half_consume_offset"] for answer in ours] == [-1, -1, 1, 2, 3]
+    assert [answer["op_consume_offset"] for answer in ours] == [-1] * 5
+    assert [answer["half_max_offset"] for answer in ours] == [0, 1, 2, 3, 3]
+    assert ours[-1]["discarded"] == [{"uniq_key": "u", "queue_offset": 2, "check_times": "2"}]
+    assert [message.topic for message in load.messages()] == [HALF_TOPIC] * 3 + ["TRANS_CHECK_MAX_TIME_TOPIC"]
+    topics = (load.path / "config" / "topics.json").read_text()
+    assert HALF_TOPIC in topics
+    assert "TRANS_CHECK_MAX_TIME_TOPIC" in topics
+    assert OP_TOPIC not in topics
+
+
+@pytest.mark.parametrize("changes", [{"timeout_ms": None}, {"timeout_ms": -1}, {"check_max": 0}, {"check_max": "3"}])
+def test_a_check_that_is_none(load: Load, changes: Row) -> None:
+    with pytest.raises(InputError, match=f"line 1: {next(iter(changes))}"):
+        load({**CHECK, **changes})
 
 
 def test_a_crash_keeps_what_was_acknowledged(load: Load) -> None:

@@ -1,0 +1,333 @@
+"""Delay levels: messages that wait in the schedule topic, delivered when their time has come.
+
+A message with a delay level is stored twice. `MessageStore.append` puts it into topic ``SCHEDULE_TOPIC_XXXX``, queue
+``level - 1``, with its own topic and queue in the properties ``REAL_TOPIC`` and ``REAL_QID`` and the time of delivery
+as the entry's tags code. `DelaySchedule` writes it once more, to its own topic, when that time has come. How far it has
+come in the queue of each level stands in ``delayOffset.json``, by level::
+
+    level     1, 2, …           the queue offset of the next message to deliver from queue level - 1
+
+Mirrors 4.9.4's ``ScheduleMessageService``. Time is looked at on a grid, every 100 ms from a second after the start on,
+but only where something can be due: `DelaySchedule.run_due` says which look is the next that may find something.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from librmq import codec
+from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeueext import is_ext_address
+from librmq.errors import (
+    ConfigError,
+    CorruptionError,
+    FlushFailedError,
+    MessageIllegalError,
+    ReadOnlyError,
+    RecordError,
+    StoreClosedError,
+    StoreError,
+)
+from librmq.javahash import java_int
+from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC
+
+__all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings", "deliver"]
+
+_log = logging.getLogger("librmq.delay")
+
+_LOOKED_AT: Final = 64  # entries that are read together
+_HASHES: Final = -(1 << 31), 1 << 31  # a time in ms of this century is none of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelaySettings:
+    """When a schedule looks and saves, in seconds; the defaults are 4.9.4's. `ConfigError` for what is no time."""
+
+    first_look_s: float = 1
+    """From the start to the first look."""
+    look_every_s: float = 0.1
+    """From one look to the next; in whole milliseconds."""
+    retry_s: float = 10
+    """From a failure (a full disk, a damaged queue) to the next look at the same level."""
+    save_every_s: float | None = 10
+    """From the first delivery that is not saved to saving; None leaves it to `DelaySchedule.save`."""
+    most_at_once: int = 10_000
+    """So many messages of a level are delivered in one turn; what is left is due at once."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("first_look_s", 0), ("look_every_s", 0.001), ("retry_s", 0.001), ("save_every_s", 0)):
+            value = getattr(self, name)
+            if name == "save_every_s" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 86_400 * 365:
+                raise ConfigError(f"{name}: expected seconds, {least} or more, found {value!r}")
+        if type(self.most_at_once) is not int or self.most_at_once < 1:
+            raise ConfigError(f"most_at_once: expected a number above 0, found {self.most_at_once!r}")
+
+
+class DelayOffsets(Protocol):
+    """Where the progress of each level is kept; `librmq.brokerconfig.BrokerConfig` is one."""
+
+    def delay_offset(self, level: int) -> int: ...
+
+    def set_delay_offset(self, level: int, queue_offset: int) -> None: ...
+
+    def persist(self, now_ms: int) -> None:
+        """Write it; durable when it returns."""
+        ...
+
+
+def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
+    """Write a message that waited to the topic and queue it was sent to; all else stays as it is.
+
+    Returns at once, whatever the store's durability. `MessageIllegalError` if it names no topic and queue, or one that
+    no message may be delivered to: half messages, which a transaction ends, and the schedule topic.
+    """
+    properties = waiting.properties
+    topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
+    queue_id = java_int(properties.get(codec.PROPERTY_REAL_QUEUE_ID, ""))
+    if queue_id is None:
+        raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
+    if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
+        raise MessageIllegalError(f"nothing is delivered to {topic}")
+    return store.submit(
+        Message(topic, waiting.stored_body, flag=waiting.flag),
+        queue_id,
+        born_timestamp_ms=waiting.born_timestamp_ms,
+        born_host=waiting.born_host,
+        store_host=waiting.store_host,
+        sys_flag=waiting.sys_flag,
+        reconsume_times=waiting.reconsume_times,
+        properties_raw=codec.encode_properties(properties),
+    ).result
+
+
+class _Level:
+    """One level: its queue, and when to look at it next."""
+
+    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset")
+
+    def __init__(self, level: int, delay_ms: int | None, queue_offset: int) -> None:
+        self.level = level
+        self.next_offset = self.saved_offset = queue_offset
+        """The queue offset of the next message, and what was saved of it."""
+        self.queue_id = queue_id_of_level(level)
+        self.delay_ms = delay_ms
+        """None for a level that the settings no longer have."""
+        self.look_ms: int | None = None
+        """The look at which the first message that waits is due; None if none was waiting."""
+
+
+class DelaySchedule:
+    """Delivers what waits in a store's schedule topic. Not thread-safe: one caller at a time.
+
+    Every message is delivered at the first look at or after its time, those of a level in their order; a message whose
+    time is further away than the level's delay (the clock was put back, the levels were changed) at once. A message
+    whose level the settings no longer have is delivered at its time, where the original leaves it for good.
+
+    What can't be delivered (a half message, no topic, a record that is damaged) is dropped: logged as an error, and
+    passed over; its record stays in the log. After a failure that may pass (a full disk) the level is looked at again
+    10 s later.
+
+    After a crash it goes on from the progress last saved: messages delivered since then are delivered again, none is
+    lost. Saving flushes the store first, so that no progress outlives what it vouches for.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        offsets: DelayOffsets,
+        start_ms: int,
+        settings: DelaySettings | None = None,
+        *,
+        delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+    ) -> None:
+        """``start_ms`` is where the grid begins. ``delivered(message, result)`` is told of each delivery: the message
+        as it waited, and where it went; it must not raise.
+        """
+        settings = settings or DelaySettings()
+        self._store = store
+        self._offsets = offsets
+        self._delivered = delivered
+        self._first_look_ms = round(1000 * settings.first_look_s)
+        self._every_ms = round(1000 * settings.look_every_s)
+        self._retry_ms = round(1000 * settings.retry_s)
+        self._save_every_ms = None if settings.save_every_s is None else round(1000 * settings.save_every_s)
+        self._most = settings.most_at_once
+        self._begin_ms = start_ms + self._first_look_ms
+        self._last_ms = start_ms
+        self._save_ms: int | None = None
+        self._unsaved = False
+        there = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
+        known = range(1, store.levels.max_level + 1)
+        self._levels = [
+            _Level(level, store.levels.delay_ms(level) if level in known else None, offsets.delay_offset(level))
+            for level in sorted(there | set(known))
+        ]
+
+    @property
+    def progress(self) -> dict[int, int]:
+        """By level the queue offset of the next message to deliver, where there were any."""
+        return {level.level: level.next_offset for level in self._levels if level.next_offset}
+
+    def due_for(self, level: int, store_timestamp_ms: int) -> int:
+        """When to call `run_due` for a message of ``level`` stored then, at the latest.
+
+        Whoever appends delayed messages sees to it that `run_due` is called by then; to call it right after the append
+        does as well, and costs little.
+        """
+        levels = self._store.levels
+        return self._look_for(levels.deliver_timestamp_ms(levels.cap(level), store_timestamp_ms))
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Deliver what is due; returns the time in ms of the next look that finds something, None if nothing waits.
+
+        The look is the last one of the grid that is not after ``now_ms``. `StoreClosedError`, `FlushFailedError` and
+        `ReadOnlyError` where the store takes no messages any more.
+        """
+        if now_ms < self._last_ms:  # the clock was put back: what is due when is to be found anew
+            self._begin_ms = min(self._begin_ms, now_ms)
+            self._save_ms = None if self._save_ms is None else now_ms
+            for level in self._levels:
+                level.look_ms = None
+        self._last_ms = now_ms
+        early = now_ms < self._begin_ms
+        look_ms = now_ms - (now_ms - self._begin_ms) % self._every_ms
+        next_ms: int | None = None
+        for level in self._levels:
+            if level.look_ms is None or level.look_ms <= look_ms:
+                level.look_ms = self._look(level, None if early else look_ms)
+            if level.look_ms is not None and (next_ms is None or level.look_ms < next_ms):
+                next_ms = level.look_ms
+        if self._unsaved and self._save_every_ms is not None:
+            if self._save_ms is None:
+                self._save_ms = now_ms + self._save_every_ms
+            if self._save_ms <= now_ms:
+                self._save_or_retry(now_ms)
+        if self._save_ms is not None and (next_ms is None or self._save_ms < next_ms):
+            next_ms = self._save_ms
+        return next_ms
+
+    def save(self, now_ms: int) -> None:
+        """Write the progress, after a flush of the store: what it says is delivered has reached the device.
+
+        Raises what `MessageStore.flush` does. Does nothing where nothing was delivered since.
+        """
+        unsaved = [level for level in self._levels if level.next_offset != level.saved_offset]
+        if unsaved:
+            self._store.flush()
+            for level in unsaved:
+                self._offsets.set_delay_offset(level.level, level.next_offset)
+            self._offsets.persist(now_ms)
+            for level in unsaved:
+                level.saved_offset = level.next_offset
+        self._unsaved, self._save_ms = False, None
+
+    def _save_or_retry(self, now_ms: int) -> None:
+        try:
+            self.save(now_ms)
+        except (FlushFailedError, StoreClosedError, ReadOnlyError):
+            raise
+        except StoreError as error:
+            _log.error("the progress of the delay levels could not be saved: %s", error)
+            self._save_ms = now_ms + self._retry_ms
+
+    def _look_for(self, due_ms: int) -> int:
+        """The first look at or after a time."""
+        return max(self._begin_ms, due_ms + (self._begin_ms - due_ms) % self._every_ms)
+
+    def _look(self, level: _Level, look_ms: int | None) -> int | None:
+        """Deliver what is due in a level at a look, nothing if that is None; returns the next look to take."""
+        try:
+            return self._deliver_due(level, look_ms)
+        except (FlushFailedError, StoreClosedError, ReadOnlyError):
+            raise
+        except StoreError as error:
+            _log.error("delay level %d: looked at again in %d ms: %s", level.level, self._retry_ms, error)
+            return self._look_for(self._last_ms + self._retry_ms)
+
+    def _deliver_due(self, level: _Level, look_ms: int | None) -> int | None:
+        queue = self._store.queue(SCHEDULE_TOPIC, level.queue_id)
+        queue_offset = self._progress(level, queue)
+        if queue is None:
+            return None
+        end = queue_offset + self._most
+        count = 1  # as a rule one look finds one message
+        while queue_offset < end:
+            raw = queue.read(queue_offset, min(count, end - queue_offset))
+            if not raw:
+                return None
+            for physical_offset, size, code in ENTRY.iter_unpack(raw):
+                if size <= 0 or physical_offset < 0:
+                    queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
+                    return None
+                due_ms = self._due(level, queue, physical_offset, size, code)
+                too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
+                if look_ms is None or (due_ms > look_ms and not too_far):
+                    return self._begin_ms if too_far else self._look_for(due_ms)
+                self._deliver(level, queue_offset, physical_offset, size)
+                level.next_offset = queue_offset = queue_offset + 1
+                self._unsaved = True
+            count = min(_LOOKED_AT, 2 * count)
+        return self._last_ms
+
+    def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
+        """The queue offset of the next message, corrected where the queue does not have it."""
+        stored = level.next_offset
+        low, high = (0, 0) if queue is None else (queue.min_offset, queue.max_offset)
+        corrected = min(max(stored, low), high)
+        if corrected != stored:
+            _log.error(
+                "delay level %d: the progress was %d, and is set to %d: its queue goes from %d to %d",
+                level.level, stored, corrected, low, high,
+            )  # fmt: skip
+            level.next_offset = corrected
+            self._unsaved = True
+        return corrected
+
+    def _due(self, level: _Level, queue: ConsumeQueue, physical_offset: int, size: int, code: int) -> int:
+        """When the message of an entry is due."""
+        if queue.ext is not None and is_ext_address(code):
+            unit = queue.ext_unit(code)
+            if unit is None:
+                _log.error("delay level %d: no extension unit at %d: the record tells the time", level.level, code)
+            code = 0 if unit is None else unit.tags_code
+        if not _HASHES[0] <= code < _HASHES[1]:
+            return code
+        # After an unclean exit the original makes entries with the hash of the tags in the place of the time.
+        stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
+        return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
+
+    def _deliver(self, level: _Level, queue_offset: int, physical_offset: int, size: int) -> None:
+        """Deliver a message, or say why it is dropped; one that is gone with the log's begin is passed over."""
+        try:
+            message = self._read(physical_offset, size)
+            if message is None:
+                return
+            result = deliver(self._store, message)
+        except (MessageIllegalError, RecordError) as error:
+            _log.error(
+                "delay level %d: the message at queue offset %d, physical offset %d is dropped: %s",
+                level.level, queue_offset, physical_offset, error,
+                extra={"topic": SCHEDULE_TOPIC, "queue_id": level.queue_id, "queue_offset": queue_offset},
+            )  # fmt: skip
+            return
+        if self._delivered is not None:
+            self._delivered(message, result)
+
+    def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
+        """The record of an entry, None if it is gone; `RecordError` if it is none."""
+        try:
+            raw = self._store.log.read(physical_offset, size)
+        except CorruptionError as error:
+            raise RecordError(str(error)) from error
+        if raw is None:
+            return None
+        codec.check_record(raw, 0, size, check_body=False)
+        return StoredMessage(raw)

@@ -1,0 +1,742 @@
+"""Transactions: half messages that wait for their end, op messages that tell of it, and the check of those forgotten.
+
+::
+
+    half    RMQ_SYS_TRANS_HALF_TOPIC/0      the message, its own topic and queue in REAL_TOPIC and REAL_QID
+    final   its own topic and queue         sys flag COMMIT, prepared offset = the half's physical offset
+    op      RMQ_SYS_TRANS_OP_HALF_TOPIC/0   tag "d", body = the half's queue offset in decimal digits
+    copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half once more, put back by a check: TRANSACTION_CHECK_TIMES counts
+    discard TRANS_CHECK_MAX_TIME_TOPIC/0    the half, given up
+
+A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is
+pending. A check pass goes through the halves in their order from where the last one ended; it asks a producer of the
+group what became of one that is due, and puts a copy back, which is pending from then on in its place. How far it has
+come is the progress of group ``CID_RMQ_SYS_TRANS`` in both queues.
+
+Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridge``, ``EndTransactionProcessor`` and
+``DefaultTransactionalMessageCheckListener``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from librmq import codec
+from librmq.dispatch import parse_level
+from librmq.errors import (
+    ConfigError,
+    CorruptionError,
+    FlushFailedError,
+    MessageIllegalError,
+    ReadOnlyError,
+    RmqError,
+    StoreClosedError,
+    TransactionRefusedError,
+)
+from librmq.javahash import java_int, java_long
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.reading import GetStatus, ReadResult
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
+
+__all__ = [
+    "CHECK_GROUP",
+    "CheckBack",
+    "Checked",
+    "EndedHalves",
+    "TransactionOffsets",
+    "TransactionSettings",
+    "Transactions",
+]
+
+_log = logging.getLogger("librmq.txn")
+
+CHECK_GROUP: Final = "CID_RMQ_SYS_TRANS"
+"""The internal consumer group whose progress is that of the check."""
+
+_QUEUE: Final = 0  # of all three topics
+_OP_TAG: Final = "d"
+_OPS_READ: Final = 32
+_SAME_KEY: Final = 4096  # records that are looked at for the family of a half
+_SYSTEM_ERROR: Final = 1
+_MESSAGE_ILLEGAL: Final = 13
+
+_LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
+"""Errors after which a store takes nothing more until it is opened anew."""
+
+_CHECK_TIMES: Final = codec.PROPERTY_TRANSACTION_CHECK_TIMES
+_PREPARED_AT: Final = codec.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionSettings:
+    """When halves are checked, in seconds; the defaults are 4.9.4's. `ConfigError` for what is out of range."""
+
+    timeout_s: float = 6
+    """From the birth of a half to its first check, unless it has an immunity of its own."""
+    check_max: int = 15
+    """After so many checks a half is discarded."""
+    interval_s: float = 60
+    """From one check pass to the next."""
+    longest_pass_s: float = 60
+    """A pass that takes longer ends where it is."""
+    reserved_hours: int | None = None
+    """A half born longer ago is discarded; None takes the store's ``file_reserved_hours``, 72."""
+    most_at_once: int = 1000
+    """So many halves are judged in one turn of `Transactions.run_due`; the pass goes on in the next."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("timeout_s", 0), ("interval_s", 0.001), ("longest_pass_s", 0.001)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 86_400 * 365:
+                raise ConfigError(f"{name}: expected seconds, {least} or more, found {value!r}")
+        for name in ("check_max", "reserved_hours", "most_at_once"):
+            value = getattr(self, name)
+            if name == "reserved_hours" and value is None:
+                continue
+            if type(value) is not int or not 0 < value < 1 << 31:
+                raise ConfigError(f"{name}: expected a number above 0, found {value!r}")
+
+
+class TransactionOffsets(Protocol):
+    """Where the progress of the check is kept; `librmq.brokerconfig.BrokerConfig` is one."""
+
+    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None: ...
+
+    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None: ...
+
+
+class CheckBack(NamedTuple):
+    """A question to a producer group: what became of the local transaction of this message?"""
+
+    group: str
+    half: StoredMessage
+    """The copy that was put back, by whose coordinates the answer ends the transaction."""
+    check_times: int
+    """The how manieth question it is."""
+
+    @property
+    def topic(self) -> str:
+        """The topic that the message is meant for."""
+        return self.half.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+
+    @property
+    def queue_id(self) -> int:
+        """The queue that the message is meant for."""
+        return java_int(self.half.properties.get(codec.PROPERTY_REAL_QUEUE_ID, "")) or 0
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """The properties as the producer sees them."""
+        return {**self.half.properties, codec.PROPERTY_WAIT: "false"}
+
+
+class Checked(NamedTuple):
+    """What one check pass did."""
+
+    asked: list[CheckBack]
+    discarded: list[tuple[StoredMessage, int]]
+    """The halves that were given up, with how often they had been checked."""
+
+
+class EndedHalves:
+    """Which of the halves from the check's progress on have ended: one bit each, read from the op queue.
+
+    Not thread-safe. Making one reads the op messages from the progress on; `add` tells of those written since.
+    """
+
+    def __init__(self, store: MessageStore, offsets: TransactionOffsets) -> None:
+        """`CorruptionError` as for `MessageStore.read`."""
+        self._store = store
+        self._base = progress(store, offsets, HALF_TOPIC) & ~7
+        self._bits = bytearray()
+        self._next_op = progress(store, offsets, OP_TOPIC)
+        self._catch_up()
+
+    def __contains__(self, queue_offset: int) -> bool:
+        """Whether the half at ``queue_offset`` has ended; false for what lies below the progress."""
+        at = queue_offset - self._base
+        return 0 <= at < 8 * len(self._bits) and bool(self._bits[at >> 3] & (1 << (at & 7)))
+
+    def add(self, queue_offset: int, op_offset: int) -> None:
+        """Note an op message that was just written for a half."""
+        if op_offset == self._next_op:
+            self._next_op += 1
+            self._mark(queue_offset)
+        else:  # somebody else wrote one
+            self._catch_up()
+
+    def forget_below(self, queue_offset: int) -> None:
+        """Let go of what the check has passed."""
+        gone = (queue_offset - self._base) >> 3
+        if gone > 0:
+            del self._bits[:gone]
+            self._base += 8 * gone
+
+    def _catch_up(self) -> None:
+        queue = self._store.queue(HALF_TOPIC, _QUEUE)
+        end = 0 if queue is None else queue.max_offset
+        while True:
+            found = self._store.read(OP_TOPIC, _QUEUE, self._next_op)
+            for op in found.messages:
+                queue_offset = _half_of(op)
+                if queue_offset is not None and queue_offset < end:  # an op may say anything
+                    self._mark(queue_offset)
+            if found.next_offset == self._next_op or found.status is GetStatus.NO_MESSAGE_IN_QUEUE:
+                return
+            self._next_op = found.next_offset
+
+    def _mark(self, queue_offset: int) -> None:
+        at = queue_offset - self._base
+        if at < 0:
+            return
+        if at >> 3 >= len(self._bits):
+            self._bits.extend(bytes((at >> 3) + 1 - len(self._bits)))
+        self._bits[at >> 3] |= 1 << (at & 7)
+
+
+def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> int:
+    """How far the check has come in the queue of a topic; where the queue begins if it never began."""
+    stored = offsets.consumer_offset(topic, CHECK_GROUP, _QUEUE)
+    if stored is not None and stored >= 0:
+        return stored
+    queue = store.queues.find((topic, _QUEUE))
+    return 0 if queue is None else queue.min_offset
+
+
+def _half_of(op: StoredMessage) -> int | None:
+    """The queue offset of the half that an op message tells of; −1 where it says none, None without the tag."""
+    if op.tags != _OP_TAG:
+        _log.error("the op message at %d has tag %r, and is passed over", op.physical_offset, op.tags)
+        return None
+    found = java_long(op.stored_body[:64].decode("utf-8", "replace"))
+    return -1 if found is None else found
+
+
+class Transactions:
+    """The transactions of a store: prepared, ended and checked. Not thread-safe: one caller at a time.
+
+    Its files are those of the original; what it does is safer where they allow it:
+
+    - A transaction ends once. A commit that is repeated, or that follows one by other coordinates (a copy's, or after
+      a crash between final and op message), writes what is missing and delivers nothing again. A commit after a
+      rollback, and the reverse, is refused. The original delivers once for each commit.
+    - An end by the coordinates of a half that a check has put back ends its copies too. In the original they stay
+      pending, are checked again, and delivered again.
+    - The final message has the flag of the message that was sent; a copy has none.
+
+    This needs the unique id that producers give a message; without it only the half named is known. With ``original``
+    all of it is done as there.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        offsets: TransactionOffsets,
+        start_ms: int,
+        settings: TransactionSettings | None = None,
+        *,
+        ask: Callable[[CheckBack], None] = lambda question: None,
+        discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
+        make_topic: Callable[[str], None] = lambda topic: None,
+        original: bool = False,
+    ) -> None:
+        """``ask(question)`` passes a question on to a producer; its answer, if any, comes as `commit` or `rollback`.
+        ``discarded(half, check_times)`` is told what was given up. ``make_topic(topic)`` sees to it that a topic of one
+        queue, readable and writable, is in the broker's table. None of them may raise, or call this object.
+        """
+        self._store = store
+        self._offsets = offsets
+        self._settings = settings or TransactionSettings()
+        self._ask = ask
+        self._discarded = discarded
+        self._make_topic = make_topic
+        self._original = original
+        self._interval_ms = round(1000 * self._settings.interval_s)
+        self._begin_ms = start_ms + self._interval_ms
+        self._next_ms: int | None = None  # None while nothing is pending
+        self._last_ms = start_ms
+        self._pass: _Pass | None = None
+        self._opened_at = store.log.end  # of older halves it is not known what happened before
+        self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
+        self._ended: EndedHalves | None = None
+
+    # ---------------------------------------------------------------------------------------------- prepare and end
+
+    def prepare(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
+        """Store a half message for the queue ``queue_id`` of its topic, where nobody sees it.
+
+        Its properties must name the producer group (`PGROUP`), and TRAN_MSG as a client sets it. ``fields`` are those
+        of `MessageStore.append`. `MessageIllegalError` before a byte is written.
+        """
+        validate_topic(message.topic)
+        half = Message(HALF_TOPIC, message.body, flag=message.flag)
+        half.properties = {
+            **message.properties,
+            codec.PROPERTY_REAL_TOPIC: message.topic,
+            codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+        }
+        fields["sys_flag"] = fields.get("sys_flag", 0) & ~codec.TRANSACTION_MASK
+        return self._store.append(half, _QUEUE, **fields)
+
+    def commit(self, physical_offset: int, queue_offset: int, group: str) -> AppendResult | None:
+        """Deliver the message whose half is at these offsets; returns where it went, None if it had gone before.
+
+        `TransactionRefusedError` if there is no such half, it is another group's, or the transaction was rolled back;
+        nothing is written then.
+        """
+        half = self._half(physical_offset, queue_offset, group)
+        final: AppendResult | None = None
+        if self._original or self._is_plain(half):
+            final = self._write_final(half, half.flag)
+            self._write_op(half)
+            return final
+        family = self._family(half)
+        if not self._is_delivered(family):
+            pending = self._pending(family)
+            if not pending and not self._is_discarded(family):
+                how = "was rolled back" if half.unique_key else "has ended"
+                raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
+            final = self._write_final(half, family[0].flag)
+        self._end_all(family)
+        return final
+
+    def rollback(self, physical_offset: int, queue_offset: int, group: str) -> None:
+        """Give up the message whose half is at these offsets; doing so again does nothing.
+
+        `TransactionRefusedError` if there is no such half, it is another group's, or the message was delivered.
+        """
+        half = self._half(physical_offset, queue_offset, group)
+        if self._original or self._is_plain(half):
+            self._write_op(half)
+            return
+        family = self._family(half)
+        if self._is_delivered(family):
+            self._end_all(family)  # where the op message is missing
+            raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
+        self._end_all(family)
+
+    def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
+        try:
+            half = self._store.message_at(physical_offset) if physical_offset >= 0 else None
+        except CorruptionError:
+            half = None
+        if half is None or (half.topic != HALF_TOPIC and not self._original):
+            raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
+        if half.properties.get(codec.PROPERTY_PRODUCER_GROUP) != group:
+            raise TransactionRefusedError(_SYSTEM_ERROR, "The producer group wrong")
+        if half.queue_offset != queue_offset:
+            raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction state table offset wrong")
+        if half.physical_offset != physical_offset:
+            raise TransactionRefusedError(_SYSTEM_ERROR, "The commit log offset wrong")
+        return half
+
+    def _is_plain(self, half: StoredMessage) -> bool:
+        """Whether nothing but its being sent has happened to a half: the usual case, which costs no search."""
+        return (
+            half.physical_offset >= self._opened_at
+            and half.queue_offset >= self._judged_below()
+            and half.queue_offset not in self._ended_halves()
+            and half.physical_offset not in self._without_op
+            and _CHECK_TIMES not in half.properties
+        )
+
+    def _judged_below(self) -> int:
+        """Halves below this queue offset have ended, were put back, or were discarded."""
+        if self._pass is not None:
+            return self._pass.queue_offset
+        return progress(self._store, self._offsets, HALF_TOPIC)
+
+    def _ended_halves(self) -> EndedHalves:
+        if self._ended is None:
+            self._ended = EndedHalves(self._store, self._offsets)
+        return self._ended
+
+    def _family(self, half: StoredMessage) -> list[StoredMessage]:
+        """A half and its copies, in the order in which they were stored."""
+        return self._same(HALF_TOPIC, half) or [half]
+
+    def _same(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
+        """The records of a topic that come of the same message as a half."""
+
+        def marks(message: StoredMessage) -> tuple[object, ...]:
+            properties = message.properties
+            names = codec.PROPERTY_PRODUCER_GROUP, codec.PROPERTY_REAL_TOPIC, codec.PROPERTY_REAL_QUEUE_ID
+            return (message.unique_key, message.born_timestamp_ms, *map(properties.get, names))
+
+        if not half.unique_key:
+            return []
+        found = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
+        return [message for message in found if marks(message) == marks(half)]
+
+    def _pending(self, family: list[StoredMessage]) -> list[StoredMessage]:
+        below, ended = self._judged_below(), self._ended_halves()
+        return [half for half in family if half.queue_offset >= below and half.queue_offset not in ended]
+
+    def _is_delivered(self, family: list[StoredMessage]) -> bool:
+        """Whether a final message of the family stands in the log."""
+        half = family[0]
+        properties = half.properties
+        delayed = parse_level(properties.get(codec.PROPERTY_DELAY)) > 0
+        topic = SCHEDULE_TOPIC if delayed else properties.get(codec.PROPERTY_REAL_TOPIC, "")
+        places = {one.physical_offset for one in family}
+        if not half.unique_key:
+            return half.physical_offset in self._without_op
+        return any(
+            message.sys_flag & codec.TRANSACTION_MASK == codec.TRANSACTION_COMMIT
+            and message.prepared_transaction_offset in places
+            for message in self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
+        )
+
+    def _is_discarded(self, family: list[StoredMessage]) -> bool:
+        """Whether a check has given the family up, or may have: what is committed late is delivered all the same."""
+        half = family[0]
+        return bool(self._same(CHECK_MAX_TIME_TOPIC, half)) or (
+            not half.unique_key and half.queue_offset < self._judged_below()
+        )
+
+    def _end_all(self, family: list[StoredMessage]) -> None:
+        for half in self._pending(family):
+            self._write_op(half)
+
+    def _write_final(self, half: StoredMessage, flag: int) -> AppendResult:
+        properties = dict(half.properties)
+        topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
+        queue_id = java_int(properties.get(codec.PROPERTY_REAL_QUEUE_ID, ""))
+        if queue_id is None:
+            raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message names no queue")
+        if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+            # A message that goes to the schedule topic has its properties written anew, and without these.
+            for name in (
+                codec.PROPERTY_REAL_TOPIC,
+                codec.PROPERTY_REAL_QUEUE_ID,
+                codec.PROPERTY_TRANSACTION_PREPARED,
+            ):
+                properties.pop(name, None)
+        message = Message(topic, half.stored_body, flag=flag)
+        message.properties = properties
+        try:
+            result = self._store.submit(
+                message,
+                queue_id,
+                born_timestamp_ms=half.born_timestamp_ms,
+                born_host=half.born_host,
+                store_host=half.store_host,
+                sys_flag=half.sys_flag & ~codec.TRANSACTION_MASK | codec.TRANSACTION_COMMIT,
+                reconsume_times=half.reconsume_times,
+                prepared_transaction_offset=half.physical_offset,
+            ).result
+        except MessageIllegalError as error:
+            raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
+        self._without_op.add(half.physical_offset)
+        return result
+
+    def _write_op(self, half: StoredMessage) -> None:
+        message = Message(OP_TOPIC, str(half.queue_offset).encode(), tags=_OP_TAG, wait_store_ok=True)
+        result = self._store.append(message, half.queue_id)  # with sync durability the final message is waited for too
+        self._without_op.discard(half.physical_offset)
+        if self._ended is not None:
+            self._ended.add(half.queue_offset, result.queue_offset)
+
+    # -------------------------------------------------------------------------------------------------------- check
+
+    def check(self, now_ms: int, settings: TransactionSettings | None = None) -> Checked:
+        """Make a whole check pass now, whatever `run_due` would do. Raises what the store does."""
+        self._finish()
+        did = Checked([], [])
+        current = self._begin_pass(now_ms, settings or self._settings, did)
+        try:
+            while not current.judge(now_ms, self._settings.most_at_once):
+                pass
+        finally:
+            self._finish()
+        return did
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Make the check pass that is due, or a part of it; returns when to call next (ms), None if nothing is pending.
+
+        Passes come every 60 s from the start on; those that would find the half queue without anything new are left
+        out. Whoever prepares a half calls this soon after. `StoreClosedError`, `FlushFailedError` and `ReadOnlyError`
+        where the store takes no messages any more.
+        """
+        if now_ms < self._last_ms:  # the clock was put back
+            self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)
+            self._next_ms = None
+        self._last_ms = now_ms
+        try:
+            if self._pass is None and self._next_ms is not None and now_ms >= self._next_ms:
+                self._next_ms = None
+                if self._has_new():
+                    self._begin_pass(now_ms, self._settings)
+            if self._pass is not None:
+                if not self._pass.judge(now_ms, self._settings.most_at_once):
+                    return now_ms
+                self._finish()
+        except _LASTING:
+            raise
+        except RmqError as error:
+            _log.error("the check of half messages ends early: %s", error)
+            self._finish()
+        if not self._has_new():
+            self._next_ms = None
+        elif self._next_ms is None:
+            self._next_ms = self.next_check_ms(now_ms)
+        return self._next_ms
+
+    def next_check_ms(self, now_ms: int) -> int:
+        """The time of the first check pass after ``now_ms``."""
+        return max(self._begin_ms, now_ms + self._interval_ms - (now_ms - self._begin_ms) % self._interval_ms)
+
+    def _has_new(self) -> bool:
+        queue = self._store.queue(HALF_TOPIC, _QUEUE)
+        return queue is not None and queue.max_offset > progress(self._store, self._offsets, HALF_TOPIC)
+
+    def _begin_pass(self, now_ms: int, settings: TransactionSettings, did: Checked | None = None) -> _Pass:
+        self._make_topic(HALF_TOPIC)
+        self._pass = _Pass(self, self._store, self._offsets, now_ms, settings, did)
+        return self._pass
+
+    def _finish(self) -> None:
+        """Store how far the pass has come; what it wrote has reached the device before."""
+        current, self._pass = self._pass, None
+        if current is None:
+            return
+        changed = current.progress()
+        if changed:
+            self._store.flush()
+            for topic, queue_offset in changed.items():
+                self._offsets.set_consumer_offset(topic, CHECK_GROUP, _QUEUE, queue_offset)
+            if self._ended is not None:
+                self._ended.forget_below(progress(self._store, self._offsets, HALF_TOPIC))
+
+    def put_back(self, half: StoredMessage, properties: Mapping[str, str]) -> StoredMessage:
+        """Append a copy of a half with these properties; returns it."""
+        message = Message(HALF_TOPIC, half.stored_body)
+        message.properties = dict(properties)
+        result = self._store.submit(
+            message,
+            half.queue_id,
+            born_timestamp_ms=half.born_timestamp_ms,
+            born_host=half.born_host,
+            store_host=half.store_host,
+            sys_flag=half.sys_flag,
+        ).result
+        copy = self._store.message_at(result.physical_offset)
+        assert copy is not None
+        return copy
+
+    def give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> None:
+        """Move a half to the topic of those that were checked too often, or are too old."""
+        check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
+        _log.error(
+            "the half message at queue offset %d, for topic %s, is discarded after %d checks",
+            half.queue_offset, properties.get(codec.PROPERTY_REAL_TOPIC), check_times,
+            extra={"topic": HALF_TOPIC, "queue_id": half.queue_id, "queue_offset": half.queue_offset},
+        )  # fmt: skip
+        self._make_topic(CHECK_MAX_TIME_TOPIC)
+        message = Message(CHECK_MAX_TIME_TOPIC, half.stored_body, flag=half.flag)
+        message.properties = dict(properties)
+        try:
+            self._store.submit(
+                message,
+                _QUEUE,
+                born_timestamp_ms=half.born_timestamp_ms,
+                born_host=half.born_host,
+                store_host=half.store_host,
+                sys_flag=half.sys_flag,
+                reconsume_times=half.reconsume_times,
+            )
+        except MessageIllegalError as error:  # it stays where it is in the log
+            _log.error("the half message at physical offset %d can't be kept: %s", half.physical_offset, error)
+        self._discarded(half, check_times)
+
+    def has_ended(self, queue_offset: int) -> bool:
+        """Whether a half is known to have ended by a call of this object."""
+        return self._ended is not None and queue_offset in self._ended
+
+    def question(self, copy: StoredMessage, check_times: int) -> CheckBack:
+        """Ask about a copy that was put back."""
+        asked = CheckBack(copy.properties.get(codec.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
+        self._ask(asked)
+        return asked
+
+
+class _Pass:
+    """One check pass: half by half, from the progress to what the half queue held at the start."""
+
+    def __init__(
+        self,
+        owner: Transactions,
+        store: MessageStore,
+        offsets: TransactionOffsets,
+        start_ms: int,
+        settings: TransactionSettings,
+        did: Checked | None,
+    ) -> None:
+        """``did`` collects what is done, unless it is None: it may be much."""
+        self._owner = owner
+        self._store = store
+        self._offsets = offsets
+        self._start_ms = start_ms
+        self._timeout_ms = round(1000 * settings.timeout_s)
+        self._longest_ms = round(1000 * settings.longest_pass_s)
+        self._check_max = settings.check_max
+        hours = store.config.file_reserved_hours if settings.reserved_hours is None else settings.reserved_hours
+        self._reserved_ms = hours * 3_600_000
+        self._did = did
+        self._begin = self.queue_offset = progress(store, offsets, HALF_TOPIC)
+        queue = store.queue(HALF_TOPIC, _QUEUE)
+        self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
+        self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
+        self._op_of: dict[int, int] = {}  # by half: its op message, of those that were read and not used yet
+        self._done: set[int] = set()  # op messages that were used, behind `_op_end`
+        self._last_born_ms: int | None = None  # of the last op message of the last batch; None if that was empty
+        self._missed = False
+        if queue is not None:
+            self._fetch()
+
+    def progress(self) -> dict[str, int]:
+        """How far the pass has come, by topic, where that is further than before."""
+        found = {HALF_TOPIC: (self._begin, self.queue_offset), OP_TOPIC: (self._op_begin, self._op_end)}
+        return {topic: after for topic, (before, after) in found.items() if before != after}
+
+    def judge(self, now_ms: int, most: int) -> bool:
+        """Judge up to ``most`` halves; true if the pass is over."""
+        for _ in range(most):
+            if now_ms - self._start_ms > self._longest_ms or self.queue_offset >= self._end:
+                return True
+            op = self._op_of.pop(self.queue_offset, None)
+            if op is not None:
+                self._use(op)
+            else:
+                found = self._store.read(HALF_TOPIC, _QUEUE, self.queue_offset, 1)
+                if not found.messages:
+                    if self._missed or not _is_illegal(found):
+                        return True
+                    self._missed = True
+                    self.queue_offset = found.next_offset
+                    continue
+                if not self._handle(found.messages[0], now_ms):
+                    return True
+            self.queue_offset += 1
+        return False
+
+    def _handle(self, half: StoredMessage, now_ms: int) -> bool:
+        """Judge a half that has no op message; false if the pass ends before it."""
+        properties = dict(half.properties)
+        checked = properties.get(_CHECK_TIMES)
+        check_times = 1
+        if checked is not None:
+            parsed = java_int(checked)
+            check_times = -1 if parsed is None else parsed
+            if check_times >= self._check_max:
+                return self._give_up(half, properties)
+            check_times += 1
+        properties[_CHECK_TIMES] = str(check_times)
+        age_ms = now_ms - half.born_timestamp_ms
+        if age_ms > self._reserved_ms:
+            return self._give_up(half, properties)
+        if half.store_timestamp_ms >= self._start_ms:
+            return False
+        immunity_ms = self._timeout_ms
+        own = properties.get(codec.PROPERTY_CHECK_IMMUNITY_TIME)
+        if own is not None:
+            seconds = java_long(own)
+            if seconds is not None and seconds != -1:
+                immunity_ms = 1000 * seconds
+            if age_ms < immunity_ms and self._keep_immune(half, properties):
+                return True
+        elif 0 <= age_ms < immunity_ms:
+            return False
+        while not self._is_due(age_ms, immunity_ms):
+            held = self._last_born_ms
+            self._fetch()
+            op = self._op_of.pop(self.queue_offset, None)
+            if op is not None:
+                self._use(op)
+                return True
+            if held is None and self._last_born_ms is None:
+                break  # no op message in sight: the original would look again and again, until its time has come
+        if self._owner.has_ended(half.queue_offset):  # while the pass went on
+            self._find_op()
+            return True
+        copy = self._put_back(half, properties)
+        if copy is not None:
+            question = self._owner.question(copy, check_times)
+            if self._did is not None:
+                self._did.asked.append(question)
+        return True
+
+    def _find_op(self) -> None:
+        """Read on to the op message of the half that is judged."""
+        while self.queue_offset not in self._op_of:
+            self._fetch()
+            if self._last_born_ms is None:
+                return
+        self._use(self._op_of.pop(self.queue_offset))
+
+    def _is_due(self, age_ms: int, immunity_ms: int) -> bool:
+        if self._last_born_ms is None:
+            return age_ms > immunity_ms or age_ms <= -1
+        return self._last_born_ms - self._start_ms > self._timeout_ms or age_ms <= -1
+
+    def _keep_immune(self, half: StoredMessage, properties: dict[str, str]) -> bool:
+        """Put back a half whose own immunity is not over, unless it has ended; false if it can't be."""
+        first = properties.get(_PREPARED_AT)
+        if first is not None:
+            queue_offset = java_long(first)
+            if queue_offset is None or queue_offset == -1:
+                return False
+            op = self._op_of.pop(queue_offset, None)
+            if op is not None:
+                self._use(op)
+                return True
+        properties[codec.PROPERTY_WAIT] = "false"
+        properties.setdefault(_PREPARED_AT, str(half.queue_offset))
+        self._put_back(half, properties)
+        return True
+
+    def _put_back(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
+        try:
+            return self._owner.put_back(half, properties)
+        except MessageIllegalError as error:  # it was full to the brim
+            _log.error("the half message at queue offset %d can't be put back: %s", half.queue_offset, error)
+            self._give_up(half, half.properties)
+            return None
+
+    def _give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
+        self._owner.give_up(half, properties)
+        if self._did is not None:
+            self._did.discarded.append((half, java_int(properties.get(_CHECK_TIMES, "")) or 0))
+        return True
+
+    def _fetch(self) -> None:
+        """Read the next op messages."""
+        found = self._store.read(OP_TOPIC, _QUEUE, self._next_op, _OPS_READ)
+        self._last_born_ms = found.messages[-1].born_timestamp_ms if found.messages else None
+        if _is_illegal(found):
+            _log.error("the check finds no op message at %d, and goes on at %d", self._next_op, found.next_offset)
+            self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, _QUEUE, found.next_offset)
+        for op in found.messages:
+            half = _half_of(op)
+            if half is None or half < self._begin:
+                self._use(op.queue_offset)
+            else:
+                self._op_of[half] = op.queue_offset
+        if found.status is not GetStatus.NO_MESSAGE_IN_QUEUE:
+            self._next_op = found.next_offset
+
+    def _use(self, op_offset: int) -> None:
+        self._done.add(op_offset)
+        while self._op_end in self._done:
+            self._done.discard(self._op_end)
+            self._op_end += 1
+
+
+def _is_illegal(found: ReadResult) -> bool:
+    """Whether a read found nothing though the queue is not at its end there."""
+    return not found.messages and found.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)

@@ -1,0 +1,395 @@
+"""Delivery of delayed messages: when, in which order, and what happens to what can't be delivered."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq import codec
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.delay import DelaySchedule, DelaySettings
+from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError
+from librmq.files import MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
+
+NOW = DelaySettings(first_look_s=0, save_every_s=None)
+
+
+class Waiting:
+    """A store in memory with its schedule, and time that passes from one due look to the next."""
+
+    def __init__(
+        self,
+        config: StoreConfig = SMALL,
+        settings: DelaySettings = NOW,
+        *,
+        files: MemoryFiles | None = None,
+        at_ms: int = START_MS,
+    ) -> None:
+        self.files = files or MemoryFiles()
+        self.clock = ManualClock(at_ms)
+        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.told: list[tuple[StoredMessage, AppendResult]] = []
+        self.schedule = DelaySchedule(
+            self.store, self.offsets, at_ms, settings, delivered=lambda *what: self.told.append(what)
+        )
+        self.looks: list[int] = []
+
+    def put(self, body: bytes = b"b", level: int = 1, **fields: Any) -> AppendResult:
+        return self.store.append(Message("T", body, delay_level=level), 2, **fields)
+
+    def pass_to(self, at_ms: int) -> int | None:
+        """Let time pass up to ``at_ms`` after the start; returns when the schedule wants to look next."""
+        until = START_MS + at_ms
+        due = self.schedule.run_due(self.clock.now_ms())
+        while due is not None and due <= until:
+            assert due >= self.clock.now_ms()
+            self.clock.move_to(due)
+            self.looks.append(due - START_MS)
+            due = self.schedule.run_due(due)
+        self.clock.move_to(until)
+        return None if due is None else due - START_MS
+
+    def delivered(self) -> list[tuple[bytes, int]]:
+        """Bodies and times after the start of what was delivered, in order."""
+        return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic != SCHEDULE_TOPIC]
+
+
+def test_nothing_waits_nothing_is_due() -> None:
+    waiting = Waiting()
+    assert waiting.pass_to(10_000) is None
+    waiting.store.append(Message("T", b"b"))
+    assert waiting.pass_to(20_000) is None
+    assert waiting.looks == []
+
+
+@pytest.mark.parametrize(("put_at", "look_at"), [(0, 1000), (1, 1100), (50, 1100), (99, 1100), (100, 1100)])
+def test_due_is_the_first_look_at_or_after_the_time(put_at: int, look_at: int) -> None:
+    waiting = Waiting()
+    waiting.pass_to(put_at)
+    result = waiting.put()
+    assert waiting.schedule.due_for(1, result.store_timestamp_ms) == START_MS + look_at
+    assert waiting.pass_to(look_at - 1) == look_at
+    assert waiting.delivered() == []
+    assert waiting.pass_to(look_at) is None
+    assert waiting.delivered() == [(b"b", look_at)]
+    assert waiting.looks == [look_at]
+
+
+def test_the_first_look_comes_a_second_after_the_start() -> None:
+    files = MemoryFiles()
+    earlier = Waiting(files=files)
+    earlier.put()
+    earlier.store.close()
+    waiting = Waiting(settings=DelaySettings(), files=files, at_ms=START_MS + 5_030)
+    assert waiting.pass_to(5_050) == 6_030
+    assert waiting.pass_to(6_029) == 6_030
+    waiting.pass_to(6_030)
+    assert waiting.delivered() == [(b"b", 6_030)]
+
+
+def test_a_late_call_looks_at_the_last_look_of_the_grid() -> None:
+    waiting = Waiting()
+    waiting.clock.advance(ms=50)
+    waiting.put()
+    waiting.clock.advance(ms=1_030)
+    assert waiting.schedule.run_due(waiting.clock.now_ms()) == START_MS + 1_100
+    assert waiting.delivered() == []
+
+
+def test_a_delivered_message_is_the_one_that_was_sent() -> None:
+    waiting = Waiting()
+    properties = {"a": "1", "empty": ""}
+    message = Message("T", b"body", tags="t", keys="k", flag=7, delay_level=1)
+    message.properties |= properties
+    waiting.store.append(
+        message, 4, born_timestamp_ms=5, born_host=("10.0.0.1", 2), store_host=("fe80::1", 3), reconsume_times=2
+    )
+    waiting.pass_to(1_000)
+    schedule, real = waiting.store
+    assert (real.topic, real.queue_id, real.queue_offset, real.body) == ("T", 4, 0, b"body")
+    same = ("flag", "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times", "body_crc")
+    for name in same:
+        assert getattr(real, name) == getattr(schedule, name)
+    assert dict(real.properties) == dict(schedule.properties)
+    assert b"empty" not in real.properties_raw  # what is read of a record has no empty values
+    queue = waiting.store.queue("T", 4)
+    assert queue is not None
+    assert queue.entries()["tags_code"].tolist() == [codec.tags_code("t")]
+    assert [(message.physical_offset, result.queue_offset) for message, result in waiting.told] == [(0, 0)]
+
+
+def test_a_thousand_messages_over_a_year() -> None:
+    levels = " ".join(f"{days}d" for days in range(1, 366))
+    waiting = Waiting(StoreConfig.tiny(message_delay_level=levels))
+    expected = []
+    for number in range(1_000):
+        level = number * 37 % 365 + 1
+        waiting.put(str(number).encode(), level)
+        expected.append((level * 86_400_000, number))
+    assert waiting.pass_to(366 * 86_400_000) is None
+    assert waiting.delivered() == [(str(number).encode(), due) for due, number in sorted(expected)]
+    assert len(waiting.looks) == 365
+
+
+def test_many_at_one_time_take_several_turns() -> None:
+    waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
+    for number in range(25):
+        waiting.put(str(number).encode())
+    waiting.pass_to(1_000)
+    assert waiting.looks == [1_000] * 3
+    assert [body for body, _ in waiting.delivered()] == [str(number).encode() for number in range(25)]
+
+
+def test_progress_is_saved_after_a_while_and_not_lost() -> None:
+    waiting = Waiting(settings=dataclasses.replace(NOW, save_every_s=10))
+    waiting.put()
+    waiting.put(level=2)
+    assert waiting.pass_to(10_999) == 11_000
+    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
+    assert waiting.pass_to(11_000) is None
+    assert waiting.files.read(f"{ROOT}/config/delayOffset.json") == b'{\n\t"offsetTable":{1:1,2:1\n\t}\n}'
+    assert waiting.looks == [1_000, 5_000, 11_000]
+    waiting.put()
+    waiting.schedule.save(0)  # nothing to save
+    waiting.pass_to(12_000)
+    waiting.schedule.save(waiting.clock.now_ms())
+    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
+
+
+def test_a_restart_goes_on_from_the_saved_progress() -> None:
+    waiting = Waiting()
+    for number in range(3):
+        waiting.put(str(number).encode())
+        waiting.clock.advance(ms=1_000)
+    waiting.pass_to(3_000)
+    assert [body for body, _ in waiting.delivered()] == [b"0", b"1", b"2"]
+    again = Waiting(files=died(waiting.files), at_ms=START_MS + 4_000)
+    again.pass_to(4_000)
+    assert [body for body, _ in again.delivered()] == [b"0", b"1", b"2"] * 2  # nothing was saved: again, and none lost
+    again.schedule.save(0)
+    last = Waiting(files=died(again.files), at_ms=START_MS + 5_000)
+    assert last.pass_to(5_000) is None
+    assert len(last.delivered()) == 6
+
+
+@pytest.mark.parametrize(("stored", "delivered"), [(-5, 3), (9, 0)])
+def test_a_progress_that_the_queue_does_not_have_is_corrected(
+    stored: int, delivered: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = Waiting()
+    for _ in range(3):
+        waiting.put()
+    waiting.offsets.set_delay_offset(1, stored)
+    waiting.schedule = DelaySchedule(waiting.store, waiting.offsets, START_MS, NOW)
+    waiting.pass_to(1_000)
+    assert len(waiting.delivered()) == delivered
+    assert waiting.schedule.progress == {1: 3}
+    assert f"the progress was {stored}" in caplog.text
+
+
+def test_a_progress_of_a_queue_that_is_gone_starts_anew() -> None:
+    waiting = Waiting()
+    waiting.offsets.set_delay_offset(1, 5)
+    waiting.schedule = DelaySchedule(waiting.store, waiting.offsets, START_MS, NOW)
+    waiting.pass_to(0)
+    waiting.put()
+    waiting.pass_to(1_000)
+    assert len(waiting.delivered()) == 1
+
+
+def reopened(waiting: Waiting, levels: str, config: StoreConfig = SMALL, at_ms: int = START_MS) -> Waiting:
+    waiting.store.close()
+    return Waiting(dataclasses.replace(config, message_delay_level=levels), files=waiting.files, at_ms=at_ms)
+
+
+def test_a_level_that_became_shorter_delivers_at_once() -> None:
+    waiting = Waiting()
+    waiting.put(level=2)
+    again = reopened(waiting, "1s 2s")
+    assert again.schedule.run_due(START_MS) is None
+    assert again.delivered() == [(b"b", 0)]
+
+
+def test_a_level_that_became_longer_keeps_the_time_of_what_waits() -> None:
+    waiting = Waiting()
+    waiting.put(level=2)
+    again = reopened(waiting, "1s 60s")
+    assert again.pass_to(5_000) is None
+    assert again.delivered() == [(b"b", 5_000)]
+
+
+def test_a_level_that_is_no_more_delivers_at_its_time() -> None:
+    waiting = Waiting()
+    waiting.put(level=4)
+    again = reopened(waiting, "1s 5s")
+    assert again.pass_to(29_999) == 30_000
+    again.pass_to(30_000)
+    assert again.delivered() == [(b"b", 30_000)]
+
+
+def test_a_clock_that_is_put_back() -> None:
+    waiting = Waiting(at_ms=START_MS + 60_000)
+    waiting.put(level=5)
+    waiting.clock = waiting.store.clock = ManualClock(START_MS)
+    assert waiting.schedule.run_due(START_MS + 60_000) == START_MS + 120_000
+    waiting.schedule.run_due(START_MS)
+    assert len(waiting.delivered()) == 1  # a minute and more away can't be right
+
+
+def test_in_a_store_with_extension_files() -> None:
+    waiting = Waiting(SMALL_EXT)
+    for _ in range(3):
+        waiting.put()
+    assert waiting.pass_to(999) == 1_000
+    waiting.pass_to(1_000)
+    assert len(waiting.delivered()) == 3
+
+
+def test_an_extension_unit_that_is_gone_is_made_good_from_the_record(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = Waiting(SMALL_EXT)
+    waiting.put()
+    queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
+    assert queue is not None
+    assert queue.ext is not None
+    queue.ext.clear()
+    assert waiting.pass_to(999) == 1_000
+    waiting.pass_to(1_000)
+    assert len(waiting.delivered()) == 1
+    assert "no extension unit" in caplog.text
+
+
+def test_the_hash_of_the_tags_is_no_time() -> None:
+    """The original leaves it in the place of the time where it recovers after a crash, and delivers early then."""
+    waiting = Waiting()
+    waiting.store.append(Message("T", b"b", tags="t", delay_level=2), 2)
+    queue = waiting.store.queue(SCHEDULE_TOPIC, 1)
+    assert queue is not None
+    place, size, _ = queue.entry(0) or (0, 0, 0)
+    queue.truncate_to(0)
+    queue.append(0, place, size, codec.tags_code("t"))
+    assert waiting.pass_to(4_999) == 5_000
+    waiting.pass_to(5_000)
+    assert waiting.delivered() == [(b"b", 5_000)]
+
+
+def raw_waiting(waiting: Waiting, **properties: str) -> None:
+    """A record in the schedule topic, whatever its properties say."""
+    raw = codec.encode_properties({"DELAY": "1", **properties})
+    waiting.store.append(Message(SCHEDULE_TOPIC, b"bad"), 0, properties_raw=raw)
+
+
+@pytest.mark.parametrize(
+    ("properties", "said"),
+    [
+        ({"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"}, "nothing is delivered to RMQ_SYS_TRANS_HALF_TOPIC"),
+        ({"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "nothing is delivered to SCHEDULE"),
+        ({"REAL_TOPIC": "T"}, "names no queue"),
+        ({"REAL_TOPIC": "T", "REAL_QID": "-1"}, "queue id"),
+        ({"REAL_QID": "0"}, "topic is empty"),
+        ({"REAL_TOPIC": "a/b", "REAL_QID": "0"}, "no name of a folder"),
+    ],
+)
+def test_what_cannot_be_delivered_is_dropped_with_an_error(
+    properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = Waiting()
+    raw_waiting(waiting, **properties)
+    waiting.put()
+    waiting.pass_to(1_000)
+    assert waiting.delivered() == [(b"b", 1_000)]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "queue offset 0, physical offset 0 is dropped: " in record.message
+    assert said in record.message
+    assert waiting.schedule.progress == {1: 2}
+
+
+def test_a_record_that_is_damaged_is_dropped_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = Waiting()
+    waiting.put()
+    waiting.put(b"sound")
+    waiting.store.log.patch(4, b"oops")
+    waiting.pass_to(1_000)
+    assert "is dropped: " in caplog.text
+    assert [m.body for m in waiting.store.messages("T", 2)] == [b"sound"]
+
+
+def test_what_is_gone_with_the_begin_of_the_log_is_passed_over() -> None:
+    waiting = Waiting()
+    for number in range(40):
+        waiting.put(str(number).encode() * 100, level=2)
+    waiting.store.log.delete_before(4096)
+    waiting.pass_to(5_000)
+    gone = waiting.told[0][0].queue_offset
+    assert 0 < gone < 40
+    assert [message.queue_offset for message, _ in waiting.told] == list(range(gone, 40))
+
+
+def failing(error: Exception, times: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    left = [error] * times
+
+    def fail(*args: Any, **fields: Any) -> Any:
+        if left:
+            raise left.pop()
+        return call(*args, **fields)
+
+    return fail
+
+
+def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = Waiting()
+    waiting.put()
+    waiting.put(level=2)
+    monkeypatch.setattr(waiting.store, "submit", failing(DiskFullError("full"), 1, waiting.store.submit))
+    assert waiting.pass_to(1_000) == 5_000
+    assert "delay level 1: looked at again in 10000 ms: full" in caplog.text
+    assert waiting.pass_to(11_000) is None
+    assert [at for _, at in waiting.delivered()] == [5_000, 11_000]
+
+
+def test_a_save_that_fails_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = Waiting(settings=dataclasses.replace(NOW, save_every_s=1))
+    waiting.put()
+    monkeypatch.setattr(waiting.offsets, "persist", failing(DiskFullError("full"), 1, waiting.offsets.persist))
+    assert waiting.pass_to(12_000) is None
+    assert waiting.looks == [1_000, 2_000, 12_000]
+    assert "could not be saved: full" in caplog.text
+
+
+def test_a_store_that_takes_nothing_any_more_is_told() -> None:
+    waiting = Waiting()
+    waiting.put()
+    waiting.store.close()
+    with pytest.raises(StoreClosedError):
+        waiting.schedule.run_due(START_MS + 1_000)
+
+
+def test_a_failed_flush_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(settings=dataclasses.replace(NOW, save_every_s=0))
+    waiting.put()
+    monkeypatch.setattr(waiting.store, "flush", failing(FlushFailedError(OSError()), 1, waiting.store.flush))
+    with pytest.raises(FlushFailedError):
+        waiting.pass_to(1_000)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"look_every_s": 0}, {"first_look_s": -1}, {"retry_s": None}, {"save_every_s": "1"}, {"most_at_once": 0}],
+)
+def test_settings_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        DelaySettings(**changes)
