@@ -223,6 +223,7 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("index files ahead of the log", "recovery", "ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]", "ahead = []", UNIT("recovery")),
     ("an index header may be torn", "recovery", "        mend if clean or not writable else cuts,\n", "        mend,\n"),
     ("an index that lost its first files", "reconcile", "self.sound = not (self._none and self._end > begin)", "self.sound = True", UNIT("reconcile")),
+    ("an index file that is not full", "reconcile", "            if not file.full:\n", "            if False:\n", UNIT("reconcile")),
     ("an index that is no index", "reconcile", "            if found is not None:\n                self.sound = False\n", "            if found is not None:\n", UNIT("reconcile")),
     ("keys that differ", "reconcile", "if run is not None or not there or there != expected[: len(there)]:", "if False:", UNIT("verify")),
     ("times that differ", "reconcile", "        if run.seconds != times:\n", "        if False:\n", UNIT("verify")),
@@ -316,7 +317,8 @@ def alive(chosen: Sequence[Mutant], images: int = IMAGES) -> list[Mutant]:
     found = []
     with tempfile.TemporaryDirectory(prefix="librmq-mutation-") as folder:
         copy = Path(folder)
-        shutil.copy(CHECKOUT / "pyproject.toml", copy)
+        for file in ("pyproject.toml", "pytest_librmq.py"):
+            shutil.copy(CHECKOUT / file, copy)
         for part in ("librmq", "tests"):
             shutil.copytree(CHECKOUT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
         for tests in sorted({mutant.tests for mutant in chosen if mutant.tests}):
