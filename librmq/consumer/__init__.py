@@ -17,12 +17,12 @@ __all__ = [
     "ConsumerCounts",
     "DeliveredMessage",
     "MessageTrack",
+    "OrderlyResult",
     "ProcessQueue",
     "PullConsumer",
     "PullConsumerConfig",
     "PushConsumer",
     "TrackType",
-    "OrderlyResult",
     "message_tracks",
     "resend_dead_letters",
 ]
