@@ -420,7 +420,7 @@ class CreateTopic(Request[None]):
 
 @_value
 class DeleteTopic(Request[None]):
-    """Remove a topic: its configuration and its queues; the log keeps the messages until retention."""
+    """Forget a topic: its queue counts and permission. Its messages stay until retention, for one made of its name."""
 
     topic: str
 

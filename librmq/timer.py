@@ -143,6 +143,16 @@ class TimerSettings:
         named = {name: value for name, value in row.items() if name in known}
         return cls(**named) if named else None
 
+    @classmethod
+    def of_store(cls, path: str, files: Files) -> Self | None:
+        """What the timer files of a store tell, 5.3.3's for the rest; None where there are none."""
+        told = {}
+        if size := timer_log_size(path, files):
+            told["timer_log_file_size"] = size
+        if size := files.size(TimerWheel.path_in(path)):
+            told["slots_total"] = size // SLOT_SIZE // 2
+        return cls(**told) if told else None
+
 
 def is_timed(properties: Mapping[str, str]) -> bool:
     """Whether a message with these properties waits for a time of its own; a delay level goes before."""

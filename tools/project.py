@@ -25,10 +25,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 STAMP = "librmq-stamp.json"
 
-DEMO_EXTRAS = frozenset({"cli", "compression"})
-CHECK_EXTRAS = frozenset(
-    {"arrow", "bloom", "cli", "compression", "dev", "jvm", "metrics", "redis", "spark", "sql", "test"}
-)
+DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
+CHECK_EXTRAS = DEMO_EXTRAS | {"bloom", "dev", "metrics", "redis", "sql", "test"}
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
 """A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""

@@ -17,6 +17,7 @@ from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError
 from librmq.message import Message
+from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     MessageModel,
@@ -53,6 +54,7 @@ class Pulling:
         holds: Holds,
         sending: Sending,
         broker_name: str,
+        metrics: Metrics | None,
     ) -> None:
         self._runner = runner
         self._store = store
@@ -64,6 +66,7 @@ class Pulling:
         self._holds = holds
         self._sending = sending
         self._broker_name = broker_name
+        self._metrics = metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
 
     def pull(self, request: PullMessage) -> PullResponse:
@@ -86,6 +89,9 @@ class Pulling:
         status = _status(result, queue_offset)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
+        if result.messages and self._metrics is not None:
+            self._metrics.count("messages_out", len(result.messages), topic=topic, group=request.group)
+            self._metrics.count("bytes_out", result.total_size, topic=topic, group=request.group)
         return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, tuple(result.messages))
 
     def _check(self, request: PullMessage) -> Selection:
@@ -167,7 +173,7 @@ class Pulling:
         body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
         message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
-        self._sending.put(message, 0, wait=False)
+        self._sending.put(message, 0)
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

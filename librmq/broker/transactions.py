@@ -18,6 +18,7 @@ from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError, TransactionRefusedError
 from librmq.javahash import java_int
 from librmq.message import StoredMessage
+from librmq.metrics import Metrics
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runner import Runner, Step, Work
 from librmq.store import MessageStore
@@ -46,6 +47,7 @@ class BrokerTransactions:
         original: bool,
         broker_name: str,
         step: Callable[[Callable[[int], int | None]], Step],
+        metrics: Metrics | None,
     ) -> None:
         """``step(run_due)`` makes the broker's step of a function."""
         self.discard_hooks: list[DiscardHook] = []
@@ -54,6 +56,7 @@ class BrokerTransactions:
         self._registry = registry
         self._sending = sending
         self._broker_name = broker_name
+        self._metrics = metrics
         self._topics = topics
         self._turns: dict[str, int] = {}
         self._questions: list[CheckBack] = []
@@ -84,12 +87,16 @@ class BrokerTransactions:
             with self._lock:
                 if request.state is TransactionState.ROLLBACK:
                     self._transactions.rollback(request.physical_offset, request.queue_offset, request.group)
-                    return
-                final = self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
+                    final = None
+                else:
+                    final = self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
         except TransactionRefusedError as error:
             raise BrokerError(error.code, str(error)) from error
         half = self._store.message_at(request.physical_offset)
-        if final is not None and half is not None:
+        if half is None:
+            return  # it ended in its last moment: retention has taken it
+        self._count(request.state.name.lower(), half)
+        if final is not None:
             properties = half.properties
             queue_id = java_int(properties[codec.PROPERTY_REAL_QUEUE_ID]) or 0
             self._sending.announce(properties[codec.PROPERTY_REAL_TOPIC], queue_id, properties, final)
@@ -114,6 +121,8 @@ class BrokerTransactions:
         turn = self._turns.get(question.group, 0)
         self._turns[question.group] = turn + 1
         client = list(producers.values())[turn % len(producers)]
+        if self._metrics is not None:
+            self._metrics.count("transaction_checks", topic=question.topic)
         try:
             client.call(
                 CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
@@ -122,8 +131,14 @@ class BrokerTransactions:
             _log.warning("group %s: a producer can't be asked about a transaction: %s", question.group, error)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
+        self._count("discard", half)
         for hook in self.discard_hooks:
             self._runner.submit(Work("discard hook", partial(hook, half, check_times), _told))
+
+    def _count(self, outcome: str, half: StoredMessage) -> None:
+        if self._metrics is not None:
+            topic = half.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            self._metrics.count("transactions", topic=topic, outcome=outcome)
 
 
 def _told(result: object, error: Exception | None) -> None:

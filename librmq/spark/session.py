@@ -26,7 +26,7 @@ from librmq.errors import MissingExtraError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["java_home", "register", "session"]
+__all__ = ["java_home", "register", "require", "session"]
 
 OLDEST_JAVA: Final = 17
 LEFT_OUT: Final = "jdk.incubator.vector"
@@ -49,9 +49,7 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this process, where Spark looks for
     them.
     """
-    for package in ("pyspark", "pyarrow", "pandas"):
-        if find_spec(package) is None:
-            raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")
+    require()
     from pyspark.sql import SparkSession
 
     running = SparkSession.getActiveSession()
@@ -86,6 +84,13 @@ def register(spark: SparkSession) -> None:
 
     spark.dataSource.register(RocketMQDataSource)
     register_functions(spark)
+
+
+def require() -> None:
+    """`MissingExtraError`, which names it, if a package is missing that Spark needs."""
+    for package in ("pyspark", "pyarrow", "pandas"):
+        if find_spec(package) is None:
+            raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")
 
 
 @cache

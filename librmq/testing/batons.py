@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Final
 
 __all__ = ["Baton", "end_threads"]
@@ -52,8 +53,7 @@ class Baton:
     """Whoever holds it runs: the thread that takes turns, or one piece of user code."""
 
     def __init__(self) -> None:
-        self._back = threading.Lock()
-        self._back.acquire()
+        self._back: SimpleQueue[None] = SimpleQueue()
         self._mine = threading.local()
 
     def current(self) -> Piece | None:
@@ -70,11 +70,15 @@ class Baton:
 
     def wait(self, patience: float = PATIENCE_S) -> bool:
         """Wait for the baton; False if it does not come back in time."""
-        return self._back.acquire(timeout=patience)
+        try:
+            self._back.get(timeout=patience)
+        except Empty:
+            return False
+        return True
 
     def wait_on(self) -> None:
         """Wait for the baton, however long it takes."""
-        while not self._back.acquire(timeout=1.0):
+        while not self.wait(1.0):
             pass  # in between Ctrl-C is heard
 
     def _begin(self, piece: Piece) -> None:
@@ -89,12 +93,12 @@ class Baton:
             piece.ended = True
             if thread is not None and not piece.abandoned:
                 _idle.append(thread)
-            self._back.release()
+            self._back.put(None)
 
     def pause(self, piece: Piece) -> None:
         """Called by the piece that runs: give the baton back, and wait for the next turn."""
         assert piece.thread is not None
-        self._back.release()
+        self._back.put(None)
         piece.thread.turn.acquire()
 
 

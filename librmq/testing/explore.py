@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.testing.explorer import FAULT, Decision, Explorer, Place, Strategy
+from librmq.testing.explorer import FAULT, PAUSE, Decision, Explorer, Place, Strategy
 from librmq.testing.kit import Kit
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
@@ -170,7 +170,7 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
         label = chosen.get(place)
         return 0 if label is None or label not in labels else labels.index(label)
 
-    return choose
+    return Strategy(choose, any(place.kind == PAUSE for place, _ in decisions))
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
@@ -181,11 +181,14 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
     faults = 0
     kinds: dict[str, bool] = {}
 
+    def is_met(kind: str) -> bool:
+        if kind not in kinds:
+            kinds[kind] = _drawn(seed, kind) % 2 == 0
+        return kinds[kind]
+
     def choose(place: Place, labels: Sequence[str]) -> int:
         nonlocal faults
-        if place.kind not in kinds:
-            kinds[place.kind] = _drawn(seed, place.kind) % 2 == 0
-        if not kinds[place.kind]:
+        if not is_met(place.kind):
             return 0
         drawn = _drawn(seed, place)
         likely = probability if place.kind not in ("fault", "answer") else min(probability, 0.2)
@@ -198,7 +201,7 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
             faults += 1
         return index
 
-    return choose
+    return Strategy(choose, is_met(PAUSE))
 
 
 def _drawn(seed: str, what: object) -> int:

@@ -37,6 +37,8 @@ __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy"]
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
 """How labels of choices begin that make something fail."""
+PAUSE: Final = "pause"
+"""The kind of decision, and the choice, by which a listener lets others go first."""
 MOST_INSTANCES: Final = 3
 
 
@@ -59,8 +61,12 @@ class Decision(NamedTuple):
         return f"[{self.place.kind}] {self.chosen!r} instead of {self.place.usual!r}{nth}"
 
 
-Strategy = Callable[[Place, Sequence[str]], int]
-"""Gives the index of a choice; 0 is the usual one."""
+class Strategy(NamedTuple):
+    """Who decides. ``choose(place, labels)`` gives the index of a choice; 0 is the usual one."""
+
+    choose: Callable[[Place, Sequence[str]], int]
+    pauses: bool = True
+    """Whether a listener may have to pause; if none has, they need no threads, which is faster."""
 
 
 class _Paused(Work):
@@ -97,6 +103,7 @@ class Explorer(KitRunner):
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
         self._dying: Process | None = None
+        self._inline: Work | None = None
         self._faults = 0
         self._taking = False
 
@@ -111,7 +118,7 @@ class Explorer(KitRunner):
         seen[key] += 1
         place = Place(kind, labels[0], seen[key])
         self.reached.append((place, tuple(labels)))
-        index = self.strategy(place, labels)
+        index = self.strategy.choose(place, labels)
         if index:
             chosen = labels[index]
             self.decisions.append(Decision(place, chosen))
@@ -195,7 +202,15 @@ class Explorer(KitRunner):
     # ---- user code that can stop in its middle
 
     def perform(self, work: Work) -> None:
-        """Run user code in a thread of its own until it ends or pauses."""
+        """Run user code until it ends or pauses; where it may pause, in a thread of its own."""
+        if not self.strategy.pauses:
+            self._inline = work
+            try:
+                super().perform(work)
+            finally:
+                self._inline = None
+                self._crash_the_dying()
+            return
         context = copy_context()
         piece = Piece(lambda: context.run(super(Explorer, self).perform, work))
         self._pieces[piece] = work
@@ -233,44 +248,50 @@ class Explorer(KitRunner):
         if piece.ended:
             self._pieces.pop(piece, None)
             raised, piece.raised = piece.raised, None
-            dying, self._dying = self._dying, None
-            if dying is not None:
-                self.kit.crash(dying)
+            self._crash_the_dying()
             if raised is not None:
                 raise raised
+
+    def _crash_the_dying(self) -> None:
+        dying, self._dying = self._dying, None
+        if dying is not None:
+            self.kit.crash(dying)
 
     def point(self, label: str) -> None:
         """Others may run here, or the process may die."""
         piece = self._baton.current()
-        if piece is None:
+        work = self._inline if piece is None else self._pieces[piece]
+        if work is None:
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self.kit.let_others_run()
             return
-        work = self._pieces[piece]
         if is_dead(work):
             raise ProcessDied(work.label)
         process = self.kit.process_of(work)
-        labels = [f"{work.label}: {label}", "pause"]
+        labels = [f"{work.label}: {label}", PAUSE]
         if process is not None:
             labels.append(f"{FAULT}{process.label} dies here")
-        index = self.decide("pause", labels)
+        index = self.decide(PAUSE, labels)
         if index == 2 and process is not None:
             process.die()
             self._dying = process
             raise ProcessDied(work.label)
-        if index == 1:
+        if index == 1 and piece is not None:
             self.paused.append(_Paused(work, piece))
             self._baton.pause(piece)
             if is_dead(work):
                 raise ProcessDied(work.label)
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
-        if self._baton.current() is not None and not is_dead(work):
+        if not is_dead(work):
             self.point("its end")
         super()._finish(work, result, error)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
-        asyncio.run(self._run(work, coroutine))  # a loop of its own, as it may stop in its middle
+        if self._baton.current() is None:
+            super()._launch(work, coroutine)
+        else:
+            asyncio.run(self._run(work, coroutine))  # a loop of its own, as it may stop in its middle
 
     def unwind(self, process: Process) -> None:
         """End what has paused in a process that has died: it raises `ProcessDied` where it stands."""

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files import DiskFiles
+from librmq.load import run
 from librmq.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings
 from librmq.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
-from tests.reference import Row, folders, rows
+from tests.reference import Row, folders, jsonl, rows
 
 FREE = {"TIMER_DEQUEUE_MS", "TIMER_ENQUEUE_MS"}
 
@@ -166,6 +170,51 @@ def test_files_are_read_as_recorded(folder: Path) -> None:
             "data_version_state", "data_version_timestamp", "data_version_counter",
         )
     ]  # fmt: skip
+
+
+@timers
+def test_load_replays_the_puts(folder: Path, tmp_path: Path) -> None:
+    """The rows that are recorded, the timer's files, and the same bytes when it is done again."""
+    operations = []
+    for number, row in enumerate(rows(folder, "put")):
+        properties = dict(zip(row["props"][::2], row["props"][1::2], strict=True))
+        operations.append({
+            "op": "put", "topic": row["real_topic"], "queueId": 0, "tags": "TagA", "uniqKey": row["uniq_key"],
+            "props": properties, "body": f"timer body {number}", "at_ms": row["at_ms"],
+        })  # fmt: skip
+    operations.append({"op": "persist", "at_ms": rows(folder, "timer_state")[-1]["at_ms"]})
+    found = []
+    for name in ("one", "other"):
+        answers: list[Row] = []
+        run(
+            tmp_path / name, store_config(folder), map(json.dumps, operations), answers.append,
+            warn=lambda reason: None, timer=settings_of(folder),
+        )  # fmt: skip
+        for ours, theirs in zip(answers[:-1], rows(folder, "put"), strict=True):
+            shared = ("status", "phys", "queue_offset") if "phys" in ours else ("status",)
+            assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+            assert ours.get("wrote_bytes") == theirs.get("size")
+        assert list(unit_rows(tmp_path / name, settings_of(folder))) == list(recorded_units(folder))
+        slots = [(number, *slot) for number, slot in read_slots(str(tmp_path / name), DiskFiles())]
+        assert slots == recorded_slots(folder)
+        found.append(
+            {
+                str(path.relative_to(tmp_path / name)): hashlib.sha1(path.read_bytes()).digest()
+                for path in (tmp_path / name).rglob("*")
+                if path.is_file()
+            }
+        )
+    assert found[0] == found[1]
+
+
+@timers
+def test_the_command_prints_the_recorded_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timers", str(folder / "store")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    types = ("timerlog_unit", "timerlog_blank", "wheel_slot", "timercheck")
+    expected = [row for row in jsonl(folder / "expected.jsonl") if row["type"] in types]
+    assert printed == expected
+    assert list(map(list, printed)) == list(map(list, expected))
 
 
 def copied(folder: Path, path: Path) -> Path:

@@ -275,6 +275,21 @@ def test_a_wrong_index_is_made_again(parts: Parts, what: str) -> None:
     assert [parts.index.query("T", f"k{n}") for n in range(10)] == [[place] for place in places]
 
 
+def test_an_index_of_which_only_a_later_file_is_there_and_empty(parts: Parts) -> None:
+    """Its header, made from that of the file before, says that older records were indexed."""
+    places = [parts.record(n) for n in range(20)]
+    parts.reconcile()
+    first, second = parts.index.files
+    first.file.buffer[:] = bytes(first.file.size)
+    end = struct.pack(">qqqqii", *2 * (START_MS + 700 * 15,), *2 * (places[14],), 0, 0)
+    second.file.buffer[:] = end + bytes(second.file.size - len(end))
+    parts.index = parts.open_index()
+    assert parts.reconcile(mend=False)
+    parts.reconcile()
+    parts.settled()
+    assert [parts.index.query("T", f"k{n}") for n in range(20)] == [[place] for place in places]
+
+
 def test_an_index_that_ends_between_the_keys_of_a_record(parts: Parts) -> None:
     raw = b"KEYS\x01a b c d\x02UNIQ_KEY\x01U"
     first = parts.record(0, properties_raw=raw)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections.abc import Callable
 
 import pytest
 
 from librmq import codec
+from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.reconcile import Damage
+from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
 from librmq.verify import verify
@@ -196,7 +200,100 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
         assert store.recovered == []
 
 
+@pytest.mark.parametrize("clean", [False, True])
+def test_a_checkpoint_later_than_the_last_record_is_put_right_on_demand(clean: bool) -> None:
+    found = filled(SMALL, 80, clean=clean)
+    found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
+    files = in_memory(found)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS * 3), thorough=True) as store:
+        assert "checkpoint" in kinds(store.recovered)
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_after_a_recovery_the_checkpoint_vouches_for_all_and_no_more() -> None:
+    before = filled(SMALL, 80, clean=False)
+    found, place = torn(before)
+    files = in_memory({**found, "checkpoint": struct.pack(">qqq", *3 * (START_MS,)) + bytes(4072)})
+    with opened(files) as store:
+        assert store.log.end == place
+        *_, last = store
+        checkpoint = Checkpoint.open(f"{ROOT}/checkpoint", files=files)
+        assert checkpoint.physic_timestamp_ms == checkpoint.logics_timestamp_ms == last.store_timestamp_ms
+
+
+def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
+    """The contents with a stretch of zeros in the log."""
+    path = f"commitlog/{begin - begin % 4096:020d}"
+    data, at = found[path], begin % 4096
+    assert data is not None
+    return {**found, path: data[:at] + bytes(size) + data[at + size :]}
+
+
+def test_after_a_clean_exit_the_queues_tell_that_the_log_went_on() -> None:
+    """Zeros end it in its last file."""
+    found = filled(SMALL, 80)
+    with opened(in_memory(found), read_only=True) as store:
+        records = [message.physical_offset for message in store]
+    begin = next(place for place in records if place > records[-1] // 4096 * 4096)
+    files = in_memory(zeroed(found, begin))
+    with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
+        opened(files)
+    assert told.value.offset == begin
+
+
+def test_after_a_clean_exit_later_files_tell_that_the_log_went_on() -> None:
+    """Zeros end it before them, and there are no queues."""
+    found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
+    with opened(in_memory(found), read_only=True) as store:
+        records = [message.physical_offset for message in store]
+    begin = max(place for place in records if place < records[-1] // 4096 * 4096)
+    files = in_memory(zeroed(found, begin, 4096 - begin % 4096))
+    with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
+        opened(files)
+    assert told.value.offset == begin
+
+
+def test_zeros_in_properties_are_no_damage_to_a_store_that_is_open() -> None:
+    """After a crash they would be: then they are where a sector was not written."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
+        place = store.append(Message("TopicA"), properties_raw=b"a\1b\2c\1" + bytes(1000)).physical_offset
+        assert store.recover() == []
+        assert [message.physical_offset for message in store] == [place]
+        crashed = died(files)
+    with opened(crashed) as store:
+        assert list(store) == []
+
+
+def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    fill(store, clock, random.Random(1), 120)
+    retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
+    retention.delete_before(3 * 4096)
+    before = {name: queue.min_offset for name, queue in store.queues.items()}
+    assert any(before.values())
+    with opened(died(files)) as again:
+        assert {name: queue.min_offset for name, queue in again.queues.items()} == before
+
+
 # ------------------------------------------------------------------------------------------------ what is derived
+
+
+@configs
+def test_the_queue_of_the_last_record_is_missed(config: StoreConfig) -> None:
+    """By its own files alone a store that a broker closed does not tell that there was one."""
+    found = filled(config, 80)
+    with opened(in_memory(found), config, read_only=True) as store:
+        records = [message for message in store if has_queue_entry(message.sys_flag)]
+    for last in {(message.topic, message.queue_id): message for message in records[-5:]}.values():
+        folder = f"consumequeue/{last.topic}/{last.queue_id}"
+        files = in_memory({path: data for path, data in found.items() if not path.startswith(folder)})
+        with opened(files, config) as store:
+            result = store.read(last.topic, last.queue_id, last.queue_offset)
+            assert [message.physical_offset for message in result.messages][:1] == [last.physical_offset]
+        assert verify(ROOT, config, files).sound
 
 
 @configs
@@ -440,6 +537,29 @@ def test_what_a_clean_exit_vouched_for_is_cut_only_on_demand() -> None:
         assert store.log.end == 4096
         served(store)
     assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
+    """An old record names no queue, which is met where a lost queue is made again."""
+    found = filled(SMALL, 120)
+    with opened(in_memory(found), read_only=True) as store:
+        records = list(store)
+    old = next(message for message in records if message.topic == "TopicA")
+    last = records[-1]
+    at = old.raw.index(b"\x06TopicA") + 3
+    found = {
+        path: data for path, data in found.items() if not path.startswith(f"consumequeue/{last.topic}/{last.queue_id}")
+    }
+    path = f"commitlog/{old.physical_offset - old.physical_offset % 4096:020d}"
+    data = found[path]
+    assert data is not None
+    place = old.physical_offset % 4096 + at
+    found[path] = data[:place] + b"/" + data[place + 1 :]
+    files = in_memory(found)
+    with pytest.raises(CorruptionError, match="it names no queue"):
+        opened(files)
+    assert files.size(f"{ROOT}/abort") is None
+    assert derived(contents(files)) == derived(found)
 
 
 def test_recovering_leaves_derived_files_of_a_sound_store() -> None:

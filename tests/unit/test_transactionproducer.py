@@ -69,12 +69,7 @@ def fails(message: Message, arg: Any) -> TransactionState:
 
 def test_a_committed_message_is_delivered_and_no_other(shop: Shop) -> None:
     producer = shop.producer()
-    for body, execute in (
-        (b"yes", says(COMMIT)),
-        (b"no", says(ROLLBACK)),
-        (b"?", says(UNKNOWN)),
-        (b"None", says(None)),
-    ):
+    for body, said in ((b"yes", COMMIT), (b"no", ROLLBACK), (b"?", UNKNOWN), (b"None", None)):
         result = producer.send_in_transaction(Message("T", body), execute=says(said))
         assert result.sent.status is SendStatus.SEND_OK
     failed = producer.send_in_transaction(Message("T", b"failed"), execute=fails)

@@ -214,6 +214,16 @@ def test_a_delivered_message_and_a_dead_letter_wake_too() -> None:
         assert bell.rung_ms == [sent_ms + 5_000]
 
 
+def test_a_pull_that_is_answered_at_once_is_not_held() -> None:
+    with opened() as broker:
+        bell = Bell(manual(broker))
+        send(broker, "T")
+        assert pull(broker, "T", 9, notify=bell).status is PullStatus.OFFSET_ILLEGAL
+        assert pull(broker, "T", notify=bell).status is PullStatus.FOUND
+        send(broker, "T")
+        assert bell.rung_ms == []
+
+
 # ---- groups whose instances differ
 
 
@@ -254,6 +264,9 @@ def test_sql_filters_are_registered_kept_and_die() -> None:
             send(broker, "T", value.encode(), properties={"a": value})
         response = pull(broker, "T", subscription=None)
         assert [message.body for message in response.messages] == [b"6"]
+        beat(broker, Subscription("U"))
+        assert [one.dead for one in broker.store.filters or ()] == [True]
+        beat(broker, sql)
         runner.advance(10_000)
         saved = brokerjson.loads(files.read("/b/config/consumerFilter.json"))
         row = saved["filterDataByTopic"]["T"]["groupFilterData"]["g"]

@@ -263,9 +263,9 @@ def test_a_store_that_is_stuck_is_busy() -> None:
         clock = manual(broker).manual_clock
         send(broker, "T")
         with broker.store._lock:  # as a write has it that does not end
-            broker._sending._check_busy()
+            broker._sending._check_busy("T")
             clock.advance(ms=1_000)
-            broker._sending._check_busy()
+            broker._sending._check_busy("T")
             clock.advance(ms=1)
             with pytest.raises(BrokerBusyError):
                 send(broker, "T")
