@@ -20,6 +20,12 @@ def replay(request: pytest.FixtureRequest) -> tuple[Path, Replay]:
     return folder, run
 
 
+def differences(recorded: Counter[Any], real: Counter[Any]) -> dict[str, list[Any]]:
+    """The first few that are missing, and that are too many."""
+    both = {"missing": list(recorded - real)[:4], "too many": list(real - recorded)[:4]}
+    return {what: found for what, found in both.items() if found}
+
+
 def by_queue(deliveries: list[Any]) -> dict[Any, list[Any]]:
     queues: dict[Any, list[Any]] = defaultdict(list)
     for delivery in deliveries:
@@ -39,11 +45,9 @@ def test_deliveries(replay: tuple[Path, Replay]) -> None:
         if message.message_id not in run.broken:
             real[client].append(real_delivery(message, properties, times))
     for client in recorded.keys() | real.keys():
-        left = Counter(recorded[client]) - Counter(real[client])
-        more = Counter(real[client]) - Counter(recorded[client])
         if client in run.orderly:
             assert by_queue(real[client]) == by_queue(recorded[client])
-        assert not (left or more), f"{client}: missing {list(left)[:4]}; too many {list(more)[:4]}"
+        assert differences(Counter(recorded[client]), Counter(real[client])) == {}
 
 
 def test_progress(replay: tuple[Path, Replay]) -> None:
@@ -82,5 +86,4 @@ def test_log(replay: tuple[Path, Replay]) -> None:
             for message in broker.messages(topic)
             if message.unique_key not in run.broken
         )
-    left, more = recorded - real, real - recorded
-    assert not (left or more), f"missing {list(left)[:4]}; too many {list(more)[:4]}"
+    assert differences(recorded, real) == {}
