@@ -477,6 +477,10 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def wait_for(self, result: AppendResult) -> None:
+        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        self._commit.reach(result.physical_offset + result.size)
+
     def is_writing(self) -> bool:
         """Whether somebody appends at this moment."""
         return self._lock.locked()

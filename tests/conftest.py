@@ -26,6 +26,8 @@ from tests.reference import (
     store_folders,
 )
 
+pytest_plugins = ("pytest_librmq", "pytester")
+
 __all__ = ["Row", "document", "encoding", "existing", "folders", "jsonl", "rows", "store_folders"]
 
 # A busy machine is no failure: neither profile looks at time.

@@ -173,7 +173,7 @@ class Pulling:
         body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
         message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
-        self._sending.put(message, 0, wait=False)
+        self._sending.put(message, 0)
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

@@ -15,7 +15,7 @@ from librmq.broker.holds import Holds
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.dispatch import parse_level
-from librmq.errors import BrokerBusyError, BrokerError, CorruptionError
+from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
 from librmq.hosts import Host
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.metrics import Metrics
@@ -68,6 +68,8 @@ class Sending:
         self._prepared = prepared
         self._stored = stored
         self._metrics = metrics
+        self._waits = store.config.durability == "sync"
+        self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * settings.busy_after_s)
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
@@ -108,12 +110,17 @@ class Sending:
             request.born_host,
             sys_flag,
             request.reconsume_times,
-            wait is None or wait == "true" or wait.lower() == "true",
         )
         if is_half:
             self._prepared()
+        status = _OK
+        if self._waits and (wait is None or wait.lower() == "true"):
+            try:
+                self._store.wait_for(result)
+            except FlushFailedError:
+                status = SendStatus.FLUSH_DISK_TIMEOUT  # it stands in the log: it may survive, or not
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
-        return SendResponse(_OK, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
+        return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
     def send_batch(self, request: SendBatch) -> SendResponse:
         """Store messages of one topic, side by side."""
@@ -198,7 +205,6 @@ class Sending:
             message.born_host,
             message.sys_flag,
             times + 1,
-            wait=False,
             store_host=message.store_host,
         )
         if self._metrics is not None:
@@ -224,14 +230,16 @@ class Sending:
         born_host: Host | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
-        wait: bool = True,
         store_host: Host | None = None,
     ) -> AppendResult:
-        """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest."""
+        """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest.
+
+        Returns when it stands in the log's page cache, whatever the store's durability.
+        """
         store = self._store
         if store.is_writing():
             self._check_busy(message.topic)
-        result = (store.append if wait else self._append_unflushed)(
+        result = self._append(
             message,
             queue_id,
             born_timestamp_ms=born_timestamp_ms,
@@ -255,7 +263,7 @@ class Sending:
         if self._stored is not None:
             self._stored()
 
-    def _append_unflushed(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
+    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
 
     def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], size: int) -> None:

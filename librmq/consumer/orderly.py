@@ -43,7 +43,7 @@ from librmq.topics import retry_topic
 if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer
 
-__all__ = ["OrderlyDelivery", "Transaction"]
+__all__ = ["OrderlyDelivery", "OrderlyResult"]
 
 FIRST_RENEWAL_MS: Final = 1_000
 RENEWAL_MS: Final = 20_000
@@ -62,7 +62,7 @@ INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 _log = logging.getLogger("librmq.consumer")
 
 
-class Transaction(enum.Enum):
+class OrderlyResult(enum.Enum):
     """What an orderly listener may return to take several calls together. Mirrors manual commits of the original."""
 
     HOLD = "HOLD"
@@ -329,12 +329,12 @@ class OrderlyDelivery(Delivery):
     ) -> int | None:
         """Apply what a listener returned or raised; gives for how long the queue rests."""
         failed = error is not None
-        if not failed and not isinstance(result, Transaction):
+        if not failed and not isinstance(result, OrderlyResult):
             failed = listener.must_return and result is not True
         if not failed:
-            if result is Transaction.HOLD:
+            if result is OrderlyResult.HOLD:
                 return None
-            if result is Transaction.ROLLBACK:
+            if result is OrderlyResult.ROLLBACK:
                 held.messages.roll_back()
                 return self._suspension(None)
             self._commit(held, "success")

@@ -90,8 +90,8 @@ class Kit:
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[str, Producer] = {}
         self._pulled_by: dict[tuple[str, str, int], str] = {}
+        self._is_new = False
         self._closed = False
-        self._begin_ms = self.clock.now_ms()
         self._open_broker()
         self._test = self._process("test", lambda process: None)
 
@@ -157,6 +157,7 @@ class Kit:
         if not fail_fast:
             self._tolerated.add(process.name)
         self._set_up(process)
+        self._is_new = True
         return process
 
     def _process(self, name: str, factory: Callable[[Process], Any], generation: int = 1) -> Process:
@@ -180,11 +181,15 @@ class Kit:
             consumer.start()
 
     def _start(self) -> None:
-        """Start the consumers that were only declared."""
+        """Start the consumers that were only declared, and let all that is new take its queues."""
         while self._unstarted:
             consumer = self._unstarted.pop(0)
             if not consumer.is_running and not consumer.client.dead:
                 consumer.start()
+                self._is_new = True
+        if self._is_new:
+            self._is_new = False
+            self._take_turns(self.clock.now_ms())
 
     # ---- time
 

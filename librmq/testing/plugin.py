@@ -74,6 +74,10 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     given = config.getoption("rmq_seed")
     seed = str(given if given is not None else marker.kwargs.get("seed", "0"))
+    try:
+        replay = read_seed(seed)
+    except InputError as error:
+        raise pytest.UsageError(f"--rmq-seed: {error}") from error
     reports: list[pytest.TestReport] = []
     failed: dict[Explorer, list[pytest.TestReport]] = {}
     parent = item.parent
@@ -91,11 +95,9 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         return error
 
     try:
-        result = search(run, runs, seed, read_seed(seed))
+        result = search(run, runs, seed, replay)
     except _NothingToExplore:
         pass
-    except InputError as error:
-        raise pytest.UsageError(f"--rmq-seed: {error}") from error
     else:
         if result.found is not None:
             reports = failed[result.found.explorer]

@@ -13,9 +13,11 @@ from librmq.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import (
     EndTransaction,
+    ResponseCode,
     SendBack,
     SendBatch,
     SendMessage,
+    SendStatus,
     Subscription,
     TransactionState,
     UpdateOffset,
@@ -171,8 +173,20 @@ def test_who_waits_for_the_device() -> None:
     with opened(store=StoreConfig.tiny(durability="sync")) as broker:
         send(broker, "T", wait_store_ok=False)
         assert broker.store._commit.flushed < broker.store.log.end
-        send(broker, "T")
+        assert send(broker, "T").status is SendStatus.SEND_OK
         assert broker.store._commit.flushed == broker.store.log.end
+
+
+def test_a_message_of_which_it_is_not_known_whether_it_has_reached_the_device() -> None:
+    files = FailingFiles(MemoryFiles())
+    broker = opened(files, store=StoreConfig.tiny(durability="sync"))
+    send(broker, "T")
+    files.fail("flush")
+    assert send(broker, "T").status is SendStatus.FLUSH_DISK_TIMEOUT
+    with pytest.raises(BrokerError) as caught:
+        send(broker, "T")
+    assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+    broker.abandon()
 
 
 def test_by_hand_the_store_is_flushed_by_a_step() -> None:
