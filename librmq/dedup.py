@@ -29,7 +29,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.clock import Clock, SystemClock
-from librmq.consumer import Transaction
+from librmq.consumer import OrderlyResult
 from librmq.dedupstore import (
     Claim,
     DedupRecord,
@@ -43,6 +43,7 @@ from librmq.dedupstore import (
 )
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.listener import ReconsumeLater
+from librmq.metrics import Metrics
 
 __all__ = [
     "Claim",
@@ -109,6 +110,15 @@ class _Held(NamedTuple):
 
 _UNGUARDED: Final = _Held("", "")
 
+_OUTCOMES: Final = {
+    "duplicates": "skip",
+    "busy": "wait",
+    "taken_over": "take over",
+    "unguarded": "no store",
+    "postponed": "no store",
+}
+"""What `Metrics` calls what is counted."""
+
 
 class DedupListener:
     """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
@@ -124,8 +134,8 @@ class DedupListener:
     Both are seconds or a ``timedelta``.
 
     Where the store can't be asked, ``when_store_fails`` decides: "consume" all the same (at least once), or "retry"
-    later. Either is counted in `counts` and logged. Without a ``clock`` of the caller's, a thread purges the store;
-    with one, `purge_step` is for whoever moves the clock.
+    later. Either is counted in `counts` (and in ``metrics``) and logged. Without a ``clock`` of the caller's, a thread
+    purges the store; with one, `purge_step` is for whoever moves the clock.
     """
 
     def __init__(
@@ -141,6 +151,7 @@ class DedupListener:
         when_store_fails: Literal["consume", "retry"] = "consume",
         batch: bool = False,
         must_return: bool = False,
+        metrics: Metrics | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`ConfigError` for settings that make no sense."""
@@ -159,6 +170,7 @@ class DedupListener:
         self._consumes_unguarded = when_store_fails == "consume"
         self._batch = batch
         self._must_return = must_return
+        self._metrics = metrics
         self._clock = clock or SystemClock()
         self._purges = clock is None
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
@@ -187,13 +199,13 @@ class DedupListener:
             return True
         try:
             result = yield _Ask(lambda: self.listener(message), False)
-            if result is Transaction.HOLD:
+            if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
         except (Exception, asyncio.CancelledError):
             yield from self._release(held)
             raise
         # Any other exception ends the process: as after a crash, the claim expires.
-        if result is Transaction.ROLLBACK or (self._must_return and result is not True):
+        if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
             yield from self._release(held)
         else:
             yield from self._finish(held)
@@ -213,20 +225,20 @@ class DedupListener:
             claim = yield _Ask(lambda: self.store.claim(key, owner, now_ms, now_ms + self._consuming_ms), True)
         except DedupStoreError as error:
             if self._consumes_unguarded:
-                self._count("unguarded")
+                self._count("unguarded", message.topic)
                 _log.warning("%s: consumed without a guard: %s", key, error)
                 return _UNGUARDED
-            self._count("postponed")
+            self._count("postponed", message.topic)
             _log.warning("%s: delivered again later: %s", key, error)
             raise ReconsumeLater(f"the dedup store could not be asked: {error}") from error
         if claim is Claim.CONSUMED:
-            self._count("duplicates")
+            self._count("duplicates", message.topic)
             return None
         if claim is Claim.CONSUMING:
-            self._count("busy")
+            self._count("busy", message.topic)
             raise ReconsumeLater(f"{key}: is being consumed")
         if claim is Claim.TAKEN_OVER:
-            self._count("taken_over")
+            self._count("taken_over", message.topic)
             _log.warning("%s: taken over from a holder that did not end in time", key)
         return _Held(key, owner)
 
@@ -281,7 +293,7 @@ class DedupListener:
         for index, message in enumerate(messages):
             try:
                 result = yield from self._one(message)
-                if result is Transaction.ROLLBACK or (self._must_return and result is not True):
+                if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
                     return index - 1
             except Exception as error:
                 if not index:
@@ -323,7 +335,7 @@ class DedupListener:
             raise ReconsumeLater(str(later), delay_level=later.delay_level, consumed=until) from later
         consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
         if failure is None:
-            return result if result is Transaction.ROLLBACK else consumed - 1
+            return result if result is OrderlyResult.ROLLBACK else consumed - 1
         if not consumed or not isinstance(failure, Exception):
             raise failure
         level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
@@ -335,13 +347,15 @@ class DedupListener:
             if result < -1:
                 raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
             return min(result + 1, count)
-        if result is Transaction.HOLD:
+        if result is OrderlyResult.HOLD:
             raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
-        return 0 if result is Transaction.ROLLBACK or (self._must_return and result is not True) else count
+        return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
 
-    def _count(self, what: str) -> None:
+    def _count(self, what: str, topic: str = "") -> None:
         with self._counting:
             setattr(self.counts, what, getattr(self.counts, what) + 1)
+        if topic and self._metrics is not None:
+            self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
 def deduplicated(store: DedupStore, *, group: str, **settings: Any) -> Callable[[Callable[..., Any]], DedupListener]:

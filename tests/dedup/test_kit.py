@@ -12,6 +12,7 @@ from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener, DedupStore, MemoryDedupStore, SqliteDedupStore
 from librmq.listener import ReconsumeLater
 from librmq.message import Message
+from librmq.metrics import Metrics
 from librmq.testing import Kit, Process, explore
 from tests.planted import send
 
@@ -99,7 +100,10 @@ def test_a_crash_while_consuming_never_leads_to_the_dead_letters() -> None:
     with Kit() as rmq:
         begun = rmq.clock.now_ms()
         store.claim(":orders:billing::o-1", "of a dead process", begun, begun + 600_000)
-        guarded = guard(rmq, lambda message: seen.append(order_of(message)), store, consuming_timeout=600)
+        metrics = Metrics()
+        guarded = guard(
+            rmq, lambda message: seen.append(order_of(message)), store, consuming_timeout=600, metrics=metrics
+        )
         rmq.consumer("billing").subscribe("orders")(guarded)
         rmq.producer().send(Message("orders", b"an order", keys="o-1"))
         rmq.advance(minutes=9, seconds=59)
@@ -107,6 +111,10 @@ def test_a_crash_while_consuming_never_leads_to_the_dead_letters() -> None:
         rmq.advance(minutes=10)
     assert seen == ["o-1"]
     assert guarded.counts.taken_over == 1
+    assert metrics.snapshot()["duplicates"] == {
+        ("orders", "billing", "wait"): guarded.counts.busy,
+        ("orders", "billing", "take over"): 1,
+    }
 
 
 # --- explored

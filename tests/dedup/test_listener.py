@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.consumer import Transaction
+from librmq.consumer import OrderlyResult
 from librmq.dedup import (
     Claim,
     DedupCounts,
@@ -550,12 +550,12 @@ def test_one_by_one_where_only_true_means_consumed() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_what_is_rolled_back_is_released(batch: bool) -> None:
-    results = [Transaction.ROLLBACK, Transaction.HOLD, Transaction.COMMIT]
+    results = [OrderlyResult.ROLLBACK, OrderlyResult.HOLD, OrderlyResult.COMMIT]
     guard = DedupListener(
         lambda message: results.pop(0), MemoryDedupStore(), group="billing", batch=batch, clock=ManualClock()
     )
     message = [delivery(1)] if batch else delivery(1)
-    assert guard(message) is Transaction.ROLLBACK
+    assert guard(message) is OrderlyResult.ROLLBACK
     with pytest.raises(ConfigError, match="can't hold several"):
         guard(message)
     guard(message)
