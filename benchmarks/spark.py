@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -251,21 +252,15 @@ def peers(path: str, count: int) -> dict[str, Any]:
 
         def arrow(self, number: int) -> Iterator[Any]:
             from pyspark.sql.pandas.types import to_arrow_schema
-            from pyspark.sql.types import _parse_datatype_string
 
-            del _parse_datatype_string
             from librmq.spark.source import schema_of
 
             schema = to_arrow_schema(schema_of(whole_schema_names), timezone="UTC")
-            records, block = self.records(number), []
-            for record in records:
-                block.append((*record[:9], list(record[9].items()), *record[10:]))
-                if len(block) == rows:
-                    yield pa.RecordBatch.from_arrays(
-                        [pa.array(column, field.type) for column, field in zip(zip(*block, strict=True), schema,
-                                                                               strict=True)], schema=schema
-                    )  # fmt: skip
-                    block = []
+            records = self.records(number)
+            while block := list(islice(records, rows)):
+                columns = zip(*((*row[:9], list(row[9].items()), *row[10:]) for row in block), strict=True)
+                arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     whole_schema_names = [part.split()[0] for part in whole_schema.split(", ")]
 
@@ -324,7 +319,7 @@ def reading(bench: Bench) -> list[Row]:
         "whole": (ours(), count),
         "whole unchecked": (ours(checksums="false"), count),
         "tuples": (spark.read.format("peer_records").load(), slow // 8 // QUEUES * QUEUES * 8),
-        "arrow": (spark.read.format("peer_arrow").load(), slow // 8 // 8192 * 8192 * 8 or 1),
+        "arrow": (spark.read.format("peer_arrow").load(), slow // 8 // QUEUES * QUEUES * 8),
         "parquet": (spark.read.parquet(parquet), count),
         "tag 1 %": (ours(tags="one"), count),
         "tag 10 %": (ours(tags="one||ten"), count),

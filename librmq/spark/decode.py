@@ -64,22 +64,17 @@ def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
     return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]
 
 
-def _offsets(begins: Ints, ends: Ints) -> npt.NDArray[np.int32]:
-    pairs = np.empty(2 * len(begins), np.int32)
-    pairs[::2], pairs[1::2] = begins, ends
-    return pairs
-
-
 def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
     """The bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
     count = len(begins)
     if not count:
         return pa.array([], pa.binary())
-    base = int(begins.min())
-    buffer = pa.py_buffer(raw[base : int(ends.max())])
-    pairs = pa.py_buffer(_offsets(begins - base, ends - base))
+    base, end = int(begins.min()), int(ends.max())
+    pairs = np.empty(2 * count + 1, np.int32)
+    pairs[:-1:2], pairs[1::2], pairs[-1] = begins - base, ends - base, end - base
     # Every second element is what lies between two slices, of any length, and is never looked at.
-    between = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pairs, buffer])
+    buffers = [None, pa.py_buffer(pairs), pa.py_buffer(raw[base:end])]
+    between = pa.Array.from_buffers(pa.binary(), 2 * count, buffers)
     return between.take(pa.array(np.arange(0, 2 * count, 2)))
 
 
@@ -326,8 +321,13 @@ class Properties:
         self._row_begins, row_ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64) - 1
         self._row_ends = row_ends
         self._text[row_ends] = 2
-        self._ends = np.flatnonzero(self._text[:size] == 2)
-        self._begins = np.concatenate(([0], self._ends[:-1] + 1)) if len(self._ends) else self._ends
+        # Both separators, 01 and 02: the first behind a segment's begin is where its name ends, or its end.
+        separators = np.flatnonzero((self._text[:size] - np.uint8(1)) <= 1)
+        closing = np.flatnonzero(self._text[separators] == 2)
+        opening = np.concatenate(([0], closing[:-1] + 1)) if len(closing) else closing
+        self._ends = separators[closing]
+        self._splits = separators[opening]
+        self._begins = np.concatenate(([0], self._ends[:-1] + 1)) if len(closing) else closing
         last = np.searchsorted(self._ends, row_ends)
         self._row = np.repeat(np.arange(rows), np.diff(last, prepend=-1))
         self._words: npt.NDArray[np.uint64] | None = None
@@ -389,11 +389,8 @@ class Properties:
 
     def map(self) -> pa.MapArray:
         """All properties of each message, in stored order."""
-        text, begins, ends, row = self._text, self._begins, self._ends, self._row
-        marks = np.flatnonzero(text == 1)
-        at = np.searchsorted(marks, begins)
-        split = marks[np.minimum(at, len(marks) - 1)] if len(marks) else np.zeros(len(begins), np.int64)
-        kept = (at < len(marks)) & (split > begins) & (split < ends - 1)
+        text, begins, ends, split, row = self._text, self._begins, self._ends, self._splits, self._row
+        kept = (split > begins) & (split < ends - 1)
         begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
         unusual = np.union1d(self._unusual_names, self._repeated(begins, split, row))
         if not len(unusual):

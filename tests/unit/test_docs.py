@@ -140,7 +140,8 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    names = {"demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 
 @pytest.mark.parametrize("width", [80, 120])
