@@ -283,9 +283,10 @@ class MessageStore:
         reached the device (it survives the machine); producers that wait together share one flush.
 
         A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords are
-        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as a record has
-        them; both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes as they are instead of
-        encoding the message's properties; a message that has properties all the same vouches that the bytes say them.
+        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as a record has them;
+        both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes as they
+        are instead of encoding the message's properties; a message that has properties all the same vouches that the
+        bytes say them.
 
         `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
         range.
