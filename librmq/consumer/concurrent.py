@@ -105,6 +105,8 @@ class ConcurrentDelivery(Delivery):
         self.ended()
         if not held.dropped:
             consumed = 0
+            if isinstance(error, ReconsumeLater) and listener.as_list:
+                consumed = min(max(0, error.consumed), len(messages))
             if error is None:
                 try:
                     consumed = listener.acknowledged(result, len(messages)) + 1

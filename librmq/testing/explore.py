@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.testing.explorer import FAULT, PAUSE, Decision, Explorer, Place, Strategy
+from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy
 from librmq.testing.kit import Kit
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
@@ -30,6 +30,7 @@ __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedul
 MOST_SHRINKING_RUNS: Final = 300
 MOST_FAULTS: Final = 2
 _PROBABILITIES: Final = (0.05, 0.2, 0.5)
+_SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
 _SEED_PREFIX: Final = "rmq1-"
 _LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -210,14 +211,7 @@ def _drawn(seed: str, what: object) -> int:
 
 def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iterator[Decision]:
     """All schedules that differ in one decision from that in which ``reached`` was met; the kinds take turns."""
-    kinds: dict[str, list[Decision]] = {}
-    for place, labels in reached:
-        for label in labels[1:]:
-            kind = label.rpartition(" ")[2] if label.startswith(FAULT) else label if label == "time" else place.kind
-            kinds.setdefault(f"{place.kind} {kind}", []).append(Decision(place, label))
-    for decisions in kinds.values():
-        decisions.sort(key=lambda one: _drawn(seed, one))
-    lanes = [iter(kinds[kind]) for kind in sorted(kinds)]
+    lanes = [iter(sorted(lane, key=lambda one: _drawn(seed, one))) for _, lane in sorted(_by_kind(reached).items())]
     while lanes:
         for lane in list(lanes):
             decision = next(lane, None)
@@ -227,21 +221,35 @@ def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iter
                 yield decision
 
 
+def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list[Decision]]:
+    """All other choices that there were, by kind: of faults also by what fails, and whether anything was going on."""
+    kinds: dict[str, list[Decision]] = {}
+    for place, labels in reached:
+        for label in labels[1:]:
+            kind = place.kind
+            if label.startswith(FAULT):
+                kind += f" {label.rpartition(' ')[2]} {place.usual in RESTING}"
+            elif label == TIME:
+                kind += " time"
+            kinds.setdefault(kind, []).append(Decision(place, label))
+    return kinds
+
+
 def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, Decision]]:
-    """Schedules of a fault and one more decision, before it or after; the kinds of faults take turns."""
-    kinds: dict[str, list[Explorer]] = {}
+    """Schedules of a fault and one more decision, most often a pause; the kinds of faults take turns."""
+    kinds: dict[str, list[tuple[Decision, dict[str, list[Decision]]]]] = {}
     for one in failing:
-        kinds.setdefault(one.decisions[0].chosen.rpartition(" ")[2], []).append(one)
-    lanes = [(one.decisions[0], singles(one.reached, seed)) for kind in kinds.values() for one in kind[:2]]
-    while lanes:
-        for lane in list(lanes):
-            fault, others = lane
-            for other in others:
-                if other.place.kind != "choose" and not other.chosen.startswith(FAULT):
-                    yield fault, other
-                    break
-            else:
-                lanes.remove(lane)
+        fault = one.decisions[0]
+        kind = f"{fault.chosen.rpartition(' ')[2]} {fault.place.usual in RESTING}"
+        kinds.setdefault(kind, []).append((fault, _by_kind(one.reached)))
+    names = sorted(kinds)
+    for number in count() if names else ():
+        lane = kinds[names[number % len(names)]]
+        drawn = _drawn(seed, number)
+        fault, others = lane[drawn % len(lane)]
+        kind = _SECOND[drawn // 1_000 % len(_SECOND)]
+        if kind in others:
+            yield fault, others[kind][drawn // 1_000_000 % len(others[kind])]
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -327,12 +335,15 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
             size = max(1, size // 2)
         else:
             size = max(1, min(size, len(shortest.explorer.decisions) // 2))
+    labels = {decision.chosen for decision in failed.explorer.decisions}
+    met = dict.fromkeys((*usual.explorer.reached, *shortest.explorer.reached))
+    others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
+    # What remains may lean on one another's being counted: the same labels elsewhere may do with fewer.
     if len(shortest.explorer.decisions) > 1:
-        labels = {decision.chosen for decision in failed.explorer.decisions}
-        for place, offered in usual.explorer.reached:
-            for label in labels.intersection(offered[1:]):
-                if still_fails([Decision(place, label)]):
-                    return shortest
+        any(still_fails([one]) for one in others)
+    for kept in [one for one in shortest.explorer.decisions if len(shortest.explorer.decisions) > 2]:
+        if any(still_fails([kept, one]) for one in others if one.place != kept.place):
+            break
     return shortest
 
 

@@ -39,6 +39,10 @@ FAULT: Final = "fault: "
 """How labels of choices begin that make something fail."""
 PAUSE: Final = "pause"
 """The kind of decision, and the choice, by which a listener lets others go first."""
+TIME: Final = "time"
+"""The choice to let time pass."""
+RESTING: Final = frozenset((TIME, "idle"))
+"""The usual choices where no listener waits for its turn."""
 MOST_INSTANCES: Final = 3
 
 
@@ -307,8 +311,10 @@ class Explorer(KitRunner):
                 self.paused.remove(paused)
                 try:
                     self.go_on(paused)  # type: ignore[arg-type]
-                except Exception:
-                    continue  # of user code, in a run that is over
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
+                    continue  # of user code in a run that is over: the test has its result
         return super().close(timeout)
 
 

@@ -71,6 +71,8 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
+    if "rmq" not in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     given = config.getoption("rmq_seed")
     seed = str(given if given is not None else marker.kwargs.get("seed", "0"))

@@ -16,6 +16,7 @@ from librmq.errors import BrokerUnreachableError
 from librmq.producer import Producer
 from librmq.protocol import (
     Endpoint,
+    EndTransaction,
     Heartbeat,
     OffsetByTime,
     PullMessage,
@@ -166,6 +167,8 @@ class _Link:
         elif isinstance(request, SendBack):
             level = "dead letter" if request.delay_level < 0 else f"level {request.delay_level or 'by attempts'}"
             kit.note(f"{request.group}@{process.label}", f"sends a message back ({level})")
+        elif isinstance(request, EndTransaction):
+            kit.note(process.label, f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, UpdateOffset) and request.queue_offset:
             place = f"{request.topic}/{request.queue_id}"
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
