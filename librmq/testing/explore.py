@@ -8,11 +8,13 @@ made shorter as long as the test still fails at the same line with the same type
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, islice
@@ -22,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy
+from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.kit import Kit
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
@@ -31,6 +33,7 @@ MOST_SHRINKING_RUNS: Final = 300
 MOST_FAULTS: Final = 2
 _PROBABILITIES: Final = (0.05, 0.2, 0.5)
 _SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
+_RUNS_A_COLLECTION: Final = 8
 _SEED_PREFIX: Final = "rmq1-"
 _LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -38,7 +41,7 @@ _LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + 
 class Attempt(NamedTuple):
     """One run of the test: how it was run, and what it failed with."""
 
-    explorer: Explorer
+    trace: Trace
     error: BaseException | None
 
     @property
@@ -66,8 +69,8 @@ class Found:
     """The how manieth run it was, from 1; before it was made shorter."""
     first_decisions: int
     """How many decisions it had before it was made shorter."""
-    explorer: Explorer
-    """The run."""
+    trace: Trace
+    """The run itself."""
 
     @property
     def seed(self) -> str:
@@ -112,7 +115,7 @@ class Exploration:
                 f"(found with {found.first_decisions}, made shorter in {self.shrinking_runs} runs):"
             )
             lines += [f"  {decision}" for decision in found.decisions]
-        if not found.explorer.replayable:
+        if not found.trace.replayable:
             lines.append("listeners waited for each other under it: it may not come out the same again")
         return "\n".join([*lines, "what happened:", found.history, f"run it again with the seed {found.seed}"])
 
@@ -235,7 +238,7 @@ def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list
     return kinds
 
 
-def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, Decision]]:
+def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decision]]:
     """Schedules of a fault and one more decision, most often a pause; the kinds of faults take turns."""
     kinds: dict[str, list[tuple[Decision, dict[str, list[Decision]]]]] = {}
     for one in failing:
@@ -257,31 +260,51 @@ def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, De
 
 def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None) -> Exploration:
     """Run a test under up to ``runs`` schedules, or under the one that is to be replayed."""
+    with _collected_in_between():
+        return _search(run, runs, seed, replay)
+
+
+@contextmanager
+def _collected_in_between() -> Iterator[None]:
+    """What a run leaves is collected between runs: it is young, and looking at all else costs a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None) -> Exploration:
     result = Exploration()
     seen: set[tuple[Decision, ...]] = set()
 
     def attempt(strategy: Strategy) -> Attempt:
+        if not (result.runs + result.shrinking_runs) % _RUNS_A_COLLECTION:
+            gc.collect(0)  # now, as nothing of a run is alive
         explorer = Explorer(strategy, ManualClock())
         explorer.is_first = not result.runs
         error = run(explorer)
-        result.reached.update(place.kind for place, _ in explorer.reached)
-        result.chosen.update(decision.place.kind for decision in explorer.decisions)
-        return Attempt(explorer, error)
+        trace = explorer.trace
+        result.reached.update(place.kind for place, _ in trace.reached)
+        result.chosen.update(decision.place.kind for decision in trace.decisions)
+        return Attempt(trace, error)
 
     def counted(strategy: Strategy) -> Attempt:
         made = attempt(strategy)
         result.runs += 1
-        seen.add(tuple(made.explorer.decisions))
+        seen.add(tuple(made.trace.decisions))
         result.schedules = len(seen)
-        decisions = made.explorer.decisions
+        decisions = made.trace.decisions
         if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
-            failing.append(made.explorer)
+            failing.append(made.trace)
         return made
 
-    failing: list[Explorer] = []  # runs of one fault: what a second decision is added to
+    failing: list[Trace] = []  # runs of one fault: what a second decision is added to
 
     def strategies(usual: Attempt) -> Iterator[Strategy]:
-        one_each = singles(usual.explorer.reached, seed)
+        one_each = singles(usual.trace.reached, seed)
         for decision in islice(one_each, runs // 2):
             yield as_decided([decision])
         two_each = pairs(failing, seed)
@@ -301,7 +324,7 @@ def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | No
         made = counted(strategy)
         if made.error is not None:
             found = _shorten(made, usual, attempt, result)
-            result.found = _found(found, result.runs, len(made.explorer.decisions))
+            result.found = _found(found, result.runs, len(made.trace.decisions))
             return result
     return result
 
@@ -320,37 +343,37 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
         tried.add(key)
         result.shrinking_runs += 1
         made = attempt(as_decided(decisions))
-        if made.signature == signature and len(made.explorer.decisions) < len(shortest.explorer.decisions):
+        if made.signature == signature and len(made.trace.decisions) < len(shortest.trace.decisions):
             shortest = made
             return True
         return False
 
-    size = max(1, len(shortest.explorer.decisions) // 2)
-    while len(shortest.explorer.decisions) > 1:
-        decisions = shortest.explorer.decisions
+    size = max(1, len(shortest.trace.decisions) // 2)
+    while len(shortest.trace.decisions) > 1:
+        decisions = shortest.trace.decisions
         parts = [decisions[:at] + decisions[at + size :] for at in range(0, len(decisions), size)]
         if not any(still_fails(part) for part in parts):
             if size == 1:
                 break
             size = max(1, size // 2)
         else:
-            size = max(1, min(size, len(shortest.explorer.decisions) // 2))
-    labels = {decision.chosen for decision in failed.explorer.decisions}
-    met = dict.fromkeys((*usual.explorer.reached, *shortest.explorer.reached))
+            size = max(1, min(size, len(shortest.trace.decisions) // 2))
+    labels = {decision.chosen for decision in failed.trace.decisions}
+    met = dict.fromkeys((*usual.trace.reached, *shortest.trace.reached))
     others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
     # What remains may lean on one another's being counted: the same labels elsewhere may do with fewer.
-    if len(shortest.explorer.decisions) > 1:
+    if len(shortest.trace.decisions) > 1:
         any(still_fails([one]) for one in others)
-    for kept in [one for one in shortest.explorer.decisions if len(shortest.explorer.decisions) > 2]:
+    for kept in [one for one in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
         if any(still_fails([kept, one]) for one in others if one.place != kept.place):
             break
     return shortest
 
 
 def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
-    explorer, error = attempt
+    trace, error = attempt
     assert error is not None
-    return Found(tuple(explorer.decisions), error, explorer.history, run, first_decisions, explorer)
+    return Found(tuple(trace.decisions), error, trace.history, run, first_decisions, trace)
 
 
 def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", **settings: Any) -> Exploration:
@@ -360,19 +383,15 @@ def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0",
     report (or the path of a file that has it), and runs that schedule alone; any other text begins elsewhere.
     """
 
-    checked = False
-
     def run(explorer: Explorer) -> BaseException | None:
-        nonlocal checked
-        kit = Kit(runner=explorer, check=not checked, **settings)
-        checked = True  # once is enough: the same broker wrote all
+        kit = Kit(runner=explorer, check=explorer.is_first, **settings)  # once is enough: the same broker writes all
         try:
             function(kit)
             kit.close()
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            explorer.history = str(kit.history())
+            explorer.trace.history = str(kit.history())
             return error
         finally:
             kit.abandon()

@@ -22,6 +22,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ from librmq.testing.batons import Baton, Piece
 from librmq.testing.process import Process, ProcessDied
 from librmq.testing.turns import KitRunner, is_dead
 
-__all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy"]
+__all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
@@ -73,6 +74,20 @@ class Strategy(NamedTuple):
     """Whether a listener may have to pause; if none has, they need no threads, which is faster."""
 
 
+@dataclass(slots=True)
+class Trace:
+    """What one run came to."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    """The choices other than the usual ones, in order."""
+    reached: list[tuple[Place, tuple[str, ...]]] = field(default_factory=list)
+    """Where there was a choice, and what it was among."""
+    replayable: bool = True
+    """False once listeners waited for each other, so that chance had a part in it."""
+    history: str = ""
+    """What happened, if the test has failed."""
+
+
 class _Paused(Work):
     """A listener that lets others go first."""
 
@@ -93,16 +108,9 @@ class Explorer(KitRunner):
     def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
         self.strategy = strategy
-        self.decisions: list[Decision] = []
-        """The choices other than the usual ones, in order."""
-        self.reached: list[tuple[Place, tuple[str, ...]]] = []
-        """Where there was a choice, and what it was among."""
-        self.replayable = True
-        """False once listeners waited for each other, so that chance had a part in it."""
+        self.trace = Trace()
         self.is_first = False
         """Of the runs of one test."""
-        self.history = ""
-        """What happened, if the test has failed."""
         self._seen: Counter[tuple[str, str]] = Counter()
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
@@ -115,17 +123,17 @@ class Explorer(KitRunner):
 
     def decide(self, kind: str, labels: Sequence[str]) -> int:
         """The index of a choice among ``labels``."""
-        if len(labels) == 1 or not self.replayable:
+        if len(labels) == 1 or not self.trace.replayable:
             return 0
         seen = self._seen
         key = kind, labels[0]
         seen[key] += 1
         place = Place(kind, labels[0], seen[key])
-        self.reached.append((place, tuple(labels)))
+        self.trace.reached.append((place, tuple(labels)))
         index = self.strategy.choose(place, labels)
         if index:
             chosen = labels[index]
-            self.decisions.append(Decision(place, chosen))
+            self.trace.decisions.append(Decision(place, chosen))
             if chosen.startswith(FAULT):
                 self._faults += 1
             self.kit.note("explored", f"{chosen.removeprefix(FAULT)}, instead of: {labels[0]}")
@@ -234,7 +242,7 @@ class Explorer(KitRunner):
 
     def _let_go(self) -> None:
         """A piece waits for something that one which has paused holds: let all run, as threads do."""
-        self.replayable = False
+        self.trace.replayable = False
         self.kit.note("explored", "a listener waits for another one, which had paused: what follows is left to chance")
         going = 1
         while self.paused:

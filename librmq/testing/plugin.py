@@ -57,7 +57,7 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
     if kit is not None:
         history = str(kit.history())
         if explorer is not None:
-            explorer.history = history
+            explorer.trace.history = history
         else:
             report.sections.append(("what happened (rmq)", history))
 
@@ -81,7 +81,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     except InputError as error:
         raise pytest.UsageError(f"--rmq-seed: {error}") from error
     reports: list[pytest.TestReport] = []
-    failed: dict[Explorer, list[pytest.TestReport]] = {}
+    failed: dict[int, list[pytest.TestReport]] = {}
     parent = item.parent
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
@@ -93,7 +93,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
             raise _NothingToExplore
         error = item.stash[_ERROR]
         if error is not None:
-            failed[explorer] = list(reports)
+            failed[id(explorer.trace)] = list(reports)
         return error
 
     try:
@@ -102,7 +102,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         pass
     else:
         if result.found is not None:
-            reports = failed[result.found.explorer]
+            reports = failed[id(result.found.trace)]
             _describe(item, reports, result)
         config.stash.setdefault(_EXPLORED, []).append((item.nodeid, result))
     finally:

@@ -36,7 +36,7 @@ def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseExceptio
         try:
             function(kit)
         except AssertionError as error:
-            explorer.history = str(kit.history())
+            explorer.trace.history = str(kit.history())
             return error
         finally:
             kit.abandon()
@@ -253,8 +253,8 @@ def test_a_lock_held_over_a_pause_is_noticed() -> None:
 
     result = search(run, 1, replay=[Decision(place, "pause")])
     assert result.found is None
-    assert explorer[0].decisions == [Decision(place, "pause")]
-    assert not explorer[0].replayable
+    assert explorer[0].trace.decisions == [Decision(place, "pause")]
+    assert not explorer[0].trace.replayable
 
 
 def test_what_is_no_exception_is_raised_where_the_test_runs() -> None:
