@@ -189,11 +189,11 @@ class ConcurrentDelivery(Delivery):
                 _log.warning("%s: timeout of %s at %d", self.consumer.label, held.label, first.queue_offset)
                 if not self._send_back(held, first, EXPIRED_LEVEL):
                     break
-                progress = held.messages.remove((first,))
-                if progress is not None and (held.progress is None or progress > held.progress):
-                    self.consumer.progressed(held, progress)
+                held.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
                 if held.throttled:
                     self.consumer.pulling.less_is_held(held)
+                elif not len(held.messages):
+                    self.runner.wake(held.pull)
         if any(held.messages.begun for held in self.consumer.held.values()):
             return next_on_grid(now_ms, self._started_ms, self._timeout_ms)
         return None

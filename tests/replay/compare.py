@@ -126,7 +126,6 @@ def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
         wanted = {
             "status": result["sendStatus"],
             "id": result["msgId"],
-            "offset id": [theirs.name_of_id(one) for one in result["offsetMsgId"].split(",")],
             "queue": result["messageQueue"],
             "offset": result["queueOffset"],
         }
@@ -134,10 +133,12 @@ def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
         found = {
             "status": sent.status.value,
             "id": sent.message_id,
-            "offset id": [ours.name_of_id(one) for one in sent.offset_id.split(",")],
             "queue": {"topic": queue.topic, "brokerName": queue.broker_name, "queueId": queue.queue_id},
             "offset": sent.queue_offset,
         }
+        if result["offsetMsgId"] is not None:
+            wanted["offset id"] = [theirs.name_of_id(one) for one in result["offsetMsgId"].split(",")]
+            found["offset id"] = [ours.name_of_id(one) for one in sent.offset_id.split(",")]
         if wanted != found:
             yield f"send {seq}: {_unlike(wanted, found)}"
 
@@ -169,11 +170,16 @@ def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
 
 def _checks(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
     wanted = [e for e in played.recording.events if e["kind"] == "check"]
-    want = Counter((e["client"], e["message"]["properties"][UNIQUE_KEY], e["n"]) for e in wanted)
-    have = Counter((e["client"], e["message"]["properties"][UNIQUE_KEY], e["n"]) for e in played.checked)
-    for one in sorted({*want, *have}):
-        if want[one] != have[one]:
-            yield f"check {one}: {have[one]} times, recorded {want[one]}"
+    for what, of in (("message", _checked), ("producer", lambda event: event["client"])):
+        want, have = Counter(map(of, wanted)), Counter(map(of, played.checked))
+        for one in sorted({*want, *have}):
+            if want[one] != have[one]:
+                yield f"checks by {what} {one}: {have[one]}, recorded {want[one]}"
+
+
+def _checked(event: Row) -> str:
+    properties = event["message"]["properties"]
+    return f"{properties[UNIQUE_KEY]} for the {properties['TRANSACTION_CHECK_TIMES']}. time ({event['message']['body']})"
 
 
 def _observations(played: Played) -> Iterator[str]:
@@ -182,8 +188,12 @@ def _observations(played: Played) -> Iterator[str]:
             continue
         have = played.seen[event["seq"]]
         want = event.get("queues") if event["kind"] == "queue_offsets" else event.get("table")
-        if have != want:
-            yield f"{event['kind']} at {event['seq']}: {have}, recorded {want}"
+        if have == want:
+            continue
+        if isinstance(want, dict):
+            yield f"{event['kind']} at {event['seq']} ({event.get('label')}): {_unlike(want, have)}"
+        else:
+            yield f"{event['kind']} at {event['seq']} ({event.get('label')}): {have}, recorded {want}"
 
 
 def _sorted(rows: list[Row]) -> list[Row]:

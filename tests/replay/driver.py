@@ -20,6 +20,7 @@ from librmq.client import Client
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
+from librmq.consumer.orderly import Transaction
 from librmq.errors import RmqError
 from librmq.files import MemoryFiles
 from librmq.listener import ReconsumeLater, SuspendQueue
@@ -85,7 +86,8 @@ class _Player:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.played = Played(recording)
-        self.runner = ReplayRunner(recording.events[0]["at_ms"])
+        self._openings = list(recording.openings)
+        self.runner = ReplayRunner(min(self._openings)[0])
         self.brokers: dict[str, Broker] = {}
         self.route: RouteTable | None = None
         self.producers: dict[str, Producer] = {}
@@ -97,10 +99,13 @@ class _Player:
         self._results = _results(recording)
 
     def play(self) -> Played:
-        settings = self.recording.broker_settings
-        self._open(settings["brokerName"])
         for event in self.recording.events:
-            self.runner.play_to(event["at_ms"])
+            while self._openings and self._openings[0][0] <= event["at_ms"]:
+                at, name = self._openings.pop(0)
+                self.runner.play_to(max(at, self.runner.now_ms()))
+                self._open(name)
+            if event["kind"] != "broker_shutdown":  # told at its end, seconds later
+                self.runner.play_to(event["at_ms"])
             act: Callable[[Row], None] | None = getattr(self, f"_on_{event['kind']}", None)
             if act is not None:
                 act(event)
@@ -158,13 +163,6 @@ class _Player:
         name = event.get("broker") or event["client"]
         return self.recording.broker_settings["brokerName"] if name in ("broker", "admin") else name
 
-    def _on_broker_started(self, event: Row) -> None:
-        name = self._name(event)
-        if name not in self.brokers or self.brokers[name].dead:
-            self._open(name)
-
-    _on_broker_started_again = _on_broker_started
-
     def _on_broker_shutdown(self, event: Row) -> None:
         self._close(self._name(event))
 
@@ -211,6 +209,7 @@ class _Player:
             self._begin_at(producer, told["topic"], key, result)
             if form == "transaction":
                 assert isinstance(producer, TransactionProducer)
+                message.properties.pop(codec.PROPERTY_DELAY, None)
                 return producer.send_in_transaction(message, event["args"], execute=self._local(key)).sent
             if form == "oneway":
                 producer.send_oneway(message)
@@ -481,7 +480,11 @@ def _answer(answers: list[Row | None]) -> Any:
     if status == "CONSUME_SUCCESS":
         consumed = [one is None or one["ackIndex"] >= one["position"] for one in answers]
         return (consumed.index(False) if False in consumed else len(consumed)) - 1
-    return True if status == "SUCCESS" else None
+    if status in ("COMMIT", "ROLLBACK"):
+        return Transaction[status]
+    if status == "SUCCESS":
+        return True if answer["autoCommit"] else Transaction.HOLD
+    return None
 
 
 def _results(recording: Recording) -> dict[int, Row]:

@@ -16,6 +16,7 @@ from librmq import brokerjson, codec
 from librmq.errors import RecordError
 from librmq.hosts import Host
 from librmq.message import StoredMessage
+from librmq.topics import HALF_TOPIC
 from tests.reference import Row, jsonl
 
 __all__ = ["DELIVERIES", "Recording"]
@@ -77,7 +78,8 @@ class Recording:
         found: dict[str, StoredMessage] = {}
         for log in sorted(self.folder.glob("store*/commitlog")):
             for message in _records(log):
-                found.setdefault(message.unique_key or "", message)
+                if message.unique_key is not None:
+                    found.setdefault(message.unique_key, message)
         return found
 
     @cached_property
@@ -93,6 +95,32 @@ class Recording:
             if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and "i" in row["header"]:
                 key = codec.decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
                 found[key] = int(row["header"]["d"])
+        return found
+
+    @cached_property
+    def openings(self) -> list[tuple[int, str]]:
+        """When brokers were started, and which.
+
+        Half messages are checked at intervals from the start of the process on, which is some time before it is told:
+        so long that the first recorded pass comes when it came.
+        """
+        usual = self.broker_settings["brokerName"]
+        interval_ms = int(self.broker_settings["transactionCheckInterval"])
+        found = []
+        for event in self.events:
+            if event["kind"] in ("broker_started", "broker_started_again"):
+                at = event["at_ms"]
+                passes = [
+                    row["storeTimestamp"]
+                    for row in self.messages
+                    if row["topic"] == HALF_TOPIC
+                    and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+                    and row["storeTimestamp"] > at
+                ]
+                if passes:
+                    first = min(passes)
+                    at = first - -(-(first - at) // interval_ms) * interval_ms
+                found.append((at, usual if event["client"] == "broker" else event["client"]))
         return found
 
     # ---- clients
