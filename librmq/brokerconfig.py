@@ -27,7 +27,7 @@ from librmq.files import DiskFiles, Files
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerConfig"]
+__all__ = ["BrokerConfig", "ConfigTable", "group_row", "topic_row"]
 
 Rows = dict[Any, Any]
 
@@ -36,16 +36,20 @@ _BACKUP: Final = ".bak"
 
 
 class BrokerConfig:
-    """The tables, read when they are opened and written by `persist`. Not thread-safe."""
+    """The tables, read when they are opened and written by `persist`, all or one by one. Not thread-safe."""
 
     def __init__(self, folder: str, files: Files) -> None:
         self._folder = folder
         self._files = files
-        self._topics = self._table("topics.json", "topicConfigTable", _check_objects, versioned=True)
-        self._groups = self._table("subscriptionGroup.json", "subscriptionGroupTable", _check_objects, versioned=True)
-        self._offsets = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
-        self._delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
-        self._filters = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
+        self.topics = self._table("topics.json", "topicConfigTable", _check_topics, versioned=True)
+        """Rows as `topic_row` makes them, by topic."""
+        self.groups = self._table("subscriptionGroup.json", "subscriptionGroupTable", _check_groups, versioned=True)
+        """Rows as `group_row` makes them, by consumer group."""
+        self.offsets = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
+        """Queue offsets by queue id, by ``topic@group``."""
+        self.delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
+        """Queue offsets by delay level."""
+        self.filter_table = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
 
     @classmethod
     def open(cls, folder: str, *, files: Files | None = None) -> Self:
@@ -55,78 +59,53 @@ class BrokerConfig:
         """
         return cls(folder, files or DiskFiles())
 
-    def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> _Table:
-        return _Table(os.path.join(self._folder, file), name, check, versioned, self._files)
+    def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> ConfigTable:
+        return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files)
 
     def persist(self, now_ms: int) -> None:
         """Write what has changed since it was read or written; durable when it returns.
 
         ``now_ms`` becomes the time of the data versions of what has changed.
         """
-        self._files.make_folder(self._folder)
-        for table in (self._topics, self._groups, self._offsets, self._delays, self._filters):
+        for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
 
     def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
-        self._topics.set(
-            topic,
-            {
-                "order": False,
-                "perm": permission,
-                "readQueueNums": read_queues,
-                "topicFilterType": "SINGLE_TAG",
-                "topicName": topic,
-                "topicSysFlag": 0,
-                "writeQueueNums": write_queues,
-            },
-        )
+        self.topics.set(topic, topic_row(topic, read_queues, write_queues, permission))
 
     def make_topic(self, topic: str, *, queues: int = 1, permission: int = 6) -> None:
         """`set_topic`, unless there is such a topic already."""
-        if topic not in self._topics.rows:
+        if topic not in self.topics.rows:
             self.set_topic(topic, read_queues=queues, write_queues=queues, permission=permission)
 
     def set_group(self, group: str, *, retry_max_times: int) -> None:
         """Make or change a consumer group."""
-        self._groups.set(
-            group,
-            {
-                "brokerId": 0,
-                "consumeBroadcastEnable": True,
-                "consumeEnable": True,
-                "consumeFromMinEnable": True,
-                "groupName": group,
-                "notifyConsumerIdsChangedEnable": True,
-                "retryMaxTimes": retry_max_times,
-                "retryQueueNums": 1,
-                "whichBrokerWhenConsumeSlowly": 1,
-            },
-        )
+        self.groups.set(group, group_row(group, retry_max_times))
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """How far a group has come in a queue: the queue offset of its next message, None if never stored."""
-        found: int | None = self._offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
+        found: int | None = self.offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
         return found
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Note how far a group has come."""
         name = f"{topic}@{group}"
-        self._offsets.set(name, {**self._offsets.rows.get(name, {}), queue_id: queue_offset})
+        self.offsets.set(name, {**self.offsets.rows.get(name, {}), queue_id: queue_offset})
 
     def delay_offset(self, level: int) -> int:
         """How far the delivery of a delay level has come in its queue."""
-        found: int = self._delays.rows.get(level, 0)
+        found: int = self.delays.rows.get(level, 0)
         return found
 
     def set_delay_offset(self, level: int, queue_offset: int) -> None:
         """Note how far the delivery of a delay level has come."""
-        self._delays.set(level, queue_offset)
+        self.delays.set(level, queue_offset)
 
     @property
     def filters(self) -> Mapping[str, Any]:
         """What consumer groups have registered, by topic, as `librmq.filter.Registrations` reads it."""
-        return self._filters.rows
+        return self.filter_table.rows
 
     def registrations(self, now_ms: int) -> Registrations:
         """These filters, as a store makes bitmaps of them; `ConfigError` for what is no filter."""
@@ -138,12 +117,42 @@ class BrokerConfig:
 
     def set_filters(self, filters: Mapping[str, Any]) -> None:
         """Take these filters in place of all."""
-        self._filters.rows.clear()
-        self._filters.rows.update(filters)
+        self.filter_table.rows.clear()
+        self.filter_table.rows.update(filters)
 
 
-class _Table:
-    """One file: an object with the table as one of its values."""
+def topic_row(
+    topic: str, read_queues: int, write_queues: int, permission: int, *, order: bool = False, sys_flag: int = 0
+) -> dict[str, object]:
+    """A row of ``topics.json``."""
+    return {
+        "order": order,
+        "perm": permission,
+        "readQueueNums": read_queues,
+        "topicFilterType": "SINGLE_TAG",
+        "topicName": topic,
+        "topicSysFlag": sys_flag,
+        "writeQueueNums": write_queues,
+    }
+
+
+def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:
+    """A row of ``subscriptionGroup.json``."""
+    return {
+        "brokerId": 0,
+        "consumeBroadcastEnable": True,
+        "consumeEnable": True,
+        "consumeFromMinEnable": True,
+        "groupName": group,
+        "notifyConsumerIdsChangedEnable": True,
+        "retryMaxTimes": retry_max_times,
+        "retryQueueNums": 1,
+        "whichBrokerWhenConsumeSlowly": 1,
+    }
+
+
+class ConfigTable:
+    """One file: an object with the table as one of its values. Not thread-safe."""
 
     def __init__(self, path: str, name: str, check: Callable[[Rows], Rows], versioned: bool, files: Files) -> None:
         self._path = path
@@ -157,10 +166,17 @@ class _Table:
         self.rows: Rows = self._document[name]
 
     def set(self, key: str | int, row: object) -> None:
+        """Put a row, new or in place of another."""
         self.rows[key] = row
         self._changes += 1
 
+    def remove(self, key: str | int) -> None:
+        """Take a row away, which is there."""
+        del self.rows[key]
+        self._changes += 1
+
     def persist(self, now_ms: int) -> None:
+        """Write the file if it would differ; durable when it returns. ``now_ms`` goes into a changed data version."""
         if self._versioned and self._changes:
             version = self._document[_VERSION]
             version["counter"] += self._changes
@@ -169,6 +185,7 @@ class _Table:
         data = brokerjson.dumps(self._document).encode()
         if data == self._stored:
             return
+        self._files.make_folder(os.path.dirname(self._path))
         if self._stored is not None:
             self._files.write(self._path + _BACKUP, self._stored)
         self._files.write(self._path, data)
@@ -219,6 +236,24 @@ def _check_objects(rows: Rows) -> Rows:
     for key, row in rows.items():
         if not isinstance(key, str) or not isinstance(row, dict):
             raise MalformedError(f"expected names with objects, found {key!r:.80}: {row!r:.80}")
+    return rows
+
+
+def _check_topics(rows: Rows) -> Rows:
+    return _check_numbers(rows, ("readQueueNums", "writeQueueNums", "perm", "topicSysFlag"))
+
+
+def _check_groups(rows: Rows) -> Rows:
+    return _check_numbers(rows, ("retryMaxTimes", "retryQueueNums"))
+
+
+def _check_numbers(rows: Rows, names: tuple[str, ...]) -> Rows:
+    """Objects whose fields ``names``, where given, are numbers of 32 bits."""
+    for key, row in _check_objects(rows).items():
+        for name in names:
+            value = row.get(name, 0)
+            if type(value) is not int or not -(1 << 31) <= value < 1 << 31:
+                raise MalformedError(f"{key[:80]}: expected a number of 32 bits as {name}, found {value!r:.80}")
     return rows
 
 

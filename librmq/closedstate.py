@@ -11,7 +11,9 @@ with the log: the same oldest file, the same last record, nothing behind it.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -21,11 +23,13 @@ from typing import Any, Final, NamedTuple
 from librmq import layout
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Files
 from librmq.keyindex import KeyIndex
 
 __all__ = ["ClosedState", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
+
+_log = logging.getLogger("librmq.store")
 
 _VERSION: Final = 1
 _LARGEST_FILE: Final = 256 << 20
@@ -128,7 +132,10 @@ def _path(path: str) -> str:
 
 
 def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
-    """Leave the state of the store in ``path``, all of which has been flushed."""
+    """Leave the state of the store in ``path``, all of which has been flushed.
+
+    A disk that has no room for it is no reason not to close cleanly: then there is none.
+    """
     last = log.last_write
     data = b"" if last is None else log.data_at(last, log.end - last)
     document = {
@@ -141,8 +148,15 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         "index_end": index.end_physical_offset,
         "queues": [[*name, *state] for name, state in sorted(queues.states().items())],
     }
-    files.make_folder(os.path.dirname(_path(path)))
-    files.write(_path(path), json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
+    try:
+        files.make_folder(os.path.dirname(_path(path)))
+        files.write(_path(path), json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
+    except StoreIOError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _log.warning("the next open takes longer: %s", error)
+        if files.size(_path(path)) is not None:  # that of an earlier close
+            files.delete(_path(path))
 
 
 def read_closed_state(path: str, files: Files) -> ClosedState | None:

@@ -152,7 +152,7 @@ class CommitLog:
             )
         return self._next_file()
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | bytearray) -> None:
         """Write one or more whole records at the place that `claim` named for their length.
 
         `StoreIOError` for want of space, before a byte is written.
@@ -192,7 +192,6 @@ class CommitLog:
             sequence.mark_dirty(self._file_start)
         self.end = following
         self._resume()
-        sequence.mark_dirty(self._file_start)
 
     def prepare(self, ahead: int) -> None:
         """Make blocks and pages ready up to ``ahead`` bytes behind the end, the next file among them.

@@ -444,13 +444,11 @@ class ConsumeQueue:
         self._sure = start + files.reserve(start, position - start, position - start + length)
 
     def _fill(self, start: int, end: int) -> None:
-        """Fill a queue that does not start with its file, up to its first entry."""
+        """Fill a queue that does not start with its file, up to its first entry, which is written next."""
         buffer = self._files.file(start).buffer
         for at in range(0, end - start, _BLOCK * ENTRY_SIZE):
             upto = min(end - start, at + _BLOCK * ENTRY_SIZE)
             buffer[at:upto] = _FILLER * ((upto - at) // ENTRY_SIZE)
-        if end > start:
-            self._files.mark_dirty(start)
 
     def recover(self) -> int:
         """Look at every entry of the last three files, and cut the queue at the first bad one.
@@ -552,7 +550,7 @@ class ConsumeQueue:
         """Drop the units behind that of the last entry which has one."""
         if ext.is_empty:
             return
-        last = self._last_ext_address()
+        last = self._last_ext_address(self.max_offset)
         if last is None:
             ext.clear()
             return
@@ -561,9 +559,8 @@ class ConsumeQueue:
         except CorruptionError:  # the last address points nowhere
             ext.recover()
 
-    def _last_ext_address(self) -> int | None:
-        """The address in the last entry that has one; nearly always the last of all."""
-        end = self.max_offset
+    def _last_ext_address(self, end: int) -> int | None:
+        """The address in the last entry below queue offset ``end`` that has one; nearly always the last of all."""
         while end > self.stored_begin:
             begin = max(end - _BLOCK, self.stored_begin)
             for _, raw in reversed(list(self._chunks(begin, end))):
@@ -616,12 +613,12 @@ class ConsumeQueue:
     def write_again(self, queue_offset: int) -> None:
         """Write the entries from ``queue_offset`` on, and their units, once more, so that `flush` takes them along.
 
-        For recovery: whoever wrote them may have died before a flush.
+        For recovery: whoever wrote them may have died before a flush. Units of no entry may lie before those of the
+        first one: hence from the unit of the entry before it.
         """
         self._files.write_again(queue_offset * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         if self.ext is not None:
-            codes = (self._tags_code(number) for number in range(queue_offset, self.max_offset))
-            self.ext.write_again(next((code for code in codes if is_ext_address(code)), None))
+            self.ext.write_again(self._last_ext_address(queue_offset))
 
     def _check_open(self) -> None:
         if self._closed:

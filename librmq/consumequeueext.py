@@ -260,8 +260,8 @@ class ConsumeQueueExt:
             self._files.delete_from(position)
 
     def write_again(self, address: int | None) -> None:
-        """Write the units from ``address`` on once more, if it is any, so that `flush` takes them along."""
-        self._files.write_again(self.end if address is None else address - _BASE, self.end)
+        """Write the units from ``address`` on (or all) once more, so that `flush` takes them along."""
+        self._files.write_again(self.begin if address is None else address - _BASE, self.end)
 
     def _check_writable(self) -> None:
         if self._closed:

@@ -9,6 +9,21 @@
     ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
     ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
+    ├── ClientError
+    │   ├── ClientStateError        a producer or consumer is not in a state for the call; says which it is in
+    │   ├── NoRouteError            no broker is known for a topic
+    │   ├── BrokerUnreachableError  a broker can't be reached, or its answer was lost           (ConnectionError)
+    │   ├── SendTimeoutError        the time for all tries of a send is over                    (TimeoutError)
+    │   └── BrokerError             a broker refused a request; ``code`` says why
+    │       └── BrokerBusyError     it can't keep up: not sent again by itself
+    ├── RunnerError
+    │   ├── RunnerClosedError       nothing runs any more: the broker was closed
+    │   ├── EndlessLoopError        turns follow each other without an end; names what keeps them going
+    │   └── NotIdleError            user code has not ended when everything should rest
+    ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
+    ├── GroupMismatchError          instances of one consumer group subscribe to different things
+    ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
+    ├── DedupStoreError             a dedup store can't be reached, or refuses; nothing is known of the record
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -31,23 +46,38 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 __all__ = [
+    "AllocationError",
     "BodyChecksumError",
     "BodyCompressionError",
+    "BrokerBusyError",
+    "BrokerError",
+    "BrokerUnreachableError",
+    "ClientError",
+    "ClientStateError",
     "ConfigError",
     "CorruptionError",
+    "DedupStoreError",
     "DiskFullError",
+    "EndlessLoopError",
     "FilterError",
     "FilterEvaluationError",
     "FilterSyntaxError",
     "FlushFailedError",
+    "GroupMismatchError",
     "InputError",
+    "LargeBodyError",
     "MalformedError",
     "MessageIllegalError",
     "MissingExtraError",
+    "NoRouteError",
     "NotAStoreError",
+    "NotIdleError",
     "ReadOnlyError",
     "RecordError",
     "RmqError",
+    "RunnerClosedError",
+    "RunnerError",
+    "SendTimeoutError",
     "StoreClosedError",
     "StoreError",
     "StoreIOError",
@@ -92,6 +122,26 @@ class MissingExtraError(RmqError, ImportError):
         self.extra = extra
 
 
+class AllocationError(RmqError, ValueError):
+    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what the original throws."""
+
+    def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
+        super().__init__(reason)
+        self.java_name = java_name
+
+
+class GroupMismatchError(RmqError):
+    """The instances of one consumer group do not subscribe to the same; says which ones to what."""
+
+
+class LargeBodyError(RmqError, ValueError):
+    """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
+
+
+class DedupStoreError(RmqError):
+    """A dedup store can't be reached, or refuses: whether the record was written is not known."""
+
+
 class FilterError(RmqError):
     """The root of what filters raise."""
 
@@ -123,6 +173,55 @@ class FilterEvaluationError(FilterError):
         self.term = term
         self.java_name = java_name
         self.reason = reason
+
+
+class ClientError(RmqError):
+    """The root of what producers and consumers raise."""
+
+
+class ClientStateError(ClientError):
+    """A producer or consumer is not in a state in which it can do what was asked; says which, and what helps."""
+
+
+class NoRouteError(ClientError):
+    """No broker is known that has the topic, and none makes it."""
+
+
+class BrokerUnreachableError(ClientError, ConnectionError):
+    """A broker can't be reached, or its answer was lost: what was asked of it may have been done."""
+
+
+class SendTimeoutError(ClientError, TimeoutError):
+    """The time for all tries of a send is over; the message may have been stored."""
+
+
+class BrokerError(ClientError):
+    """A broker refused a request: ``code`` is a `librmq.protocol.ResponseCode`, ``remark`` is for people."""
+
+    def __init__(self, code: int, remark: str) -> None:
+        super().__init__(remark)
+        self.code = code
+        self.remark = remark
+
+
+class BrokerBusyError(BrokerError):
+    """The broker can't keep up; the message was not stored, and nobody sends it again by itself."""
+
+
+class RunnerError(RmqError):
+    """The root of what running turns raises."""
+
+
+class RunnerClosedError(RunnerError):
+    """Nothing runs any more: the broker was closed."""
+
+
+class EndlessLoopError(RunnerError):
+    """Turns follow each other without an end; names what keeps them going."""
+
+
+class NotIdleError(RunnerError):
+    """User code has not ended when everything should rest."""
 
 
 class StoreError(RmqError):

@@ -278,13 +278,16 @@ class DiskFiles:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
             descriptor = os.open(path, flags, 0o644)
         try:
-            with _named("set the length of", path):
-                os.ftruncate(descriptor, size)
-        except StoreIOError:
-            os.close(descriptor)
+            try:
+                with _named("set the length of", path):
+                    os.ftruncate(descriptor, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return self._map(path, descriptor, True, keep_descriptor)
+        except BaseException:
             os.unlink(path)
             raise
-        return self._map(path, descriptor, True, keep_descriptor)
 
     def _map(self, path: str, descriptor: int, writable: bool, keep_descriptor: bool) -> File:
         try:
@@ -429,12 +432,17 @@ class DiskFiles:
 
     def write(self, path: str, data: bytes) -> None:
         beside = path + ".tmp"
-        with _named("write", path):
-            with open(beside, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
+        try:
+            with _named("write", path):
+                with open(beside, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(beside, path)
+        except StoreIOError:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise
         self.flush_folder(os.path.dirname(path))
 
     def lock(self, path: str) -> FileLock:

@@ -377,10 +377,9 @@ class IndexFile:
     # ------------------------------------------------------------------------------------------------ writing
 
     def begin_after(self, header: IndexHeader) -> None:
-        """Let an empty file begin where the one with this header ends."""
+        """Let an empty file begin where one with this header ends; no flush need know, since it can be done again."""
         timestamp, physical = max(header.end_timestamp_ms, 0), max(header.end_physical_offset, 0)
         self.file.buffer[:HEADER_SIZE] = _pack_header(timestamp, timestamp, physical, physical, 0, 0)
-        self._dirty = True
         self._load()
 
     def put(self, key_hash: int, physical_offset: int, store_timestamp_ms: int) -> bool:

@@ -1,4 +1,4 @@
-"""Java's strings: ``hashCode``, the order of a ``HashMap``, reading of UTF-8 and of integers.
+"""Java's values: ``hashCode``, the order of texts and of a ``HashMap``, reading of UTF-8 and of integers.
 
 What lies on disk depends on them: index slots and tag codes are hashes of strings, and the properties of
 a message are written in the order of the map that held them. Mirrors ``java.lang.String``,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import codecs
 import re
+import struct
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from librmq.errors import MessageIllegalError
 
 __all__ = [
+    "boolean_hash",
+    "double_hash",
     "hash_append",
     "hash_map_order",
     "index_key_hash",
@@ -28,8 +31,10 @@ __all__ = [
     "java_decode",
     "java_int",
     "java_long",
+    "long_hash",
     "string_hash",
     "string_hashes",
+    "utf16_order",
 ]
 
 _MASK = 0xFFFFFFFF
@@ -43,6 +48,7 @@ _REMAINDERS = bytes(_DIGITS[c % 31] if c < 128 else 0 for c in range(256))
 _CHUNK = 128  # int() takes time that grows with the square of the length
 
 _POWERS = tuple(pow(31, n, 1 << 32) for n in range(_CHUNK + 1))
+_NAN_BITS = 0x7FF8000000000000
 _BIG_ENDIAN_HOST = sys.byteorder == "big"
 
 
@@ -71,6 +77,23 @@ def index_key_hash(topic: str, key: str) -> int:
     """What an index file stores for a key: the absolute hash of ``topic#key``; 0 where there is none."""
     key_hash = abs(string_hash(f"{topic}#{key}"))
     return key_hash if key_hash < _SIGN else 0
+
+
+def long_hash(value: int) -> int:
+    """Java's ``Long.hashCode`` of the low 64 bits of ``value``; that of an ``Integer`` is its value."""
+    bits = value & 0xFFFFFFFFFFFFFFFF
+    return (((bits ^ bits >> 32) & _MASK) ^ _SIGN) - _SIGN
+
+
+def double_hash(value: float) -> int:
+    """Java's ``Double.hashCode``: every NaN has one, the two zeros have two."""
+    bits = _NAN_BITS if value != value else struct.unpack(">q", struct.pack(">d", value))[0]
+    return long_hash(bits)
+
+
+def boolean_hash(value: bool) -> int:
+    """Java's ``Boolean.hashCode``."""
+    return 1231 if value else 1237
 
 
 def _hash(text: str) -> int:
@@ -110,6 +133,19 @@ def _replace_malformed(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error("librmq.java_decode", _replace_malformed)
+
+_BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
+
+
+def utf16_order(text: str) -> str:
+    """A text that compares with others as ``String.compareTo`` compares ``text``: there U+10000 is before U+E000."""
+    return text if text.isascii() else _BEYOND_16_BITS.sub(_surrogates, text)
+
+
+def _surrogates(match: re.Match[str]) -> str:
+    code = ord(match[0]) - 0x10000
+    return chr(0xD800 + (code >> 10)) + chr(0xDC00 + (code & 0x3FF))
+
 
 _INTEGER = re.compile(r"([+-]?)(\d+)")
 

@@ -272,11 +272,12 @@ class KeyIndex:
         if tail is not None and tail.count < tail.max_entries:
             return tail
         moment = min(max(self._now_ms(), 0), _LAST_MOMENT)
-        if tail is not None:  # never before the others: by their names they are ordered
+        if tail is None:
+            make_folders(self._files, self.folder)
+        else:  # never before the others: by their names they are ordered
             moment = max(moment, (_moment(tail.name) or 0) + 1)
             if moment > _LAST_MOMENT:
                 raise CorruptionError(tail.path, 0, "name", "there is no name for a file behind it")
-        make_folders(self._files, self.folder)
         tail = IndexFile.create(
             os.path.join(self.folder, _name(moment)),
             self.max_slots,

@@ -5,7 +5,6 @@ Mirrors ``Message``, ``MessageExt`` and ``MessageQueue``; the properties' names 
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -45,7 +44,7 @@ from librmq.codec import (
     tags_code,
 )
 from librmq.errors import MessageIllegalError, RecordError
-from librmq.javahash import java_decode, java_int, string_hash
+from librmq.javahash import java_decode, java_int, string_hash, utf16_order
 from librmq.topics import dead_letter_topic as dead_letter_topic
 from librmq.topics import is_system_topic as is_system_topic
 from librmq.topics import retry_topic as retry_topic
@@ -477,30 +476,18 @@ class MessageQueue(NamedTuple):
         """The original's text, which consistent hashing depends on."""
         return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
 
-    def _order(self) -> tuple[str, str, int]:
-        return _utf16_order(self.topic), _utf16_order(self.broker_name), self.queue_id
+    def sort_key(self) -> tuple[str, str, int]:
+        """What queues are compared by; sorting many by it is quicker than comparing them."""
+        return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
 
     def __lt__(self, other: Any) -> bool:
-        return self._order() < other._order() if isinstance(other, MessageQueue) else NotImplemented
+        return self.sort_key() < other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
     def __le__(self, other: Any) -> bool:
-        return self._order() <= other._order() if isinstance(other, MessageQueue) else NotImplemented
+        return self.sort_key() <= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
     def __gt__(self, other: Any) -> bool:
-        return self._order() > other._order() if isinstance(other, MessageQueue) else NotImplemented
+        return self.sort_key() > other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
     def __ge__(self, other: Any) -> bool:
-        return self._order() >= other._order() if isinstance(other, MessageQueue) else NotImplemented
-
-
-_BEYOND_16_BITS: Final = re.compile("[\U00010000-\U0010ffff]")
-
-
-def _utf16_order(text: str) -> str:
-    """A text that compares with others as ``text`` does in UTF-16, where U+10000 comes before U+E000."""
-    return text if text.isascii() else _BEYOND_16_BITS.sub(_surrogates, text)
-
-
-def _surrogates(match: re.Match[str]) -> str:
-    code = ord(match[0]) - 0x10000
-    return chr(0xD800 + (code >> 10)) + chr(0xDC00 + (code & 0x3FF))
+        return self.sort_key() >= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented

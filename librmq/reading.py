@@ -90,6 +90,10 @@ class Transfer:
         on_disk = log_end - physical_offset > self._memory
         return self._count[on_disk], self._bytes[on_disk]
 
+    def is_on_disk(self, log_end: int, physical_offset: int) -> bool:
+        """Whether a message at ``physical_offset`` counts as on disk."""
+        return log_end - physical_offset > self._memory
+
 
 def read_queue(
     log: CommitLog,

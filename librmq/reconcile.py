@@ -437,6 +437,9 @@ class _QueueCheck:
             return code in wanted
         if self._queue.ext is None:
             return False  # there are no units that it could lead to
+        before = self._queue.read(queue_offset - 1, 1)
+        if before and is_ext_address(earlier := ENTRY.unpack(before)[2]) and earlier >= code:
+            return False  # units are in the order of their entries
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
@@ -513,16 +516,20 @@ def _first_not_older(queue: ConsumeQueue, end: int, begin: int) -> int | None:
 
 
 def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
-    """The first queue offset whose message is at or behind ``physical_offset``, by halving."""
+    """The first queue offset whose message is at or behind ``physical_offset``, by halving.
+
+    From the end on in growing steps before, since it mostly is there: so few files are mapped.
+    """
     low, high = queue.min_offset, queue.max_offset
+    step = 1
     while low < high:
-        middle = (low + high) // 2
+        middle = max(low, high - step) if step else (low + high) // 2
         at = _behind_filler(queue, middle, high)
         raw = queue.read(at, 1) if at < high else b""
         if not raw or ENTRY.unpack(raw)[0] >= physical_offset:
-            high = middle
+            high, step = middle, 2 * step
         else:
-            low = at + 1
+            low, step = at + 1, 0
     return _behind_filler(queue, low, queue.max_offset)
 
 
@@ -576,8 +583,6 @@ class _IndexCheck:
 
     def __init__(self, index: KeyIndex, begin: int, end: int, whole: bool, mend: bool) -> None:
         self.damages: list[Damage] = []
-        self.sound = True
-        """False where only making the index again mends it."""
         self._index = index
         self._mend = mend
         self._runs = _runs(index, begin)
@@ -587,7 +592,14 @@ class _IndexCheck:
         self._log_end = end
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
+        self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
+        """False where only making the index again mends it."""
         self._checked = index.files if whole else []  # what is made meanwhile needs no look
+        for file in self._checked[:-1]:
+            if not file.full:
+                self.sound = False
+                what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
+                self.damages.append(Damage(file.path, 36, "index", what))
 
     def offer(
         self, physical_offset: int, store_timestamp_ms: int, prefix_hash: int, unique_key: str | None, keys: str | None

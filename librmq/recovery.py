@@ -372,18 +372,67 @@ class _Recovery:
 
         `CorruptionError` if that would cut sound records that no crash explains, and nobody asked for it.
         """
-        log = self._parts.log
-        end = log.found_end
+        end = self._parts.log.found_end
         if not self._clean:
-            torn, self._unvouched_from = _first_torn(log, self._begin, self._parts.checkpoint.min_timestamp_ms)
-            # One that no crash left torn is served, as by a broker: nothing but its body has a checksum.
-            crashed = torn is not None and not self._living
-            if torn is not None and crashed and self._explained_by_crash(torn.physical_offset, log.sequence.end):
-                end = torn
+            end = self._first_torn() or end
         cut = self._bytes_behind(end)
         if not self._thorough:
             self._check_cut(end, cut)
+            if not self._clean and not self._lenient:
+                self._check_walk(end.physical_offset)
         return end, cut
+
+    def _first_torn(self) -> LogEnd | None:
+        """The first record of an unclean exit that did not reach the device whole though its body did, if any.
+
+        Where a sector was not written there are zeros. In topic or properties they lead to no possible queue, or to
+        zeros that go on to the end of the sector; the latter is looked for behind the first record that the checkpoint
+        does not vouch for. One of which no crash explains them is served, as by a broker: nothing but its body has a
+        checksum. That can't be where it names no queue: `CorruptionError`, unless ``thorough``.
+        """
+        log, vouched_for_ms = self._parts.log, self._parts.checkpoint.min_timestamp_ms
+        unvouched: int | None = None
+        known: set[tuple[bytes, bool]] = set()
+        found: LogEnd | None = None
+        for physical_offset, size, raw in log.scan(self._begin, check_body=False):
+            if raw is None:
+                continue
+            if unvouched is None and codec.store_timestamp_ms(raw) > vouched_for_ms:
+                unvouched = physical_offset
+            _, _, _, _, properties_at, _ = codec.frame(raw, 0, size)
+            what = nameless = _names_no_queue(raw, known)
+            if what is None and unvouched is not None and _ends_in_zeros(log, physical_offset, raw, properties_at):
+                what = "its properties are zeros to the end of a sector"
+            if what is None:
+                continue
+            path = log.sequence.path_at(physical_offset)
+            torn = LogEnd(physical_offset, CorruptionError(path, physical_offset, "record", what))
+            if not self._living and self._explained_by_crash(physical_offset, log.sequence.end):
+                found = torn
+            elif nameless is None:
+                continue
+            elif not self._thorough:
+                self._check_cut(torn, log.data_behind(physical_offset))
+            unvouched = physical_offset if unvouched is None else unvouched
+            break  # nothing behind it stays
+        self._unvouched_from = log.end if unvouched is None else unvouched
+        return found
+
+    def _check_walk(self, log_end: int) -> None:
+        """Refuse what the walk over the log would refuse before where the log was looked at, while nothing is changed.
+
+        It begins where the index ends that is left then. What an exit vouched for is cut only on demand.
+        """
+        log, index = self._parts.log, self._parts.index
+        stale = self._unvouched_index()
+        left = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
+        begin = max(left[-1].header.end_physical_offset, log.begin) if left else log.begin
+        known: set[tuple[bytes, bool]] = set()
+        for physical_offset, _, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
+            what = None if raw is None else _names_no_queue(raw, known)
+            if what is not None:
+                what += f": `librmq recover {self._path}` would cut the log here and keep what follows aside"
+                raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
 
     def _bytes_behind(self, end: LogEnd) -> int:
         """How many bytes are to be cut; after a clean exit they are looked for only where there is a hint of any."""
@@ -535,8 +584,6 @@ class _Recovery:
             begin = min(begin, index.end_physical_offset)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
-        if not index.files:
-            begin = log.begin
         return max(begin, log.begin)
 
     def _unvouched_index(self) -> list[IndexFile]:
@@ -596,37 +643,18 @@ class _Recovery:
             return
 
 
-def _first_torn(log: CommitLog, begin: int, vouched_for_ms: int) -> tuple[LogEnd | None, int]:
-    """The first record from ``begin`` on that did not reach the device whole though its body did: there the log ends.
-
-    Where a sector was not written there are zeros. In topic or properties they lead to no possible queue, or to zeros
-    that go on to the end of the sector; the latter is looked for behind the first record that was stored after
-    ``vouched_for_ms``, of which the physical offset is returned, too.
-    """
-    unvouched: int | None = None
-    known: set[tuple[bytes, bool]] = set()
-    for physical_offset, size, raw in log.scan(begin, check_body=False):
-        if raw is None:
-            continue
-        what = None
-        _, _, topic_at, topic_end, properties_at, _ = codec.frame(raw, 0, size)
-        name = raw[topic_at:topic_end], raw[codec.QUEUE_ID_AT] > 127
-        if name not in known:
-            message = StoredMessage(raw)
-            try:
-                validate_queue(message.topic, message.queue_id)
-                known.add(name)
-            except MessageIllegalError as error:
-                what = f"it names no queue: {error}"
-        if unvouched is None and codec.store_timestamp_ms(raw) > vouched_for_ms:
-            unvouched = physical_offset
-        if what is None and unvouched is not None and _ends_in_zeros(log, physical_offset, raw, properties_at):
-            what = "its properties are zeros to the end of a sector"
-        if what is not None:
-            path = log.sequence.path_at(physical_offset)
-            end = LogEnd(physical_offset, CorruptionError(path, physical_offset, "record", what))
-            return end, physical_offset if unvouched is None else unvouched
-    return None, log.end if unvouched is None else unvouched
+def _names_no_queue(raw: bytes, known: set[tuple[bytes, bool]]) -> str | None:
+    """Why a record names no possible queue, None if it names one; ``known`` are those that were looked at before."""
+    _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, len(raw))
+    name = raw[topic_at:topic_end], raw[codec.QUEUE_ID_AT] > 127
+    if name not in known:
+        message = StoredMessage(raw)
+        try:
+            validate_queue(message.topic, message.queue_id)
+        except MessageIllegalError as error:
+            return f"it names no queue: {error}"
+        known.add(name)
+    return None
 
 
 def _ends_in_zeros(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
@@ -652,4 +680,7 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     buffer = log.sequence.file(start).buffer
     at, upto = begin - start, min(end - start + 3, log.file_size)  # a record may begin with three zeros, its size
     edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
-    return any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges)
+    if any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges):
+        return True
+    blank = (log.file_size - at).to_bytes(4, "big") + codec.BLANK_MAGIC.to_bytes(4, "big")
+    return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written

@@ -30,7 +30,7 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files import DiskFiles, Entry, FileLock, Files, copy_file, link_file
+from librmq.files import DiskFiles, Entry, FileLock, Files, copy_file, link_file, make_folders
 from librmq.mappedfile import file_name
 from librmq.message import StoredMessage
 from librmq.recovery import settle
@@ -180,6 +180,7 @@ def _growing(target: str, files: Files) -> Iterator[str]:
     if files.list(target) if files.is_folder(target) else files.size(target) is not None:
         raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "there is something else already"))
     parent, part = os.path.dirname(target) or os.curdir, target + _PART
+    make_folders(files, parent)
     files.make_folder(part)
     lock: FileLock | None = None
     try:
@@ -262,8 +263,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             if file.size != size:
                 raise CorruptionError(source, min(file.size, size), "size", f"expected {size} bytes, found {file.size}")
             if not copy and start + _STILL_WRITTEN * size < end and link_file(files, source, target):
-                files.flush(file)
-                linked += 1
+                linked += 1  # it is flushed when the copy is recovered
             else:
                 copy_file(files, file, target, end=min(size, end - start), size=size)
                 copied += 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -61,14 +61,7 @@ _MAGIC: Final = codec.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
-_unpack_flags = struct.Struct(">i16xiq").unpack_from  # flag, sys flag, born time
-_unpack_int = struct.Struct(">i").unpack_from
-# The record up to its body, by the two bits of sysFlag that say which hosts have 16 bytes.
-_pack_header = {
-    (born << 4) | (store << 5): struct.Struct(f">IIIiiqqiq{20 if born else 8}sq{20 if store else 8}siqi").pack
-    for born in (0, 1)
-    for store in (0, 1)
-}
+_pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
 
 
 class AppendResult(NamedTuple):
@@ -256,6 +249,7 @@ class MessageStore:
             self.path,
             lock=self._lock,
             settled=lambda: self._settled,
+            watch_disk=not isinstance(self.clock, ManualClock),
         )
         self._housekeeping = Housekeeping(
             self.config,
@@ -282,7 +276,6 @@ class MessageStore:
         prepared_transaction_offset: int = 0,
         properties_raw: bytes | None = None,
         _wait: bool = True,
-        _properties: Mapping[str, str] | None = None,
     ) -> AppendResult:
         """Append a message to the queue ``queue_id`` of its topic.
 
@@ -290,9 +283,10 @@ class MessageStore:
         reached the device (it survives the machine); producers that wait together share one flush.
 
         A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords are
-        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as they stand in a
-        record; both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes
-        as they are instead of encoding the message's properties.
+        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as a record has them;
+        both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes as they
+        are instead of encoding the message's properties; a message that has properties all the same vouches that the
+        bytes say them.
 
         `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
         range.
@@ -308,7 +302,7 @@ class MessageStore:
             raw = codec.encode_properties(properties)
         else:
             raw = properties_raw
-            properties = codec.decode_properties(raw) if _properties is None else _properties
+            properties = properties or codec.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
         if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
             body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
@@ -395,23 +389,22 @@ class MessageStore:
         """
         data = record.raw
         begin, end, _, _, _, _ = record.frame
-        own_flag, own_sys_flag, born_timestamp_ms = _unpack_flags(data, codec.FLAG_AT)
-        born_end, store_end = codec.host_ends(own_sys_flag)
-        message: Message = object.__new__(Message)
-        message.topic, message.body, message.properties = topic, data[begin:end], properties  # type: ignore[assignment]
+        header = codec.HEADERS[data[codec.SYS_FLAG_AT + 3] & codec.HOSTS_V6].unpack_from(data)
+        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
+        message: Message = object.__new__(Message)  # of parts that were checked when it was stored
+        message.topic, message.body, message.properties = topic, data[begin:end], dict(properties)
         message.flag = own_flag if flag is None else flag
         return self.append(
             message,
             queue_id,
             born_timestamp_ms=born_timestamp_ms,
-            born_host=data[codec.BORN_HOST_AT : born_end],
-            store_host=data[born_end + 8 : store_end],
+            born_host=born_at,
+            store_host=stored_at,
             sys_flag=own_sys_flag if sys_flag is None else sys_flag,
-            reconsume_times=_unpack_int(data, store_end)[0] if reconsume_times is None else reconsume_times,
+            reconsume_times=times if reconsume_times is None else reconsume_times,
             prepared_transaction_offset=prepared_transaction_offset,
             properties_raw=raw,
             _wait=False,
-            _properties=properties,
         )
 
     def append_batch(
@@ -520,6 +513,14 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def wait_for(self, result: AppendResult) -> None:
+        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        self._commit.reach(result.physical_offset + result.size)
+
+    def is_writing(self) -> bool:
+        """Whether somebody appends at this moment."""
+        return self._lock.locked()
+
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
         validate_topic(topic)
@@ -620,6 +621,22 @@ class MessageStore:
         self._check_open()
         self._drain()
         return self.queues.find((topic, queue_id))
+
+    def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
+
+        What was appended counts at once, entries that are not written yet among it.
+        """
+        self._check_open()
+        queue = self.queues.find((topic, queue_id))
+        if queue is None:
+            return 0, 0
+        lane = self._lanes.get((topic, queue_id))
+        return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
+
+    def counts_as_on_disk(self, physical_offset: int) -> bool:
+        """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
+        return self._transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """The message whose record starts at ``physical_offset``; None where the log has nothing.
@@ -892,6 +909,8 @@ class MessageStore:
             if not self.read_only:
                 self._flush_derived()
                 if self._derived_failure is None:
+                    for queue in self.queues.opened():
+                        queue.flush()  # retention deletes files of queues that nobody wrote to
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                     clear_abort(self.files, self.path)
         finally:
@@ -900,14 +919,15 @@ class MessageStore:
     def abandon(self) -> None:
         """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
 
-        All that was appended stands in log, queues and index; the next `open` recovers. Doing so again, or after
-        `close`, does nothing.
+        All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
+        recovers. Doing so again, or after `close`, does nothing.
         """
         if not self._end("was abandoned"):
             return
         try:
             if not self.read_only:
-                self._dispatcher.drain()
+                with suppress(StoreIOError):
+                    self._dispatcher.drain()
         finally:
             self._release()
 

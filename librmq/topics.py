@@ -29,6 +29,7 @@ NOT_FOR_SENDING: Final = frozenset(
 _SYSTEM: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", "RMQ_SYS_TRACE_TOPIC"}
 _SYSTEM_PREFIX: Final = "rmq_sys_"
 _MAX_SIZE: Final = 127
+_MAX_GROUP: Final = 120  # with the prefix of its retry topic it must still be a topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 
 
@@ -63,6 +64,14 @@ def validate_client_topic(topic: str) -> None:
     validate_topic(topic)
     if not _CLIENT_PATTERN.fullmatch(topic):
         raise MessageIllegalError(f"topic {topic!r} may only contain letters, digits, '%', '|', '_' and '-'")
+
+
+def validate_group(group: str) -> None:
+    """Refuse with `MessageIllegalError` what cannot be a group of producers or consumers."""
+    if not _CLIENT_PATTERN.fullmatch(group):
+        raise MessageIllegalError(f"group {group!r} may only contain letters, digits, '%', '|', '_' and '-'")
+    if len(group) > _MAX_GROUP:
+        raise MessageIllegalError(f"group {group[:80]!r}… has {len(group)} characters, {_MAX_GROUP} at most")
 
 
 def is_system_topic(topic: str) -> bool:

@@ -302,7 +302,7 @@ class Transactions:
         if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
             return self._store.append(half, _QUEUE, **fields)
         raw = codec.encode_properties(properties)
-        result = self._store.append(half, _QUEUE, **fields, properties_raw=raw, _properties=properties)
+        result = self._store.append(half, _QUEUE, **fields, properties_raw=raw)
         if b"\1\2" not in raw and not raw.endswith(b"\1"):  # a record that is read has no empty values
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
@@ -375,10 +375,9 @@ class Transactions:
         fields["sys_flag"] |= codec.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
         message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.body, flag=half.flag)
+        message.properties = properties
         try:
-            result = self._store.append(
-                message, recent.queue_id, **fields, properties_raw=recent.raw, _wait=False, _properties=properties
-            )
+            result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, _wait=False)
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)

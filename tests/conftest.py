@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import shutil
 import time
@@ -23,6 +25,8 @@ from tests.reference import (
     rows,
     store_folders,
 )
+
+pytest_plugins = ("pytest_librmq", "pytester")
 
 __all__ = ["Row", "document", "encoding", "existing", "folders", "jsonl", "rows", "store_folders"]
 
@@ -109,47 +113,96 @@ class SlowBudget:
         return time.monotonic() - begin  # noqa: TID251
 
 
-class _Slow:
-    """The seconds left for slow tests (``RMQ_SLOW_SECONDS``, or 60), and the tests that wait for them."""
+class SlowTime:
+    """The time for slow tests (``RMQ_SLOW_SECONDS``, or 60, for each process of a run), shared through a folder.
 
-    seconds = float(os.environ.get("RMQ_SLOW_SECONDS") or 60)
-    waiting = 0
-    told: list[str] = []  # noqa: RUF012 (one for the run)
+    It holds a file for each test that has begun: the seconds that it was given, or took when it was over.
+    """
+
+    def __init__(self, folder: Path, seconds: float, tests: int) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self.tests = tests
+
+    def share(self, test: str) -> float:
+        """What a test that begins may take: an equal part of what is left."""
+        taken = [float(path.read_text()) for path in self.folder.iterdir()]
+        share = max(0.0, self.seconds - sum(taken)) / max(1, self.tests - len(taken))
+        self.note(test, share)
+        return share
+
+    def note(self, test: str, seconds: float) -> None:
+        """Put down what a test was given, or took."""
+        name = hashlib.sha256(test.encode()).hexdigest()
+        beside = self.folder.with_name(name)
+        beside.write_text(str(seconds))
+        os.replace(beside, self.folder / name)  # another process reads it whole or not at all
+
+
+_slow_tests = 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _Slow.waiting = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
+    global _slow_tests
+    _slow_tests = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
+    gc.collect()
+    gc.freeze()  # thousands of tests, which each collection of garbage would look at again
+
+
+@pytest.fixture(scope="session")
+def slow_time(tmp_path_factory: pytest.TempPathFactory) -> SlowTime:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if workers else base) / "slow-time" / "tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    seconds = float(os.environ.get("RMQ_SLOW_SECONDS") or 60)
+    return SlowTime(folder, seconds * max(1, workers), _slow_tests)
 
 
 @pytest.fixture
-def slow_budget(request: pytest.FixtureRequest) -> Iterator[SlowBudget]:
+def slow_budget(request: pytest.FixtureRequest, slow_time: SlowTime) -> Iterator[SlowBudget]:
     """The test's share of the time: ``for number in slow_budget.rounds(10_000, "crash points"):``."""
-    budget = SlowBudget(_Slow.seconds / max(1, _Slow.waiting))
+    name = request.node.nodeid.partition("@")[0]  # behind it the name of its group, where there are several processes
+    budget = SlowBudget(slow_time.share(name))
     begin = time.monotonic()  # noqa: TID251
     yield budget
-    _Slow.seconds = max(0.0, _Slow.seconds - (time.monotonic() - begin))  # noqa: TID251
-    _Slow.waiting -= 1
-    _Slow.told += [f"{request.node.nodeid}: {reached}" for reached in budget.reached]
-
-
-_figures: list[str] = []
+    slow_time.note(name, time.monotonic() - begin)  # noqa: TID251
+    request.node.user_properties += [("slow", f"{name}: {reached}") for reached in budget.reached]
 
 
 @pytest.fixture
-def figure() -> Callable[[str], None]:
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """``figure("756 of 756 cases …")``: what a test measured, printed at the end of the run."""
-    return _figures.append
+    return lambda line: request.node.user_properties.append(("figure", line))
+
+
+_told: dict[str, list[str]] = {"figure": [], "slow": []}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect what tests tell, in the process that shows it: reports come there from all others."""
+    if report.when == "teardown":
+        for name, line in report.user_properties:
+            _told[name].append(str(line))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _figures:
-        terminalreporter.section("figures")
-        for line in _figures:
-            terminalreporter.line(line)
-    if _Slow.told:
-        terminalreporter.section("how far slow tests came")
-        for line in _Slow.told:
-            terminalreporter.line(line)
+    for name, title in (("figure", "figures"), ("slow", "how far slow tests came")):
+        if _told[name]:
+            terminalreporter.section(title)
+            for line in sorted(_told[name]):
+                terminalreporter.line(line)
+
+
+# --- several processes
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a Spark session go to one process."""
+    for item in items:
+        if item.get_closest_marker("spark"):
+            item.add_marker(pytest.mark.xdist_group("spark"))
 
 
 # --- in CI a skip is a failure

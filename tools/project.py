@@ -23,11 +23,14 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO = CHECKOUT / "examples" / "demo_store.py"
+DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 STAMP = "librmq-stamp.json"
 
-DEMO_EXTRAS = frozenset({"cli", "compression"})
-CHECK_EXTRAS = frozenset({"arrow", "cli", "compression", "dev", "jvm", "spark", "test"})
+DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
+CHECK_EXTRAS = DEMO_EXTRAS | {"bloom", "dev", "metrics", "redis", "sql", "test"}
 
+IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
+"""A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark"
 
@@ -182,13 +185,15 @@ def environment(wheel: Path | None = None) -> Environment:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Run the example that shows the main job; its exit status."""
-    if not DEMO.exists():
-        raise Refused(f"{DEMO.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
+    """Run the examples that show the main job, then the same on Spark; the exit status."""
+    for script in (DEMO, DEMO_ON_SPARK):
+        if not script.exists():
+            raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
     place = environment()
     place.prepare(DEMO_EXTRAS)
     say("")
-    return place.run([place.python, DEMO, *arguments], Path.cwd())
+    status = place.run([place.python, DEMO, *arguments], Path.cwd())
+    return status or place.run([place.python, DEMO_ON_SPARK, *arguments], Path.cwd())
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -213,7 +218,7 @@ def check(arguments: Sequence[str]) -> int:
     place = environment(wheel)
     place.prepare(CHECK_EXTRAS)
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
-    typed = [
+    typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
     marks = LEFT_OUT_QUICK if options.quick else LEFT_OUT
@@ -222,7 +227,7 @@ def check(arguments: Sequence[str]) -> int:
         ("ruff format", (*python, "ruff", "format", "--check", ".")),
         ("mypy", (*python, "mypy", *typed)),
         ("import-linter", (place.bin / "lint-imports", "--no-logo")),
-        ("pytest", (*python, "pytest", "-m", marks, *passed_on)),
+        ("pytest", (*python, "pytest", *IN_PARALLEL, "-m", marks, *passed_on)),
     )
     failed = []
     begin = time.monotonic()

@@ -215,5 +215,30 @@ def _parser() -> argparse.ArgumentParser:
         help="explain this expression; without one, each case on standard input",
     )
     sub.add_argument("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties")
+    command("allocate", "allocation", "share queues out, or choose one, for the cases on standard input", store=False)
     command("bloom", "filters", "print the bit positions of strings from standard input", store=False)
+
+    sub = command(
+        "spark",
+        "spark",
+        "run a pipeline over stores with Spark",
+        description="Runs a pipeline over one store or a cluster's (needs the extra spark); `librmq spark list` names "
+        "them.",
+        store=False,
+    )
+    actions = sub.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("list", help="list the pipelines and their settings", parents=[everywhere])
+    running = actions.add_parser("run", help="run one", parents=[everywhere], allow_abbrev=False)
+    running.add_argument("name", metavar="NAME", help="the pipeline")
+    running.add_argument("stores", metavar="STORE", nargs="+", help="the folders of the stores")
+    running.add_argument("--out", metavar="FOLDER", help="write the result there, as Parquet; else it is printed")
+    running.add_argument("--overwrite", action="store_true", help="replace what is there")
+    running.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline")
+    page = command("report", "spark", "write a page with plots of what is in stores, with Spark", store=False)
+    page.add_argument("stores", metavar="STORE", nargs="+", help="the folders of the stores")
+    page.add_argument("--out", metavar="FILE", default="report.html", help="the page (report.html)")
+    doctor = command("doctor", "spark", "say what is missing for Spark to run here", store=False)
+    doctor.add_argument("--start", action="store_true", help="start a session too")
+    for one in (running, page, doctor):
+        one.add_argument("--master", metavar="URL", default="local[*]", help="where Spark runs (local[*])")
     return parser

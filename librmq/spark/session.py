@@ -26,7 +26,7 @@ from librmq.errors import MissingExtraError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["java_home", "session"]
+__all__ = ["java_home", "register", "require", "session"]
 
 OLDEST_JAVA: Final = 17
 LEFT_OUT: Final = "jdk.incubator.vector"
@@ -49,9 +49,7 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this process, where Spark looks for
     them.
     """
-    for package in ("pyspark", "pyarrow", "pandas"):
-        if find_spec(package) is None:
-            raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")
+    require()
     from pyspark.sql import SparkSession
 
     running = SparkSession.getActiveSession()
@@ -73,6 +71,26 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     for name, value in (settings | (config or {})).items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
+
+
+def register(spark: SparkSession) -> None:
+    """Make the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` known to ``spark``.
+
+    A session finds the data source by itself where the wheel is installed beside PySpark; this also serves where
+    it is not. The functions are registered for the session only.
+    """
+    from librmq.spark.functions import register_functions
+    from librmq.spark.source import RocketMQDataSource
+
+    spark.dataSource.register(RocketMQDataSource)
+    register_functions(spark)
+
+
+def require() -> None:
+    """`MissingExtraError`, which names it, if a package is missing that Spark needs."""
+    for package in ("pyspark", "pyarrow", "pandas"):
+        if find_spec(package) is None:
+            raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")
 
 
 @cache

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.dispatch import has_queue_entry
@@ -74,12 +75,23 @@ class Recorded:
     """What the log may hold until the run has opened it."""
     opened_at: int = 0
     """So many events opening took."""
+    opened: list[int] = field(default_factory=list)
+    """After so many events it was opened, each time."""
+    closed: list[int] = field(default_factory=list)
+    """After so many events it was closed."""
+    vouched: int | None = None
+    """From so many events on there is a checkpoint."""
+    rotten: list[tuple[int, int]] = field(default_factory=list)
+    """From so many events to so many it was damaged, as no crash does."""
 
     def promised_at(self, crash_point: int) -> int:
         return max((end for events, end in self.promised if events <= crash_point), default=0)
 
     def deleted_at(self, crash_point: int) -> int:
         return max((begin for events, begin in self.deleted if events <= crash_point), default=0)
+
+    def is_rotten(self, crash_point: int) -> bool:
+        return any(begin <= crash_point < end for begin, end in self.rotten)
 
     def records_at(self, crash_point: int) -> dict[int, bytes]:
         return self.older if crash_point < self.opened_at else self.records
@@ -107,14 +119,18 @@ class Run:
             self.recorded.promised = [(0, earlier.promised_at(image.crash_point))]
             self.recorded.deleted = [(0, earlier.deleted_at(image.crash_point))]
         self.waiting: list[Acknowledgement[AppendResult]] = []
+        self.without_keys = rng.random() < 0.1
         self.guard = threading.Lock()
-        self.open()
-        self.recorded.opened_at = len(self.files.trace)
+        self.open(thorough=before is not None and rng.random() < 0.2)
+        (self.recorded.opened_at,) = self.recorded.opened
         self.recorded.records = {m.physical_offset: bytes(m.raw) for m in self.store}
 
-    def open(self) -> None:
-        self.store = MessageStore.open(ROOT, self.recorded.config, files=self.files, clock=self.clock)
+    def open(self, *, thorough: bool = False) -> None:
+        self.store = MessageStore.open(
+            ROOT, self.recorded.config, files=self.files, clock=self.clock, thorough=thorough
+        )
         self.promise(self.store.log.end)
+        self.recorded.opened.append(len(self.files.trace))
 
     # --- what is noted
 
@@ -136,8 +152,18 @@ class Run:
 
     # --- what happens
 
+    def any_message(self, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
+        message, fields = any_message(self.rng, delay=delay)
+        if self.rng.random() < 0.1:
+            message.body = self.rng.randbytes(self.rng.randrange(512, 1200))  # of several sectors
+        elif self.rng.random() < 0.1:
+            message.properties["long"] = "y" * self.rng.randrange(400, 1200)
+        if self.without_keys:
+            message.properties = {k: v for k, v in message.properties.items() if k not in ("KEYS", "UNIQ_KEY")}
+        return message, fields
+
     def submit(self) -> None:
-        message, fields = any_message(self.rng)
+        message, fields = self.any_message()
         if self.rng.random() < 0.2:
             fields["sys_flag"] = self.rng.choice([4, 8, 12])
         acknowledgement = self.store.submit(message, self.rng.randrange(2), **fields)
@@ -145,7 +171,7 @@ class Run:
         self.waiting.append(acknowledgement)
 
     def append(self) -> None:
-        message, fields = any_message(self.rng)
+        message, fields = self.any_message()
         result = self.store.append(message, self.rng.randrange(2), **fields)
         if self.recorded.config.durability == "sync":
             self.promise(result.physical_offset + result.size)
@@ -178,6 +204,8 @@ class Run:
 
     def flush(self) -> None:
         self.promise(self.store.flush())
+        if self.recorded.vouched is None:
+            self.recorded.vouched = len(self.files.trace)
 
     def flush_while_others_append(self) -> None:
         self.submit()
@@ -185,6 +213,8 @@ class Run:
         def meanwhile() -> None:
             if not self.store._lock.locked() and self.rng.random() < 0.5:  # else a producer flushes
                 self.submit()
+                if self.rng.random() < 0.5:
+                    self.store.find_by_key("TopicA", "key1")  # what was submitted goes to queues and index
 
         self.files.meanwhile = meanwhile
         try:
@@ -205,18 +235,38 @@ class Run:
         retention.delete_before(self.rng.choice([0, store.log.begin + store.log.file_size, store.log.end]))
 
     def close_and_open(self) -> None:
+        end = self.store.log.end
         self.store.close()
-        self.promise(self.store.log.end)
+        self.promise(end)
+        self.recorded.closed.append(len(self.files.trace))
         self.open()
 
     def kill_and_open(self) -> None:
         """The process dies, the machine does not."""
         self.files = self.files.killed()
         self.waiting.clear()
-        self.open()
+        self.open(thorough=self.rng.random() < 0.5)
         assert {m.physical_offset: bytes(m.raw) for m in self.store} == {
             at: raw for at, raw in self.recorded.records.items() if at >= self.store.log.begin
         }
+
+    def rot_and_recover(self) -> None:
+        """The queue offset of a record changes by itself, which recovery mends."""
+        records = [m for m in self.store if has_queue_entry(m.sys_flag)]
+        if len(records) < 5:
+            return
+        self.store.close()
+        self.waiting.clear()
+        message = self.rng.choice(records[1:-1])
+        begin = len(self.files.trace)
+        size = self.recorded.config.commitlog_file_size
+        start = message.physical_offset - message.physical_offset % size
+        file = self.files.open(f"{ROOT}/commitlog/{start:020d}", writable=True)
+        at = message.physical_offset - start + codec.QUEUE_OFFSET_AT + 2
+        file.buffer[at] = 1
+        self.files.flush(file)
+        self.open(thorough=True)
+        self.recorded.rotten.append((begin, len(self.files.trace)))
 
     def recover(self) -> None:
         cuts = self.store.recover()
@@ -255,6 +305,7 @@ class Run:
         (close_and_open, 1),
         (kill_and_open, 1),
         (recover, 1),
+        (rot_and_recover, 1),
     )
 
     def step(self, what: Callable[[Run], None]) -> None:
@@ -286,10 +337,17 @@ def record_after(earlier: Recorded, image: Image, seed: str, steps: int = 12) ->
 
 def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None:
     """All that must hold of a store that is opened after the crash."""
+    if recorded.is_rotten(image.crash_point):
+        return
     files, config = image.files(), recorded.config
     expected = recorded.records_at(image.crash_point)
     promised, deleted = recorded.promised_at(image.crash_point), recorded.deleted_at(image.crash_point)
+    if recorded.vouched is not None and recorded.vouched <= image.crash_point:
+        assert image.contents.get("/store/checkpoint"), "there was a checkpoint"
     store = opened(files, config)
+    if image.crash_point in recorded.closed and "/store/abort: the new one" not in image.choices:
+        assert "/store/abort" not in image.contents
+        assert store.recovered == []
     found = list(store)
     for message in found:
         at = message.physical_offset
@@ -313,6 +371,11 @@ def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None
             assert store.recovered == []
             assert store.log.end == end
             served(store)
+        with opened(image.files(), config, thorough=True) as store:
+            assert list(store) == found
+            served(store)
+            verdict = store.verify()
+            assert verdict.sound, verdict.damage
 
 
 def _go_on(
@@ -345,19 +408,50 @@ def _go_on(
         assert store.read(topic, queue_id, result.queue_offset, 1).messages == [stored]
 
 
+def assert_settled(files: RecordingFiles) -> None:
+    """All that was done to ``files`` is on the device: whatever the crash, all is there."""
+    images = CrashImages(files.trace)
+    for seed in range(20):
+        image = images.image(seed, len(files.trace))
+        assert image.choices == (), image
+        for path, data in image.contents.items():
+            assert data is None or data == files.read(path), path
+
+
 class CrashError(AssertionError):
     """What must hold after a crash does not; says how to get there again."""
 
 
+def crash_points(recorded: Recorded, seed: str, count: int) -> list[int]:
+    """``count`` points of a run, half of them behind what is rare: a name or the checkpoint changes. Ascending.
+
+    And each at which it had just been opened or closed.
+    """
+    rng, every = random.Random(seed), range(len(recorded.trace) + 1)
+    rare = [
+        number
+        for number, event in enumerate(recorded.trace, 1)
+        if event.call not in ("write", "flush") or event.path.endswith("/checkpoint")
+    ]
+    drawn = [rng.choice(rare if number % 2 else every) for number in range(count)]
+    return sorted([*drawn, *recorded.opened, *recorded.closed])
+
+
 def check_images(recorded: Recorded, seed: str, count: int) -> list[Image]:
-    """Check images of crashes anywhere in a run, one in ten thoroughly; returns them."""
+    """Check an image of a crash at each of `crash_points`, one in ten thoroughly.
+
+    Returns those that a life can go on from.
+    """
     images = []
-    for number, image in enumerate(CrashImages(recorded.trace, recorded.contents).images(seed, count)):
+    every = CrashImages(recorded.trace, recorded.contents)
+    for number, crash_point in enumerate(crash_points(recorded, seed, count)):
+        image = every.image(f"{seed}/{number}", crash_point)
         try:
             check(recorded, image, thoroughly=number % 10 == 0)
         except Exception as error:
             raise CrashError(f"run {recorded.seed!r}, {image}\n{type(error).__name__}: {error}") from error
-        images.append(image)
+        if not recorded.is_rotten(image.crash_point):
+            images.append(image)
     return images
 
 

@@ -192,7 +192,7 @@ class Stress:
                 assert message.crc_ok
                 self.counts["scanned"] += 1
             for physical_offset, (topic, _queue_id, body, _queue_offset) in (
-                rng.sample(sorted(self.acknowledged.items()), 3) if len(self.acknowledged) > 3 else []
+                rng.sample(sorted(dict(self.acknowledged).items()), 3) if len(self.acknowledged) > 3 else []
             ):
                 found = store.find_by_key(topic, "-".join(body.decode("latin-1").split(" ", 2)[:2]))
                 if physical_offset >= store.log.begin:

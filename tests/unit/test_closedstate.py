@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.store import MessageStore
+from librmq.testing import FailingFiles
 from librmq.verify import verify
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, fill, in_memory, opened, served
 
@@ -85,6 +87,15 @@ def write_on(files: MemoryFiles) -> None:
     files.write(f"{ROOT}/{CLOSED}", kept)
 
 
+def write_one_on(files: MemoryFiles) -> None:
+    """One message that leaves all that the file knows of queues and index as it was, but for its own queue."""
+    kept = json.loads(files.read(f"{ROOT}/{CLOSED}"))
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS + 5000)) as store:
+        store.append(Message("TopicA", b"one"))
+    after = json.loads(files.read(f"{ROOT}/{CLOSED}"))
+    files.write(f"{ROOT}/{CLOSED}", json.dumps({**kept, "queues": after["queues"]}).encode())
+
+
 def cut_off(files: MemoryFiles) -> None:
     """The last record goes, as a recovery elsewhere may have decided."""
     state = json.loads(files.read(f"{ROOT}/{CLOSED}"))
@@ -106,7 +117,7 @@ def lose_oldest(files: MemoryFiles) -> None:
     files.delete(f"{ROOT}/commitlog/{0:020d}")
 
 
-@pytest.mark.parametrize("change", [write_on, cut_off, lose_index, lose_oldest])
+@pytest.mark.parametrize("change", [write_on, write_one_on, cut_off, lose_index, lose_oldest])
 def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]) -> None:
     files = in_memory(closed())
     change(files)
@@ -151,6 +162,18 @@ def test_a_queue_that_is_gone_is_made_again() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
+def test_a_queue_that_is_gone_is_made_again_however_old_its_messages_are() -> None:
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        store.append(Message("Old", b"body"))
+        fill(store, clock, random.Random(3), 200)
+        assert len(store.log.sequence.starts) > 5
+    files.delete(f"{ROOT}/consumequeue/Old")
+    with opened(files) as store:
+        assert [message.body for message in store.messages("Old")] == [b"body"]
+    assert verify(ROOT, SMALL, files).sound
+
+
 def test_after_a_kill_it_is_not_looked_at() -> None:
     files = in_memory(closed())
     store = opened(files)
@@ -158,3 +181,23 @@ def test_after_a_kill_it_is_not_looked_at() -> None:
     died = in_memory(contents(files))
     with opened(died) as again:
         assert len(served(again)) == 201
+
+
+def test_a_disk_without_room_for_it_is_closed_cleanly_all_the_same() -> None:
+    memory = in_memory(closed())
+    before = contents(memory)
+    for call in ("write", "make_folder"):
+        files = FailingFiles(memory)
+        store = opened(files)
+        files.fail(call)
+        store.close()
+        assert contents(memory) == {path: data for path, data in before.items() if path != CLOSED}
+    with opened(memory) as store:
+        assert store.recovered == []
+        assert len(served(store)) == 200
+    files = FailingFiles(memory)
+    store = opened(files)
+    files.fail("write", code=errno.EIO)
+    with pytest.raises(StoreIOError):
+        store.close()
+    assert "abort" in contents(memory)

@@ -380,6 +380,19 @@ def test_after_each_end_the_store_opens_and_takes_messages(how: str) -> None:
 # ------------------------------------------------------------------------------------------------------ letting go
 
 
+def test_a_store_is_abandoned_though_the_disk_is_full() -> None:
+    disk = MemoryFiles()
+    files = FailingFiles(disk)
+    store = open_store(files)
+    store.append(message())
+    files.fail("reserve")
+    store.abandon()
+    assert files.calls["reserve"] > 0
+    assert not files._due
+    with open_store(disk) as again:
+        assert [found.body for found in again.read("TopicA", 0, 0).messages] == [message().body]
+
+
 def unflushed(store: MessageStore) -> Acknowledgement[AppendResult]:
     acknowledgement = store.submit(message())
     assert not acknowledgement.done

@@ -208,6 +208,21 @@ def test_no_descriptor_is_lost(tmp_path: Path) -> None:
     assert after == before
 
 
+@pytest.mark.parametrize("call", ["os.ftruncate", "mmap.mmap"])
+def test_a_file_that_can_not_be_made_whole_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    path = str(tmp_path / "f")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"librmq.files.{call}", refuse)
+        with pytest.raises(StoreIOError) as told:
+            DiskFiles().create(path, 100)
+    assert (told.value.errno, told.value.filename) == (errno.ENOMEM, path)
+    assert names(DiskFiles(), str(tmp_path)) == []
+    assert DiskFiles().create(path, 100).size == 100
+
+
 def test_a_folder_is_not_mapped(tmp_path: Path) -> None:
     for writable in (False, True):
         with pytest.raises((CorruptionError, StoreIOError)) as told:

@@ -1,0 +1,535 @@
+"""A broker in the process: a store, and what clients see of it.
+
+Mirrors ``BrokerController`` and its processors. Topics, groups, progress and filters are kept in the broker's own files
+in ``config``; clients, locks and held pulls in memory, as there.
+
+::
+
+    call(request) ── producers ──> sending    ──> store ──> holds: who waits for the message
+                  ── consumers ──> pulling, progress, clients (registry, locks)
+                  ── people    ──> topics, groups, store
+    steps of the runner: delayed messages, held pulls whose time is over, saving what has changed, the store's flushes
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeVar
+
+from librmq.broker.administration import Administration
+from librmq.broker.clients import Clients
+from librmq.broker.groups import Groups
+from librmq.broker.holds import Holds
+from librmq.broker.locks import QueueLocks
+from librmq.broker.progress import Progress
+from librmq.broker.pulling import Pulling
+from librmq.broker.registry import Registry
+from librmq.broker.saving import DelayProgress, Saving
+from librmq.broker.sending import Sending
+from librmq.broker.settings import BrokerSettings
+from librmq.broker.topics import Topics
+from librmq.broker.transactions import BrokerTransactions, DiscardHook
+from librmq.brokerconfig import BrokerConfig
+from librmq.checkpoint import has_abort
+from librmq.clock import Clock, ManualClock
+from librmq.config import StoreConfig
+from librmq.delay import DelaySchedule
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    DiskFullError,
+    FlushFailedError,
+    NoRouteError,
+    StoreClosedError,
+    StoreError,
+)
+from librmq.files import DiskFiles, Files
+from librmq.levels import level_of_queue_id
+from librmq.message import StoredMessage, dead_letter_topic
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    PERM_READ,
+    PERM_WRITE,
+    ChannelClosed,
+    ConsumerIds,
+    CreateTopic,
+    DeleteTopic,
+    Endpoint,
+    EndTransaction,
+    GroupSubscriptions,
+    Heartbeat,
+    LockQueues,
+    MaxOffset,
+    MinOffset,
+    OffsetByTime,
+    PullMessage,
+    QueryMessages,
+    QueryOffset,
+    QueueData,
+    Request,
+    ResetGroup,
+    ResponseCode,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SetGroup,
+    TopicGroups,
+    UnlockQueues,
+    Unregister,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.runner import Runner, Step, ThreadRunner
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC
+
+__all__ = ["Broker"]
+
+R = TypeVar("R")
+
+
+class Broker:
+    """A broker of one process: an `Endpoint` that answers requests, and a `Route` of one. Thread-safe.
+
+    Made by `open` or `temporary`; closed as a context manager. A handle is of no use in a child process after a fork.
+    """
+
+    name: str
+    runner: Runner
+    """Takes the turns of the broker and of its clients."""
+    store: MessageStore
+    config: BrokerSettings
+    metrics: Metrics | None
+
+    def __init__(self) -> None:
+        raise TypeError("use Broker.open(path)")
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        config: BrokerSettings | None = None,
+        *,
+        name: str = "broker-a",
+        cluster_name: str = "DefaultCluster",
+        store_config: StoreConfig | None = None,
+        runner: Runner | None = None,
+        clock: Clock | None = None,
+        files: Files | None = None,
+        metrics: Metrics | None = None,
+    ) -> Self:
+        """Open the broker whose store is in ``path``; a new one is made where there is nothing.
+
+        Without a ``runner`` it has threads of its own, under ``clock`` (the system's), which end with it. ``metrics``
+        counts what happens. The errors are those of `MessageStore.open`; `CorruptionError` for a damaged file of its
+        configuration, `ConfigError` for settings out of range.
+        """
+        broker = object.__new__(cls)
+        with ExitStack() as undo:
+            own = None
+            if runner is None:
+                own = runner = ThreadRunner(clock)
+                undo.callback(own.close)
+            broker._own_runner = own
+            broker.metrics = metrics
+            broker._open(os.fspath(path), config or BrokerSettings(), name, cluster_name, store_config, runner, files)
+            undo.pop_all()
+        return broker
+
+    @classmethod
+    def temporary(
+        cls,
+        config: BrokerSettings | None = None,
+        *,
+        name: str = "broker-a",
+        cluster_name: str = "DefaultCluster",
+        store_config: StoreConfig | None = None,
+        runner: Runner | None = None,
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
+    ) -> Self:
+        """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
+        folder = TemporaryDirectory(prefix="librmq-")
+        try:
+            broker = cls.open(
+                folder.name,
+                config,
+                name=name,
+                cluster_name=cluster_name,
+                store_config=store_config or StoreConfig.embedded(commitlog_file_size=4 << 20, max_total_size=1 << 30),
+                runner=runner,
+                clock=clock,
+                metrics=metrics,
+            )
+        except BaseException:
+            folder.cleanup()
+            raise
+        broker._temporary = folder
+        return broker
+
+    def _open(
+        self,
+        path: str,
+        config: BrokerSettings,
+        name: str,
+        cluster_name: str,
+        store_config: StoreConfig | None,
+        runner: Runner,
+        files: Files | None,
+    ) -> None:
+        self.name = name
+        self.cluster_name = cluster_name
+        self.config = config
+        self.runner = runner
+        self.dead = self.was_killed = False
+        self._temporary: TemporaryDirectory[str] | None = None
+        self._watchers: list[Callable[[], None]] = []
+        now_ms = runner.now_ms()
+        by_hand = isinstance(runner.clock, ManualClock)
+        if files is None or (by_hand and type(files) is DiskFiles):
+            files = _DiskByHand() if by_hand else DiskFiles()
+        tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
+        self._registrations = tables.registrations(now_ms)
+        was_killed = has_abort(files, path)
+        self.store = MessageStore.open(
+            path,
+            store_config,
+            files=files,
+            clock=runner.clock,
+            background=not by_hand,
+            filters=self._registrations,
+        )
+        try:
+            self._compose(tables, by_hand, was_killed, now_ms)
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _compose(self, tables: BrokerConfig, by_hand: bool, was_killed: bool, now_ms: int) -> None:
+        self._by_hand = by_hand
+        name, runner, config, store = self.name, self.runner, self.config, self.store
+        self._topics = Topics(tables.topics, config, name, self.cluster_name, runner.now_ms, self._changed)
+        self._groups = Groups(tables.groups, config.auto_create_group, runner.now_ms)
+        self._registry = Registry()
+        self._saving = Saving(
+            tables,
+            self._registrations,
+            round(1000 * config.save_offsets_every_s),
+            runner.now_ms,
+            lambda at: runner.wake(saving, at),
+        )
+        saving = Step(f"{name} saves progress", self._saving.run_due, self)
+        self._offsets = self._saving.offsets
+        self._schedule = DelaySchedule(store, DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
+        self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
+        self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
+        holds = Holds(round(1000 * config.hold_s), lambda at: runner.wake(self._holding, at))
+        self._holds = holds
+        self._holding = Step(f"{name} answers held pulls", holds.run_due, self)
+        self._sending = Sending(
+            runner,
+            store,
+            self._topics,
+            self._groups,
+            holds,
+            config,
+            self.cluster_name,
+            self._delayed,
+            lambda: transactions.prepared(),
+            self._wake_housekeeping if by_hand else None,
+            self.metrics,
+        )
+        self._pulling = Pulling(
+            runner,
+            store,
+            self._topics,
+            self._groups,
+            self._offsets,
+            self._registry,
+            self._registrations,
+            holds,
+            self._sending,
+            name,
+            self.metrics,
+        )
+        sending, pulling = self._sending, self._pulling
+        registry, topics = self._registry, self._topics
+        locks = QueueLocks(round(1000 * config.lock_expiry_s))
+        clients = Clients(
+            runner,
+            topics,
+            self._groups,
+            registry,
+            self._registrations,
+            holds,
+            locks,
+            self._saving.filters_changed,
+            self.metrics,
+        )
+        transactions = self._transactions = BrokerTransactions(
+            runner,
+            store,
+            topics,
+            self._offsets,
+            registry,
+            sending,
+            config.transactions,
+            config.original_transactions,
+            name,
+            lambda run_due: Step(f"{name} checks transactions", run_due, self),
+            self.metrics,
+        )
+        progress = Progress(store, topics, self._offsets, registry, name)
+        administration = Administration(store, topics, self._groups)
+        locked = self._locked
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            SendMessage: sending.send,
+            SendBatch: sending.send_batch,
+            SendBack: sending.send_back,
+            EndTransaction: transactions.end,
+            PullMessage: pulling.pull,
+            Heartbeat: locked(clients.heartbeat),
+            Unregister: locked(clients.unregister),
+            ChannelClosed: locked(clients.channel_closed),
+            ConsumerIds: locked(clients.consumer_ids),
+            GroupSubscriptions: locked(clients.subscriptions),
+            LockQueues: locked(clients.lock),
+            UnlockQueues: locked(clients.unlock),
+            QueryOffset: progress.query,
+            UpdateOffset: locked(progress.update),
+            MaxOffset: progress.end,
+            MinOffset: progress.begin,
+            OffsetByTime: progress.by_time,
+            ResetGroup: locked(progress.reset),
+            TopicGroups: locked(progress.groups),
+            CreateTopic: locked(administration.create_topic),
+            DeleteTopic: locked(administration.delete_topic),
+            SetGroup: locked(administration.set_group),
+            ViewMessage: administration.view_message,
+            QueryMessages: administration.query_messages,
+        }
+        self._show_gauges()
+        with runner.lock:
+            due = self._schedule.run_due(now_ms)
+            if due is not None:
+                runner.wake(self._delay, due)
+            if (HALF_TOPIC, 0) in store.queues:
+                transactions.prepared()
+            if was_killed:
+                self._offsets.hold_back(lambda topic, queue_id: progress.end(MaxOffset(topic, queue_id)))
+
+    # ---- endpoint and route
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request; `BrokerError` or `MessageIllegalError` if it is refused.
+
+        `BrokerUnreachableError` once the broker is closed.
+        """
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise BrokerError(
+                ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"{self.name} does not know {type(request).__name__}"
+            )
+        try:
+            answer: R = handler(request)
+        except StoreClosedError as error:
+            raise BrokerUnreachableError(f"{self.name} is closed: {error}") from error
+        except (DiskFullError, FlushFailedError) as error:
+            raise BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.name}: {error}") from error
+        except StoreError as error:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{self.name}: {error}") from error
+        return answer
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """What the broker has of ``topic``; empty if nothing. Once it is closed: what it had."""
+        found = self._topics.known.get(topic)
+        if found is None:
+            return ()
+        return (QueueData(self.name, found.read_queues, found.write_queues, found.permission),)
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Its own name, while it is open."""
+        return () if self.dead else (self.name,)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Itself; `NoRouteError` for any other name."""
+        if broker_name != self.name:
+            raise NoRouteError(f"there is no broker {broker_name!r}: this is {self.name!r}")
+        return self
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Have ``changed`` called, under the runner's lock, when topics or their queues change, and when it closes.
+
+        Gives a function that ends it.
+        """
+
+        def end() -> None:
+            if changed in self._watchers:
+                self._watchers.remove(changed)
+
+        self._watchers.append(changed)
+        return end
+
+    def _changed(self) -> None:
+        for changed in list(self._watchers):
+            changed()
+
+    def _locked(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A handler that runs under the runner's lock, on an open broker."""
+
+        def handle(request: Any) -> Any:
+            with self.runner.lock:
+                self._check_open()
+                return handler(request)
+
+        return handle
+
+    def _check_open(self) -> None:
+        if self.dead:
+            raise StoreClosedError(f"{self.store.path}: this handle was closed")
+
+    # ---- for people
+
+    def create_topic(
+        self, topic: str, queues: int = 8, *, write_queues: int | None = None, permission: int = PERM_READ | PERM_WRITE
+    ) -> None:
+        """Make a topic of ``queues`` queues, or change it; nothing that is stored moves."""
+        self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
+
+    def delete_topic(self, topic: str) -> None:
+        """Forget a topic; what it holds stays in the log until retention."""
+        self.call(DeleteTopic(topic))
+
+    def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
+        """Make a consumer group, or change how often it retries."""
+        self.call(SetGroup(group, retry_max_times))
+
+    def topics(self) -> dict[str, QueueData]:
+        """All topics, the broker's own among them, by name."""
+        return {name: data for name in sorted(self._topics.known) for data in self.topic_route(name)}
+
+    def groups(self) -> dict[str, int]:
+        """All consumer groups, and how often each retries, by name."""
+        return {name: group.retry_max_times for name, group in sorted(self._groups.known.items())}
+
+    def forget(self, client_id: str) -> None:
+        """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
+        self.call(ChannelClosed(client_id))
+
+    def client_ids(self) -> tuple[str, ...]:
+        """The ids of all clients that the broker knows, sorted."""
+        with self.runner.lock:
+            return self._registry.client_ids()
+
+    def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
+        """A group's stored progress in a queue: the queue offset of its next message, None if there is none."""
+        return self._offsets.get(group, topic, queue_id)
+
+    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
+        """A group's stored progress in a topic, by queue id."""
+        with self.runner.lock:
+            return dict(self._offsets.of_topic(group, topic))
+
+    def messages(self, topic: str) -> Iterator[StoredMessage]:
+        """All messages of a topic, queue by queue."""
+        for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
+            yield from self.store.messages(name, queue_id)
+
+    @property
+    def discard_hooks(self) -> list[DiscardHook]:
+        """Called with each half message that a check gives up, and how often it had been checked."""
+        return self._transactions.discard_hooks
+
+    def dead_letters(self, group: str) -> list[StoredMessage]:
+        """What a consumer group has given up."""
+        return list(self.messages(dead_letter_topic(group)))
+
+    # ---- turns and life
+
+    def _delayed(self, level: int, store_timestamp_ms: int) -> None:
+        self.runner.wake(self._delay, self._schedule.due_for(level, store_timestamp_ms))
+
+    def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
+        properties = waited.properties
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        if self.metrics is not None:
+            self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
+        self._wake_housekeeping()
+
+    def _wake_housekeeping(self) -> None:
+        """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""
+        if self._by_hand and self._housekeeping.at is None:
+            at = self.runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
+            with self.runner.lock:
+                self.runner.wake(self._housekeeping, at)
+
+    def close(self) -> None:
+        """Save all and close the store; clients have been shut down before. Closing again does nothing."""
+        if not self._end(was_killed=False):
+            return
+        now_ms = self.runner.now_ms()
+        with ExitStack() as last:
+            last.callback(self._release)
+            if self._temporary is not None:
+                last.callback(self.store.abandon)  # nobody opens it again
+                return
+            last.callback(self.store.close)
+            with self.runner.lock:
+                self._schedule.save(now_ms)
+                self._saving.save_all(now_ms)
+
+    def abandon(self) -> None:
+        """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
+        if self._end(was_killed=True):
+            try:
+                self.store.abandon()
+            finally:
+                self._release()
+
+    def _show_gauges(self) -> None:
+        metrics = self.metrics
+        if metrics is not None:
+            store, held = self.store, self._holds.by_queue
+            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
+            metrics.gauge("log_bytes", lambda: store.log.end)
+            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
+
+    def _hide_gauges(self) -> None:
+        if self.metrics is not None:
+            for name in ("held_pulls", "log_bytes", "disk_used"):
+                self.metrics.gauge(name, None)
+
+    def _end(self, *, was_killed: bool) -> bool:
+        """Take no more calls; false if that was so already."""
+        with self.runner.lock:
+            if self.dead:
+                return False
+            self.dead, self.was_killed = True, was_killed
+            self._holds.by_queue.clear()
+            self._hide_gauges()
+            self._changed()
+            return True
+
+    def _release(self) -> None:
+        if self._own_runner is not None:
+            self._own_runner.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    _own_runner: ThreadRunner | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _DiskByHand(DiskFiles):
+    """Files on a disk of which nobody looks how full it is: that is not a matter of a clock that is moved by hand."""
+
+    def used_ratio(self, path: str) -> float:
+        return 0.0

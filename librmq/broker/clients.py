@@ -1,0 +1,130 @@
+"""Clients come, say what they subscribe to, and go; whoever shares queues with them is told.
+
+Mirrors ``ClientManageProcessor``, ``ConsumerIdsChangeListener`` and the locking half of ``AdminBrokerProcessor``.
+Called under the runner's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from librmq.broker.groups import Groups
+from librmq.broker.holds import Holds
+from librmq.broker.locks import QueueLocks
+from librmq.broker.registry import Changes, Registry
+from librmq.broker.topics import Topics
+from librmq.errors import RmqError
+from librmq.message import MessageQueue, retry_topic
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    ChannelClosed,
+    ConsumerIds,
+    ConsumersChanged,
+    GroupSubscriptions,
+    Heartbeat,
+    LockQueues,
+    Subscription,
+    UnlockQueues,
+    Unregister,
+)
+from librmq.runner import Runner
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
+
+__all__ = ["Clients"]
+
+_log = logging.getLogger("librmq.broker")
+
+
+class Clients:
+    """The clients of one broker: who is there, which filters they need, which queues they have locked."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        topics: Topics,
+        groups: Groups,
+        registry: Registry,
+        registrations: Registrations,
+        holds: Holds,
+        locks: QueueLocks,
+        filters_changed: Callable[[], None],
+        metrics: Metrics | None,
+    ) -> None:
+        self._runner = runner
+        self._topics = topics
+        self._groups = groups
+        self._registry = registry
+        self._registrations = registrations
+        self._holds = holds
+        self._locks = locks
+        self._filters_changed = filters_changed
+        self._metrics = metrics
+
+    def heartbeat(self, request: Heartbeat) -> None:
+        """Take what a client consists of; the groups of its consumers and their retry topics are made."""
+        for data in request.consumers:
+            group = self._groups.get(data.group)
+            self._topics.ensure(retry_topic(group.name), group.retry_queues)
+        changes = self._registry.heartbeat(request)
+        now = self._runner.now_ms()
+        for data in request.consumers:
+            for one in data.subscriptions.values():
+                self._registrations.register(
+                    one.topic, data.group, one.expression, one.expression_type, one.version, now
+                )
+            self._registrations.keep_topics(data.group, set(data.subscriptions), now)
+        self._filters_changed()
+        self._tell(changes)
+
+    def unregister(self, request: Unregister) -> None:
+        """A client leaves a group, and waits for nothing there any more."""
+        if request.consumer_group is not None:
+            self._holds.forget(request.client_id, request.consumer_group)
+        self._tell(self._registry.leave(request.client_id, request.producer_group, request.consumer_group))
+
+    def channel_closed(self, request: ChannelClosed) -> None:
+        """A client is gone without a word: it leaves all its groups. Its locks expire by themselves."""
+        self._holds.forget(request.client_id)
+        self._tell(self._registry.forget(request.client_id))
+
+    def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
+        """The members of a consumer group."""
+        group = self._registry.consumers.get(request.group)
+        return () if group is None else tuple(group.clients)
+
+    def subscriptions(self, request: GroupSubscriptions) -> Mapping[str, Mapping[str, Subscription]]:
+        """What each member of a consumer group said last."""
+        group = self._registry.consumers.get(request.group)
+        return {} if group is None else dict(group.told)
+
+    def lock(self, request: LockQueues) -> frozenset[MessageQueue]:
+        """Lock queues for a member; those that it has then."""
+        return self._locks.lock(request.group, request.client_id, request.queues, self._runner.now_ms())
+
+    def unlock(self, request: UnlockQueues) -> None:
+        """Give locks back."""
+        self._locks.unlock(request.group, request.client_id, request.queues)
+
+    def _tell(self, changes: Changes) -> None:
+        """Let the members of changed groups share their queues anew; the filters of ended groups are dead."""
+        now = self._runner.now_ms()
+        for name in changes.ended:
+            self._registrations.unregister(name, now)
+            self._filters_changed()
+            if self._metrics is not None:
+                self._metrics.gauge("clients", None, group=name)
+        for name in changes.changed:
+            if name not in self._registry.consumers:
+                continue  # what it was told has made the last one leave
+            clients = list(self._registry.consumers[name].clients.items())
+            if self._metrics is not None:
+                self._metrics.gauge("clients", len(clients), group=name)
+            for client_id, client in clients:
+                try:
+                    client.call(ConsumersChanged(name))
+                except RmqError as error:  # it is about to leave: nobody is there to share anew
+                    _log.info("group %s: %s is not told of the change: %s", name, client_id, error)

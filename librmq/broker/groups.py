@@ -1,0 +1,88 @@
+"""The consumer groups that a broker knows: how often each retries, kept in ``subscriptionGroup.json``.
+
+Mirrors ``SubscriptionGroupManager``. Called under the runner's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from librmq.brokerconfig import ConfigTable, group_row
+from librmq.errors import BrokerError, MessageIllegalError
+from librmq.protocol import ResponseCode
+from librmq.topics import validate_group
+
+__all__ = ["Group", "Groups"]
+
+_BROKERS_OWN: Final = (
+    "TOOLS_CONSUMER",
+    "FILTERSRV_CONSUMER",
+    "SELF_TEST_C_GROUP",
+    "CID_ONS-HTTP-PROXY",
+    "CID_ONSAPI_PULL",
+    "CID_ONSAPI_PERMISSION",
+    "CID_ONSAPI_OWNER",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """How a group consumes."""
+
+    name: str
+    retry_max_times: int
+    retry_queues: int
+    """0: what it fails on is not delivered again."""
+    consumes: bool
+    """False: pulls are refused."""
+    broadcasts: bool
+    """False: pulls of broadcasting instances are refused."""
+
+
+class Groups:
+    """All groups of one broker."""
+
+    def __init__(self, table: ConfigTable, auto_create: bool, now_ms: Callable[[], int]) -> None:
+        self._table = table
+        self._auto_create = auto_create
+        self._now_ms = now_ms
+        for name in _BROKERS_OWN:
+            table.rows.setdefault(name, group_row(name))
+        self.known: dict[str, Group] = {name: self._group(name) for name in table.rows}
+        """By name."""
+
+    def _group(self, name: str) -> Group:
+        row = self._table.rows[name]
+        return Group(
+            name,
+            row.get("retryMaxTimes", 16),
+            row.get("retryQueueNums", 1),
+            row.get("consumeEnable", True) is not False,
+            row.get("consumeBroadcastEnable", True) is not False,
+        )
+
+    def get(self, name: str) -> Group:
+        """The group, made on demand; `BrokerError` where that is switched off."""
+        found = self.known.get(name)
+        if found is not None:
+            return found
+        if not self._auto_create:
+            raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"consumer group {name!r} does not exist")
+        return self.set(name, 16)
+
+    def set(self, name: str, retry_max_times: int) -> Group:
+        """Make a group, or change how often it retries."""
+        if not isinstance(name, str):
+            raise MessageIllegalError(f"group: expected text, found {name!r:.80}")
+        validate_group(name)
+        if type(retry_max_times) is not int or not -1 <= retry_max_times < 1 << 31:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR, f"retry_max_times: expected a number, found {retry_max_times!r:.80}"
+            )
+        old = self._table.rows.get(name) or group_row(name)
+        self._table.set(name, {**old, "retryMaxTimes": retry_max_times})
+        self._table.persist(self._now_ms())
+        found = self.known[name] = self._group(name)
+        return found

@@ -1,0 +1,90 @@
+"""Pulls that found nothing and wait for a message: long polling.
+
+Mirrors ``PullRequestHoldService``. A pull that is held stands in the list of its queue, and is woken by a message that
+its subscription takes. Where only others have come it is answered anyway once its time is over, so that progress
+passes them. Nothing looks at a hold in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+
+from librmq.broker.selection import Selection
+
+__all__ = ["Holds"]
+
+_QueueName = tuple[str, int]
+_Holder = tuple[str, str]  # client id, group
+
+
+class _Hold:
+    __slots__ = ("begin_ms", "is_passed", "notify", "selection")
+
+    def __init__(self, selection: Selection, notify: Callable[[], None], begin_ms: int) -> None:
+        self.selection = selection
+        self.notify = notify
+        self.begin_ms = begin_ms
+        self.is_passed = False
+
+
+class Holds:
+    """The held pulls of one broker. Called under the runner's lock; `by_queue` is looked into without."""
+
+    def __init__(self, hold_ms: int, wake: Callable[[int], None]) -> None:
+        """``wake(at_ms)`` has `run_due` called by then."""
+        self._hold_ms = hold_ms
+        self._wake = wake
+        self._due: list[tuple[int, int, _QueueName, _Holder, _Hold]] = []
+        self._count = itertools.count()
+        self.by_queue: dict[_QueueName, dict[_Holder, _Hold]] = {}
+        """Only queues with holds are in it."""
+
+    def add(
+        self,
+        queue: _QueueName,
+        holder: _Holder,
+        selection: Selection,
+        notify: Callable[[], None],
+        now_ms: int,
+    ) -> None:
+        """Hold a pull; an earlier one of the same client, group and queue is forgotten."""
+        self.by_queue.setdefault(queue, {})[holder] = _Hold(selection, notify, now_ms)
+
+    def remove(self, queue: _QueueName, holder: _Holder) -> None:
+        """Forget a pull, if it is held."""
+        held = self.by_queue.get(queue)
+        if held is not None and held.pop(holder, None) is not None and not held:
+            del self.by_queue[queue]
+
+    def forget(self, client_id: str, group: str | None = None) -> None:
+        """Forget what a client waits for, in a group or (None) in all of them."""
+        for queue, held in list(self.by_queue.items()):
+            for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
+                self.remove(queue, holder)
+
+    def arrived(self, queue: _QueueName, properties: Mapping[str, str]) -> None:
+        """A message with these properties has come: answer the pulls that take it."""
+        for holder, hold in list(self.by_queue.get(queue, {}).items()):
+            if hold.selection.takes(properties):
+                self.remove(queue, holder)
+                hold.notify()
+            elif not hold.is_passed:
+                hold.is_passed = True
+                due = hold.begin_ms + self._hold_ms
+                heapq.heappush(self._due, (due, next(self._count), queue, holder, hold))
+                self._wake(due)
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Answer the pulls whose time is over; returns when the next one's is."""
+        due = self._due
+        while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
+            _, _, queue, holder, hold = heapq.heappop(due)
+            if self._is_held(queue, holder, hold):
+                self.remove(queue, holder)
+                hold.notify()
+        return due[0][0] if due else None
+
+    def _is_held(self, queue: _QueueName, holder: _Holder, hold: _Hold) -> bool:
+        return self.by_queue.get(queue, {}).get(holder) is hold

@@ -1,0 +1,39 @@
+"""Which client of a group has a queue to itself, for orderly consumption.
+
+Mirrors ``RebalanceLockManager``. Locks are in memory only; whether one has expired is judged when it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from librmq.message import MessageQueue
+
+__all__ = ["QueueLocks"]
+
+
+class QueueLocks:
+    """The locks of one broker. Called under the runner's lock."""
+
+    def __init__(self, expiry_ms: int) -> None:
+        self._expiry_ms = expiry_ms
+        self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, last renewed
+
+    def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
+        """The id of the client that has the queue, None if nobody does."""
+        held = self._held.get((group, queue))
+        return None if held is None or now_ms - held[1] > self._expiry_ms else held[0]
+
+    def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
+        """Lock queues, or go on holding them; gives those that the client has now."""
+        got = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
+        for queue in got:
+            self._held[group, queue] = client_id, now_ms
+        return got
+
+    def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
+        """Give back what is the client's."""
+        for queue in queues:
+            held = self._held.get((group, queue))
+            if held is not None and held[0] == client_id:
+                del self._held[group, queue]

@@ -1,0 +1,85 @@
+"""How far consumer groups have come, kept in ``consumerOffset.json``.
+
+Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `ConsumerOffsets.get` from anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from librmq.brokerconfig import ConfigTable
+from librmq.errors import BrokerError
+from librmq.protocol import ResponseCode
+
+__all__ = ["ConsumerOffsets"]
+
+_log = logging.getLogger("librmq.broker")
+
+
+class ConsumerOffsets:
+    """The queue offset of the next message, by group, topic and queue."""
+
+    def __init__(self, table: ConfigTable, changed: Callable[[], None]) -> None:
+        """``changed()`` is called after a change that is not saved, once until `save`."""
+        self._table = table
+        self._changed = changed
+        self._dirty = False
+        self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table that were asked for
+
+    def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
+        """A group's queue offsets in a topic, by queue id; empty where it has none."""
+        return self._of.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
+
+    def groups(self, topic: str) -> list[str]:
+        """The groups that have progress in a topic."""
+        rows = (name.rpartition("@") for name in self._table.rows)
+        return [group for of, _, group in rows if of == topic]
+
+    def get(self, group: str, topic: str, queue_id: int) -> int | None:
+        """A group's queue offset, None if never stored."""
+        return self.of_topic(group, topic).get(queue_id)
+
+    def set(self, group: str, topic: str, queue_id: int, queue_offset: int) -> None:
+        """Store a group's queue offset; going back is allowed, and logged."""
+        row = self._of.get((group, topic))
+        if row is None:
+            row = self._of[group, topic] = self._table.rows.setdefault(f"{topic}@{group}", {})
+        old = row.get(queue_id, -1)
+        if old == queue_offset:
+            return
+        if queue_offset < 0 or queue_id < 0:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR, f"group {group!r}, {topic!r}/{queue_id}: queue offset {queue_offset}"
+            )
+        if queue_offset < old:
+            _log.info("group %s: progress in %s/%d goes back from %d to %d", group, topic, queue_id, old, queue_offset)
+        row[queue_id] = queue_offset
+        if not self._dirty:
+            self._dirty = True
+            self._changed()
+
+    def hold_back(self, end_of: Callable[[str, int], int]) -> None:
+        """Put progress that is ahead of its queue's end back to it: after a crash of the machine messages may be gone
+        of which it was known that they had been consumed, and those that come next get their queue offsets.
+        """
+        for name, row in self._table.rows.items():
+            topic, _, group = name.rpartition("@")
+            for queue_id, queue_offset in list(row.items()):
+                end = end_of(topic, queue_id)
+                if queue_offset > end:
+                    _log.warning(
+                        "group %s: progress in %s/%d was %d, behind its end, and is set to %d",
+                        group,
+                        topic,
+                        queue_id,
+                        queue_offset,
+                        end,
+                    )
+                    self.set(group, topic, queue_id, end)
+
+    def save(self, now_ms: int) -> None:
+        """Write what has changed; durable when it returns."""
+        if self._dirty:
+            self._table.persist(now_ms)
+            self._dirty = False

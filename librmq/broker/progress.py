@@ -1,0 +1,117 @@
+"""Where the queues begin and end, how far groups have come in them, and setting that anew.
+
+Mirrors ``ConsumerManageProcessor``, and of ``AdminBrokerProcessor`` and ``Broker2Client`` what concerns queue offsets.
+Called under the runner's lock where something changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.registry import Registry
+from librmq.broker.topics import Topics
+from librmq.errors import BrokerError, RmqError
+from librmq.message import MessageQueue
+from librmq.protocol import (
+    ConsumerData,
+    MaxOffset,
+    MinOffset,
+    OffsetByTime,
+    QueryOffset,
+    ResetGroup,
+    ResetOffsets,
+    ResponseCode,
+    TopicGroups,
+    UpdateOffset,
+)
+from librmq.store import MessageStore
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """The queue offsets of one broker."""
+
+    def __init__(
+        self, store: MessageStore, topics: Topics, offsets: ConsumerOffsets, registry: Registry, broker_name: str
+    ) -> None:
+        self._store = store
+        self._topics = topics
+        self._offsets = offsets
+        self._registry = registry
+        self._broker_name = broker_name
+
+    def query(self, request: QueryOffset) -> int | None:
+        """A group's stored progress; without any 0 where all of the queue is there and counts as in memory."""
+        stored = self._offsets.get(request.group, request.topic, request.queue_id)
+        if stored is not None:
+            return stored
+        queue = self._store.queue(request.topic, request.queue_id)
+        if queue is None:
+            return 0
+        if queue.min_offset > 0:
+            return None
+        first = queue.entry(0)
+        return None if first is not None and self._store.counts_as_on_disk(first.physical_offset) else 0
+
+    def update(self, request: UpdateOffset) -> None:
+        """Store a group's progress."""
+        self._offsets.set(request.group, request.topic, request.queue_id, request.queue_offset)
+
+    def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
+        """The groups of a topic."""
+        found: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
+        for group in self._registry.consumers.values():
+            if request.topic in group.subscriptions:
+                found[group.name] = ConsumerData(
+                    group.name, group.kind, group.model, group.consume_from, dict(group.subscriptions)
+                )
+            elif group.name in found:
+                found[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
+        return found
+
+    def end(self, request: MaxOffset) -> int:
+        """Behind the last message of a queue."""
+        queue = self._store.queue(request.topic, request.queue_id)
+        return 0 if queue is None else queue.max_offset
+
+    def begin(self, request: MinOffset) -> int:
+        """The first message of a queue."""
+        queue = self._store.queue(request.topic, request.queue_id)
+        return 0 if queue is None else queue.min_offset
+
+    def by_time(self, request: OffsetByTime) -> int:
+        """The message of a queue that was stored nearest to a time."""
+        return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
+
+    def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
+        """Tell the instances of a group from where to go on; they store it, when they save."""
+        group, name = request.group, request.topic
+        topic = self._topics.known.get(name)
+        if topic is None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
+        members = self._registry.consumers.get(group)
+        if members is None:
+            raise BrokerError(
+                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: only a running group is reset"
+            )
+        offsets = {}
+        for queue_id in range(topic.write_queues):
+            stored = self._offsets.get(group, name, queue_id)
+            if stored is None:
+                raise BrokerError(
+                    ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
+                )
+            if request.timestamp_ms == -1:
+                found = self.end(MaxOffset(name, queue_id))
+            else:
+                found = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
+            queue = MessageQueue(name, self._broker_name, queue_id)
+            offsets[queue] = found if request.force or found < stored else stored
+        for client in list(members.clients.values()):
+            try:
+                client.call(ResetOffsets(group, name, offsets))
+            except RmqError:
+                continue  # it is about to leave
+        return offsets

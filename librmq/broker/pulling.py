@@ -1,0 +1,189 @@
+"""Reading queues for consumers, who wait for messages where there are none.
+
+Mirrors ``PullMessageProcessor``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from librmq.broker.groups import Groups
+from librmq.broker.holds import Holds
+from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.registry import Registry
+from librmq.broker.selection import Selection, parse_selection, registered_selection
+from librmq.broker.sending import Sending
+from librmq.broker.topics import Topics
+from librmq.errors import BrokerError
+from librmq.message import Message
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    PERM_READ,
+    MessageModel,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    ResponseCode,
+    Subscription,
+)
+from librmq.runner import Runner
+from librmq.store import GetStatus, MessageStore, ReadResult
+from librmq.topics import OFFSET_MOVED_TOPIC
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
+
+__all__ = ["Pulling"]
+
+_MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
+
+
+class Pulling:
+    """The reading side of one broker. Thread-safe."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: MessageStore,
+        topics: Topics,
+        groups: Groups,
+        offsets: ConsumerOffsets,
+        registry: Registry,
+        registrations: Registrations,
+        holds: Holds,
+        sending: Sending,
+        broker_name: str,
+        metrics: Metrics | None,
+    ) -> None:
+        self._runner = runner
+        self._store = store
+        self._topics = topics
+        self._groups = groups
+        self._offsets = offsets
+        self._registry = registry
+        self._registrations = registrations
+        self._holds = holds
+        self._sending = sending
+        self._broker_name = broker_name
+        self._metrics = metrics
+        self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
+
+    def pull(self, request: PullMessage) -> PullResponse:
+        """Read, or hold the request."""
+        topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
+        name = (topic, queue_id)
+        with self._runner.lock:
+            selection = self._check(request)
+            if request.commit_offset is not None:
+                self._offsets.set(request.group, topic, queue_id, request.commit_offset)
+            if request.notify is not None:
+                # Before looking: who appends looks for holds without the lock, behind the append.
+                holder = request.client_id, request.group
+                self._holds.add(name, holder, selection, request.notify, self._runner.now_ms())
+                begin, end = self._store.queue_range(topic, queue_id)
+                if queue_offset == end:
+                    return PullResponse(PullStatus.HELD, end, begin, end)
+                self._holds.remove(name, holder)
+            result = self._store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+        status = _status(result, queue_offset)
+        if status is PullStatus.OFFSET_ILLEGAL:
+            self._tell_moved(request, result.next_offset)
+        if result.messages and self._metrics is not None:
+            self._metrics.count("messages_out", len(result.messages), topic=topic, group=request.group)
+            self._metrics.count("bytes_out", result.total_size, topic=topic, group=request.group)
+        return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, tuple(result.messages))
+
+    def _check(self, request: PullMessage) -> Selection:
+        """Refuse what can't be read; else what the group takes."""
+        name = request.topic
+        group = self._groups.get(request.group)
+        if not group.consumes:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not consume")
+        topic = self._topics.known.get(name)
+        if topic is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
+        if not topic.permission & PERM_READ:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {name!r} may not be read")
+        if not 0 <= request.queue_id < topic.read_queues:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR,
+                f"topic {name!r} has {topic.read_queues} queues to read: there is no queue {request.queue_id}",
+            )
+        if request.subscription is not None:
+            self._check_type(request.subscription)
+            return parse_selection(request.subscription)
+        members = self._registry.consumers.get(group.name)
+        if members is None:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_NOT_EXIST, f"no heartbeat has told of an instance of group {group.name!r}"
+            )
+        if members.model is MessageModel.BROADCASTING and not group.broadcasts:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not broadcast")
+        subscription = members.subscriptions.get(name)
+        if subscription is None:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_NOT_EXIST,
+                f"group {group.name!r} does not subscribe to topic {name!r}, said the last heartbeat: do all its "
+                "instances subscribe to the same topics?",
+            )
+        return self._selection_of(group.name, subscription)
+
+    def _selection_of(self, group: str, subscription: Subscription) -> Selection:
+        """What a group's subscription takes, made once."""
+        topic = subscription.topic
+        registration = None
+        if subscription.expression_type not in ("", "TAG"):
+            self._check_type(subscription)
+            registration = self._registrations.get(topic, group)
+            if registration is None:
+                raise BrokerError(
+                    ResponseCode.FILTER_DATA_NOT_EXIST,
+                    f"group {group!r} has no filter on topic {topic!r}: its expression did not compile",
+                )
+        made_of: object = registration or subscription
+        found = self._selected.get((group, topic))
+        if found is None or found[0] is not made_of:
+            if registration is None:
+                selection = parse_selection(subscription)
+            else:
+                selection = registered_selection(self._registrations, registration)
+            found = self._selected[group, topic] = made_of, selection
+        return found[1]
+
+    def _check_type(self, subscription: Subscription) -> None:
+        if subscription.expression_type not in ("", "TAG") and not self._store.config.enable_property_filter:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR,
+                f"filters of type {subscription.expression_type} are switched off: set enable_property_filter",
+            )
+
+    def _tell_moved(self, request: PullMessage, next_offset: int) -> None:
+        """Write down, as the original does, that a consumer asked for what is not there."""
+        event = {
+            "consumerGroup": request.group,
+            "messageQueue": {
+                "brokerName": self._broker_name,
+                "queueId": request.queue_id,
+                "topic": request.topic,
+            },
+            "offsetNew": next_offset,
+            "offsetRequest": request.queue_offset,
+        }
+        body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+        message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
+        message.properties["DELAY"] = "0"
+        self._sending.put(message, 0)
+
+
+def _status(result: ReadResult, queue_offset: int) -> PullStatus:
+    status = result.status
+    if status is GetStatus.FOUND:
+        return PullStatus.FOUND
+    if status in _MOVED:
+        return PullStatus.OFFSET_ILLEGAL
+    if status is GetStatus.NO_MESSAGE_IN_QUEUE:
+        return PullStatus.OFFSET_ILLEGAL if queue_offset else PullStatus.NO_NEW_MESSAGE
+    if status is GetStatus.OFFSET_OVERFLOW_ONE:
+        return PullStatus.NO_NEW_MESSAGE
+    return PullStatus.NO_MATCHED_MESSAGE  # there is more behind what was looked at

@@ -1,0 +1,126 @@
+"""Which clients there are: the groups they produce and consume for, and what each group subscribes to.
+
+Mirrors ``ConsumerManager``, ``ConsumerGroupInfo`` and ``ProducerManager``. A group has one set of subscriptions,
+whoever of its instances told them: of two for a topic the one with the larger version stays, and a heartbeat removes
+the topics that it does not name. In memory only; called under the runner's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from librmq.protocol import ConsumeFrom, ConsumerData, Endpoint, Heartbeat, MessageModel, Subscription
+
+__all__ = ["Changes", "ConsumerGroup", "Registry"]
+
+
+@dataclass(slots=True)
+class ConsumerGroup:
+    """A consumer group as its living instances have it."""
+
+    name: str
+    kind: str
+    model: MessageModel
+    consume_from: ConsumeFrom
+    clients: dict[str, Endpoint] = field(default_factory=dict)
+    """By client id, in the order in which they came."""
+    told: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
+    """What each client said last, by client id."""
+    subscriptions: dict[str, Subscription] = field(default_factory=dict)
+    """By topic."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """What a request changed."""
+
+    changed: list[str] = field(default_factory=list)
+    """Groups whose members or topics are others now."""
+    ended: list[str] = field(default_factory=list)
+    """Groups whose last member has left."""
+
+
+class Registry:
+    """The clients of one broker."""
+
+    def __init__(self) -> None:
+        self.consumers: dict[str, ConsumerGroup] = {}
+        """By group; those with a member."""
+        self.producers: dict[str, dict[str, Endpoint]] = {}
+        """By group and client id; those with a member."""
+
+    def heartbeat(self, beat: Heartbeat) -> Changes:
+        """Take what a client consists of, in place of what it said before."""
+        changes = Changes()
+        for name in beat.producer_groups:
+            self.producers.setdefault(name, {})[beat.client_id] = beat.client
+        self._leave_producers(beat.client_id, self.producers.keys() - beat.producer_groups)
+        for data in beat.consumers:
+            if self._join(beat.client_id, beat.client, data):
+                changes.changed.append(data.group)
+        told = {data.group for data in beat.consumers}
+        self._leave_consumers(beat.client_id, [name for name in self.consumers if name not in told], changes)
+        return changes
+
+    def leave(self, client_id: str, producer_group: str | None, consumer_group: str | None) -> Changes:
+        """A client leaves a group, as producer or consumer or both."""
+        changes = Changes()
+        if producer_group is not None:
+            self._leave_producers(client_id, [producer_group])
+        if consumer_group is not None:
+            self._leave_consumers(client_id, [consumer_group], changes)
+        return changes
+
+    def forget(self, client_id: str) -> Changes:
+        """A client is gone: it leaves all its groups."""
+        changes = Changes()
+        self._leave_producers(client_id, list(self.producers))
+        self._leave_consumers(client_id, list(self.consumers), changes)
+        return changes
+
+    def client_ids(self) -> tuple[str, ...]:
+        """The ids of all clients, sorted."""
+        ids = {client_id for clients in self.producers.values() for client_id in clients}
+        return tuple(sorted(ids.union(*(group.clients for group in self.consumers.values()))))
+
+    def _join(self, client_id: str, client: Endpoint, data: ConsumerData) -> bool:
+        """Note a consumer; whether its group is another now."""
+        group = self.consumers.get(data.group)
+        if group is None:
+            group = self.consumers[data.group] = ConsumerGroup(data.group, data.kind, data.model, data.consume_from)
+        group.kind, group.model, group.consume_from = data.kind, data.model, data.consume_from
+        is_new = client_id not in group.clients
+        group.clients[client_id] = client
+        group.told[client_id] = data.subscriptions
+        return _subscribe(group.subscriptions, data.subscriptions) or is_new
+
+    def _leave_producers(self, client_id: str, names: Iterable[str]) -> None:
+        for name in names:
+            clients = self.producers.get(name)
+            if clients is not None and clients.pop(client_id, None) is not None and not clients:
+                del self.producers[name]
+
+    def _leave_consumers(self, client_id: str, names: Iterable[str], changes: Changes) -> None:
+        for name in names:
+            group = self.consumers.get(name)
+            if group is None or group.clients.pop(client_id, None) is None:
+                continue
+            del group.told[client_id]
+            if group.clients:
+                changes.changed.append(name)
+            else:
+                del self.consumers[name]
+                changes.ended.append(name)
+
+
+def _subscribe(known: dict[str, Subscription], told: Mapping[str, Subscription]) -> bool:
+    """Take an instance's subscriptions into its group's; whether that has other topics now."""
+    before = known.keys() | ()
+    for topic, subscription in told.items():
+        old = known.get(topic)
+        if old is None or subscription.version > old.version:
+            known[topic] = subscription
+    for topic in before - told.keys():
+        del known[topic]
+    return known.keys() != before

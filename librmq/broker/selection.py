@@ -1,0 +1,82 @@
+"""What a subscription takes: for reading a queue, and for one message that arrives.
+
+Mirrors ``ExpressionMessageFilter``: tags by their hash, which leaves the exact text to consumers; SQL exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from librmq.codec import tags_code
+from librmq.errors import BrokerError, FilterSyntaxError
+from librmq.protocol import ResponseCode, Subscription
+
+if TYPE_CHECKING:
+    from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
+    from librmq.reading import MessageFilter
+
+__all__ = ["Selection", "parse_selection", "registered_selection"]
+
+
+class Selection:
+    """A subscription, ready to use. Immutable, thread-safe."""
+
+    __slots__ = ("_codes", "_sql", "matching")
+
+    def __init__(
+        self,
+        matching: MessageFilter | None,
+        tags: TagFilter | None = None,
+        sql: SqlFilter | Registration | None = None,
+    ) -> None:
+        self.matching = matching
+        """For `MessageStore.read`; None takes all."""
+        self._codes = None if tags is None or tags.takes_all else tags.codes
+        self._sql = sql
+
+    def takes(self, properties: Mapping[str, str]) -> bool:
+        """Whether a message with these properties would be read."""
+        if self._codes is not None:
+            tags = properties.get("TAGS")
+            return (tags_code(tags) if tags else 0) in self._codes
+        return self._sql is None or self._sql.matches(properties)
+
+
+ALL = Selection(None)
+
+
+@lru_cache(maxsize=1024)
+def _parse(expression: str, expression_type: str) -> Selection:
+    from librmq.filter import SqlFilter, TagFilter  # a grammar comes with it, which few need
+    from librmq.matching import BySql, ByTags
+
+    if expression_type == "SQL92":
+        sql = SqlFilter(expression)
+        return Selection(BySql(sql), sql=sql)
+    tags = TagFilter(expression)
+    return ALL if tags.takes_all else Selection(ByTags(tags, exact=False), tags)
+
+
+def parse_selection(subscription: Subscription) -> Selection:
+    """A subscription by its text; `BrokerError` if that can't be parsed."""
+    expression_type = subscription.expression_type or "TAG"
+    if expression_type == "TAG" and subscription.expression in ("*", ""):
+        return ALL
+    if expression_type not in ("TAG", "SQL92"):
+        raise BrokerError(
+            ResponseCode.SUBSCRIPTION_PARSE_FAILED,
+            f"topic {subscription.topic!r}: filters of type {expression_type!r} are not known",
+        )
+    try:
+        return _parse(subscription.expression, expression_type)
+    except FilterSyntaxError as error:
+        raise BrokerError(ResponseCode.SUBSCRIPTION_PARSE_FAILED, f"topic {subscription.topic!r}: {error}") from error
+
+
+def registered_selection(registrations: Registrations, registration: Registration) -> Selection:
+    """An SQL subscription that is registered: the bitmaps of the store help to read it."""
+    from librmq.matching import BySql
+
+    return Selection(BySql(registration, registrations), sql=registration)

@@ -1,0 +1,297 @@
+"""Storing messages: what a producer sends, what a consumer sends back, and what the broker writes itself.
+
+Mirrors ``SendMessageProcessor``. The properties of a stored message are those of the original, in its order. Appending
+takes no lock of the runner; only who waits for the message is told under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from librmq import codec
+from librmq.broker.groups import Groups
+from librmq.broker.holds import Holds
+from librmq.broker.settings import BrokerSettings
+from librmq.broker.topics import Topic, Topics
+from librmq.dispatch import parse_level
+from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
+from librmq.hosts import Host
+from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
+from librmq.metrics import Metrics
+from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
+from librmq.runner import Runner
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC, RETRY_PREFIX
+
+__all__ = ["Sending"]
+
+_CLUSTER: Final = "CLUSTER"
+_WAIT: Final = codec.PROPERTY_WAIT
+_DELAY: Final = codec.PROPERTY_DELAY
+_PREPARED: Final = "TRAN_MSG"
+_RETRY_TOPIC: Final = "RETRY_TOPIC"
+_ORIGIN_MESSAGE_ID: Final = "ORIGIN_MESSAGE_ID"
+_FIRST_RETRY_LEVEL: Final = 3
+_OK: Final = SendStatus.SEND_OK
+
+
+class Sending:
+    """The writing side of one broker. Thread-safe."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: MessageStore,
+        topics: Topics,
+        groups: Groups,
+        holds: Holds,
+        settings: BrokerSettings,
+        cluster_name: str,
+        delayed: Callable[[int, int], None],
+        prepared: Callable[[], None],
+        stored: Callable[[], None] | None,
+        metrics: Metrics | None,
+    ) -> None:
+        """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
+        ``prepared()`` of each half message; ``stored()``, unless None, of each message at all.
+        """
+        self._runner = runner
+        self._store = store
+        self._table = topics
+        self._topics = topics.known
+        self._groups = groups
+        self._held = holds.by_queue
+        self._holds = holds
+        self._cluster = cluster_name
+        self._delayed = delayed
+        self._prepared = prepared
+        self._stored = stored
+        self._metrics = metrics
+        self._waits = store.config.durability == "sync"
+        self._append = self._submit if self._waits else store.append
+        self._busy_after_ms = round(1000 * settings.busy_after_s)
+        self._stuck_at = -1  # the log's end when a write was last seen under way,
+        self._stuck_since = 0  # and when it was seen first
+        host = codec.encode_host(codec.parse_host(store.config.store_host))
+        self._id_prefix = host.hex().upper()
+
+    # ---- producers
+
+    def send(self, request: SendMessage) -> SendResponse:
+        """Store a message."""
+        message = request.message
+        name = message.topic
+        topic = self._topics.get(name)
+        if topic is None or not topic.is_sendable:
+            topic = self._for_send(name, request.default_queues)
+        queue_id = request.queue_id
+        if not 0 <= queue_id < topic.queues:
+            queue_id = _choose(topic, queue_id)
+        sys_flag = request.sys_flag | codec.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
+        properties = message.properties.copy()
+        properties[_CLUSTER] = self._cluster
+        wait = properties.pop(_WAIT, None)  # stored only where the original does
+        made = object.__new__(Message)  # of parts that were checked when the client made them
+        made.topic, made.body, made.flag, made.properties = name, message.body, message.flag, properties
+        stored_queue_id = queue_id
+        is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
+        if is_half:
+            stored_queue_id = 0
+            sys_flag = self._make_half(made, queue_id, sys_flag, wait)
+        elif topic.is_retry:
+            stored_queue_id = self._send_to_retry(made, queue_id, request)
+        if wait is not None and _DELAY in properties and parse_level(properties[_DELAY]) > 0:
+            properties[_WAIT] = wait
+        result = self.put(
+            made,
+            stored_queue_id,
+            request.born_timestamp_ms,
+            request.born_host,
+            sys_flag,
+            request.reconsume_times,
+        )
+        if is_half:
+            self._prepared()
+        status = _OK
+        if self._waits and (wait is None or wait.lower() == "true"):
+            try:
+                self._store.wait_for(result)
+            except FlushFailedError:
+                status = SendStatus.FLUSH_DISK_TIMEOUT  # it stands in the log: it may survive, or not
+        offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
+        return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
+
+    def send_batch(self, request: SendBatch) -> SendResponse:
+        """Store messages of one topic, side by side."""
+        if not request.messages:
+            raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "a batch needs at least one message")
+        first = request.messages[0]
+        topic = self._for_send(first.topic, request.default_queues)
+        queue_id = request.queue_id
+        if not 0 <= queue_id < topic.queues:
+            queue_id = _choose(topic, queue_id)
+        if self._store.is_writing():
+            self._check_busy(first.topic)
+        results = self._store.append_batch(
+            request.messages,
+            queue_id,
+            properties={_WAIT: first.properties.get(_WAIT, "true"), _CLUSTER: self._cluster},
+            born_timestamp_ms=request.born_timestamp_ms,
+            born_host=request.born_host,
+            sys_flag=codec.MULTI_TAGS if topic.is_multi_tag else 0,
+        )
+        for message, result in zip(request.messages, results, strict=True):
+            self.arrived(first.topic, queue_id, message.properties, result.size)
+        if self._stored is not None:
+            self._stored()
+        offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
+        return SendResponse(_OK, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
+
+    def _for_send(self, name: str, default_queues: int) -> Topic:
+        with self._runner.lock:
+            return self._table.for_send(name, default_queues)
+
+    def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
+        """Make a half message of one that a transaction decides about; gives its flags."""
+        properties = message.properties
+        if wait is not None:
+            properties[_WAIT] = wait
+        properties.pop(_DELAY, None)  # what is not decided can't be delayed
+        properties[codec.PROPERTY_REAL_TOPIC] = message.topic
+        properties[codec.PROPERTY_REAL_QUEUE_ID] = str(queue_id)
+        message.topic = HALF_TOPIC
+        return sys_flag & ~codec.TRANSACTION_MASK
+
+    def _send_to_retry(self, message: Message, queue_id: int, request: SendMessage) -> int:
+        """A consumer sends a message to its own retry topic: too often, and it is a dead letter. Gives the queue."""
+        with self._runner.lock:
+            group = self._groups.get(message.topic.removeprefix(RETRY_PREFIX))
+            most = group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
+            if request.reconsume_times < most:
+                return queue_id
+            message.topic = self._table.ensure(dead_letter_topic(group.name)).name
+            return 0
+
+    # ---- consumers
+
+    def send_back(self, request: SendBack) -> None:
+        """Store a message again on which a consumer failed: for later, or as dead letter."""
+        with self._runner.lock:
+            group = self._groups.get(request.group)
+            if group.retry_queues <= 0:
+                return
+            name = self._table.ensure(retry_topic(group.name), group.retry_queues).name
+        message = self._look_up(request.physical_offset)
+        times = message.reconsume_times
+        most = group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
+        properties = dict(message.properties)
+        properties.setdefault(_RETRY_TOPIC, message.topic)
+        properties[_WAIT] = "false"
+        is_dead = times >= most or request.delay_level < 0
+        if is_dead:
+            with self._runner.lock:
+                name = self._table.ensure(dead_letter_topic(group.name)).name
+            properties[_DELAY] = "0"
+        else:
+            properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
+        properties.setdefault(_ORIGIN_MESSAGE_ID, message.offset_id)
+        made = Message(name, message.stored_body, flag=message.flag)
+        made.properties = properties
+        self.put(
+            made,
+            0,
+            message.born_timestamp_ms,
+            message.born_host,
+            message.sys_flag,
+            times + 1,
+            store_host=message.store_host,
+        )
+        if self._metrics is not None:
+            kind = "dead_letters" if is_dead else "send_backs"
+            self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
+
+    def _look_up(self, physical_offset: int) -> StoredMessage:
+        try:
+            message = self._store.message_at(physical_offset)
+        except CorruptionError as error:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message stands there: {error}") from error
+        if message is None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message stands at physical offset {physical_offset}")
+        return message
+
+    # ---- storing
+
+    def put(
+        self,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int | None = None,
+        born_host: Host | None = None,
+        sys_flag: int = 0,
+        reconsume_times: int = 0,
+        store_host: Host | None = None,
+    ) -> AppendResult:
+        """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest.
+
+        Returns when it stands in the log's page cache, whatever the store's durability.
+        """
+        store = self._store
+        if store.is_writing():
+            self._check_busy(message.topic)
+        result = self._append(
+            message,
+            queue_id,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_host,
+            store_host=store_host,
+            sys_flag=sys_flag,
+            reconsume_times=reconsume_times,
+        )
+        self.announce(message.topic, queue_id, message.properties, result)
+        return result
+
+    def announce(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Tell whoever waits for a message that was stored for a queue; a delayed one waits itself."""
+        if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
+            with self._runner.lock:
+                self._delayed(level, result.store_timestamp_ms)
+            if self._metrics is not None:
+                self._metrics.count("delayed_in", level=str(self._store.levels.cap(level)))
+        else:
+            self.arrived(topic, queue_id, properties, result.size)
+        if self._stored is not None:
+            self._stored()
+
+    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
+        return self._store.submit(message, queue_id, **fields).result
+
+    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], size: int) -> None:
+        """Tell whoever waits for a message that it is in its queue; ``size`` is that of its record in bytes."""
+        if self._metrics is not None:
+            self._metrics.count("messages_in", topic=topic)
+            self._metrics.count("bytes_in", size, topic=topic)
+        if (topic, queue_id) in self._held:
+            with self._runner.lock:
+                self._holds.arrived((topic, queue_id), properties)
+
+    def _check_busy(self, topic: str) -> None:
+        """Somebody writes: refuse to queue up behind a write that has been under way for too long."""
+        now, end = self._runner.now_ms(), self._store.log.end
+        if end != self._stuck_at:
+            self._stuck_at, self._stuck_since = end, now
+        elif now - self._stuck_since > self._busy_after_ms:
+            if self._metrics is not None:
+                self._metrics.count("busy", topic=topic)
+            raise BrokerBusyError(
+                ResponseCode.SYSTEM_BUSY, f"the store is busy: a write has taken {now - self._stuck_since} ms so far"
+            )
+
+
+def _choose(topic: Topic, queue_id: int) -> int:
+    """The queue of a send that names none; `BrokerError` for one that is not there."""
+    if queue_id >= 0 or topic.queues == 0:
+        raise BrokerError(
+            ResponseCode.SYSTEM_ERROR, f"topic {topic.name!r} has {topic.queues} queues: there is no queue {queue_id}"
+        )
+    return topic.next_queue()

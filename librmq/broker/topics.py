@@ -1,0 +1,161 @@
+"""The topics of a broker: their queues and permissions, kept in ``topics.json``.
+
+Mirrors ``TopicConfigManager``. Whoever changes a topic holds the runner's lock; `Topics.known` is read without.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+from librmq.broker.settings import BrokerSettings
+from librmq.brokerconfig import ConfigTable, topic_row
+from librmq.errors import BrokerError, MessageIllegalError
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
+from librmq.topics import (
+    AUTO_CREATE_TOPIC,
+    NOT_FOR_SENDING,
+    OFFSET_MOVED_TOPIC,
+    RETRY_PREFIX,
+    SELF_TEST_TOPIC,
+    is_system_topic,
+    validate_client_topic,
+)
+
+__all__ = ["Topic", "Topics"]
+
+_READ_WRITE: Final = PERM_READ | PERM_WRITE
+_MOST_QUEUES: Final = 1 << 16
+_BENCHMARK_TOPIC: Final = "BenchmarkTest"
+
+
+class Topic:
+    """One topic as `Topics` has it. ``queues`` is what a queue id of a send must be below."""
+
+    __slots__ = (
+        "_turn",
+        "is_multi_tag",
+        "is_retry",
+        "is_sendable",
+        "name",
+        "permission",
+        "queues",
+        "read_queues",
+        "write_queues",
+    )
+
+    def __init__(self, name: str, row: dict[str, Any], is_sendable: bool) -> None:
+        self.name = name
+        self.read_queues: int = row.get("readQueueNums", 16)
+        self.write_queues: int = row.get("writeQueueNums", 16)
+        self.queues = max(self.read_queues, self.write_queues)
+        self.permission: int = row.get("perm", _READ_WRITE)
+        self.is_multi_tag = row.get("topicFilterType") == "MULTI_TAG"
+        self.is_retry = name.startswith(RETRY_PREFIX)
+        self.is_sendable = is_sendable
+        self._turn = itertools.count()  # counting is one step for the interpreter
+
+    def next_queue(self) -> int:
+        """The queue in turn, for a message whose sender leaves it to the broker."""
+        return next(self._turn) % max(self.write_queues, 1)
+
+
+class Topics:
+    """All topics of one broker."""
+
+    def __init__(
+        self,
+        table: ConfigTable,
+        settings: BrokerSettings,
+        broker_name: str,
+        cluster_name: str,
+        now_ms: Callable[[], int],
+        changed: Callable[[], None],
+    ) -> None:
+        """``changed()`` is called after each change."""
+        self._table = table
+        self._settings = settings
+        self._now_ms = now_ms
+        self._changed = changed
+        self._own = {AUTO_CREATE_TOPIC, broker_name, cluster_name, *NOT_FOR_SENDING}
+        queues = settings.default_topic_queues
+        defaults = [
+            (SELF_TEST_TOPIC, 1, _READ_WRITE),
+            *([(AUTO_CREATE_TOPIC, queues, _READ_WRITE | PERM_INHERIT)] if settings.auto_create_topic else []),
+            (_BENCHMARK_TOPIC, 1024, _READ_WRITE),
+            (cluster_name, 16, _READ_WRITE | PERM_INHERIT),
+            (broker_name, 1, _READ_WRITE | PERM_INHERIT),
+            (OFFSET_MOVED_TOPIC, 1, _READ_WRITE),
+            (SCHEDULE_TOPIC, 18, _READ_WRITE),
+            (f"{cluster_name}_REPLY_TOPIC", 1, _READ_WRITE),
+        ]
+        for name, count, permission in defaults:
+            table.rows.setdefault(name, topic_row(name, count, count, permission))
+        self.known: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
+        """By name."""
+
+    def _topic(self, name: str) -> Topic:
+        return Topic(name, self._table.rows[name], name not in self._own)
+
+    def for_send(self, name: str, default_queues: int) -> Topic:
+        """The topic that a message is sent to, made on demand with ``default_queues`` queues or the broker's default.
+
+        `MessageIllegalError` for what clients may not send to, `BrokerError` for a topic that is not there.
+        """
+        topic = self.known.get(name)
+        if topic is None:
+            topic = self._make(name, default_queues)
+        if not topic.is_sendable:
+            raise MessageIllegalError(f"topic {name!r} is the broker's own: nobody else sends to it")
+        return topic
+
+    def _make(self, name: str, default_queues: int) -> Topic:
+        validate_client_topic(name)
+        if name in self._own:
+            raise MessageIllegalError(f"topic {name!r} is the broker's own: nobody else sends to it")
+        default = self.known.get(AUTO_CREATE_TOPIC)
+        if self._settings.auto_create_topic and default is not None and default.permission & PERM_INHERIT:
+            queues = max(0, min(default_queues, default.write_queues))
+            return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
+        if name.startswith(RETRY_PREFIX):
+            return self._put(name, 1, 1, _READ_WRITE)
+        raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist, and is not made by a send")
+
+    def ensure(self, name: str, queues: int = 1) -> Topic:
+        """A topic of the broker's making, such as that of a group's retries."""
+        return self.known.get(name) or self._put(name, queues, queues, _READ_WRITE)
+
+    def set(self, name: str, read_queues: int, write_queues: int, permission: int) -> None:
+        """Make or change a topic by hand."""
+        validate_client_topic(name)
+        if name in self._own or is_system_topic(name):
+            raise MessageIllegalError(f"topic {name!r} is the broker's own")
+        for what, value, most in (
+            ("read_queues", read_queues, _MOST_QUEUES),
+            ("write_queues", write_queues, _MOST_QUEUES),
+            ("permission", permission, _READ_WRITE | PERM_INHERIT),
+        ):
+            if type(value) is not int or not 0 <= value <= most:
+                raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {most}, found {value!r:.80}")
+        self._put(name, read_queues, write_queues, permission)
+
+    def delete(self, name: str) -> None:
+        """Forget a topic; `BrokerError` for one that is not there, `MessageIllegalError` for the broker's own."""
+        if name in self._own or is_system_topic(name):
+            raise MessageIllegalError(f"topic {name!r} is the broker's own")
+        if self.known.pop(name, None) is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
+        self._table.remove(name)
+        self._table.persist(self._now_ms())
+        self._changed()
+
+    def _put(self, name: str, read_queues: int, write_queues: int, permission: int) -> Topic:
+        old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
+        asked = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
+        self._table.set(name, {**old, **asked})
+        self._table.persist(self._now_ms())
+        topic = self.known[name] = self._topic(name)
+        self._changed()
+        return topic

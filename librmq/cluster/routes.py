@@ -1,0 +1,182 @@
+"""Several brokers of one process behind one route, and how clients learn that one is gone.
+
+Mirrors what clients see of a name server: ``RouteInfoManager`` and ``MQClientInstance``::
+
+    a broker is closed   calls fail at once; its queues stay in the route until clients look again, every 30 s
+    it is killed         the same, 120 s later
+    it comes back        calls work again at once; queues that had left the route return when clients look again
+
+A name server and its polling are not there: what changes is known on the same grid of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from librmq.broker import Broker
+from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.protocol import Endpoint, QueueData, Request
+from librmq.runner import Runner, Step
+
+__all__ = ["RouteTable"]
+
+R = TypeVar("R")
+
+
+class _Link:
+    """The way to one broker, which may be cut."""
+
+    __slots__ = ("_call", "broker", "is_cut")
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.is_cut = False
+        self._call = broker.call
+
+    def call(self, request: Request[R], /) -> R:
+        if self.is_cut:
+            raise BrokerUnreachableError(f"{self.broker.name} can't be reached")
+        return self._call(request)
+
+    @property
+    def is_up(self) -> bool:
+        return not self.is_cut and not self.broker.dead
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A broker as clients know it."""
+
+    link: _Link
+    end_watch: Callable[[], None]
+    is_routed: bool = True
+    """Whether clients have its queues in their routes."""
+    was_up: bool = True
+    learnt_ms: int | None = field(default=None)
+    """When they learn that this has changed."""
+
+
+class RouteTable:
+    """A `Route` over brokers that share one runner. Thread-safe."""
+
+    def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
+        """``poll_s`` is how often clients look at the route, ``expiry_s`` how long a silent broker stays in it.
+
+        `ConfigError` for no broker, brokers with runners of their own, and two of one name.
+        """
+        if not brokers:
+            raise ConfigError("a route table needs at least one broker")
+        self.runner: Runner = brokers[0].runner
+        self._poll_ms = max(1, round(1000 * poll_s))
+        self._expiry_ms = round(1000 * expiry_s)
+        self._watchers: list[Callable[[], None]] = []
+        self._entries: dict[str, _Entry] = {}
+        self._step = Step("routes", self._learn)
+        for broker in brokers:
+            if broker.name in self._entries:
+                raise ConfigError(f"two brokers are named {broker.name!r}")
+            self.add(broker)
+
+    def add(self, broker: Broker) -> None:
+        """Take a broker, new or opened again under its name.
+
+        The first ones are known at once; in a table that is in use clients learn of a new one when they look next.
+        """
+        if broker.runner is not self.runner:
+            raise ConfigError(f"{broker.name} has a runner of its own: open all brokers of a route with one runner")
+        with self.runner.lock:
+            old = self._entries.get(broker.name)
+            if old is not None:
+                old.end_watch()
+            is_routed = old.is_routed if old is not None else not self._watchers
+            end_watch = broker.watch(self._changed)
+            entry = self._entries[broker.name] = _Entry(_Link(broker), end_watch, is_routed)
+            if not is_routed:
+                self._learn_at(entry, self.runner.now_ms())
+            self._tell()
+
+    def cut(self, broker_name: str) -> None:
+        """Let a broker be out of reach, as by a network that is down: it lives, and loses its clients."""
+        with self.runner.lock:
+            link = self._entry(broker_name).link
+            link.is_cut = True
+            for client_id in () if link.broker.dead else link.broker.client_ids():
+                link.broker.forget(client_id)
+            self._changed()
+
+    def restore(self, broker_name: str) -> None:
+        """Let a broker be within reach again."""
+        with self.runner.lock:
+            self._entry(broker_name).link.is_cut = False
+            self._changed()
+
+    def brokers(self) -> tuple[Broker, ...]:
+        """All brokers, by name; those that are closed too."""
+        return tuple(entry.link.broker for _, entry in sorted(self._entries.items()))
+
+    # ---- route
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """The brokers that have ``topic``, by name, those among them that clients do not know to be gone."""
+        entries = sorted(self._entries.items())
+        return tuple(data for _, one in entries if one.is_routed for data in one.link.broker.topic_route(topic))
+
+    def broker_names(self) -> tuple[str, ...]:
+        """The brokers that can be reached, sorted."""
+        return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and entry.link.is_up))
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """The broker of that name; its calls raise `BrokerUnreachableError` while it is down."""
+        return self._entry(broker_name).link
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Have ``changed`` called, under the runner's lock, when brokers, topics or their queues change."""
+
+        def end() -> None:
+            if changed in self._watchers:
+                self._watchers.remove(changed)
+
+        self._watchers.append(changed)
+        return end
+
+    # ---- details
+
+    def _entry(self, broker_name: str) -> _Entry:
+        entry = self._entries.get(broker_name)
+        if entry is None:
+            raise NoRouteError(f"there is no broker {broker_name!r}; known are {', '.join(sorted(self._entries))}")
+        return entry
+
+    def _changed(self) -> None:
+        """Something about a broker is another now: what it has, or whether it is there."""
+        now = self.runner.now_ms()
+        for entry in self._entries.values():
+            is_up = entry.link.is_up
+            if is_up != entry.was_up:
+                entry.was_up = is_up
+                if is_up == entry.is_routed:
+                    entry.learnt_ms = None  # back before anybody missed it
+                else:
+                    said_so = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
+                    self._learn_at(entry, now if said_so else now + self._expiry_ms)
+        self._tell()
+
+    def _learn_at(self, entry: _Entry, known_ms: int) -> None:
+        """Clients learn at their next look what the name server knows from ``known_ms`` on."""
+        entry.learnt_ms = known_ms - known_ms % self._poll_ms + self._poll_ms
+        self.runner.wake(self._step, entry.learnt_ms)
+
+    def _learn(self, now_ms: int) -> int | None:
+        changed = False
+        for entry in self._entries.values():
+            if entry.learnt_ms is not None and entry.learnt_ms <= now_ms:
+                entry.is_routed, entry.learnt_ms, changed = entry.link.is_up, None, True
+        if changed:
+            self._tell()
+        return min((entry.learnt_ms for entry in self._entries.values() if entry.learnt_ms is not None), default=None)
+
+    def _tell(self) -> None:
+        for changed in list(self._watchers):
+            changed()

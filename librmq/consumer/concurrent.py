@@ -1,0 +1,199 @@
+"""Concurrent consumption: as many listeners at once as there are threads, in any order.
+
+Mirrors ``ConsumeMessageConcurrentlyService``. ``threads`` is a count of listeners at work: where one ends, the next
+begins, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.delivery import Delivery, Listener
+from librmq.consumer.held import HeldQueue
+from librmq.consumer.rebalancing import next_on_grid
+from librmq.errors import RmqError
+from librmq.listener import ReconsumeLater
+from librmq.protocol import MessageModel, SendBack
+from librmq.runner import Step
+
+if TYPE_CHECKING:
+    from librmq.consumer.push import PushConsumer
+
+__all__ = ["ConcurrentDelivery"]
+
+AGAIN_MS: Final = 5_000
+"""A message that could not be sent back is delivered again after so long."""
+EXPIRED_LEVEL: Final = 3
+MOST_EXPIRED: Final = 16
+
+_log = logging.getLogger("librmq.consumer")
+
+
+class _Pulled:
+    """Messages of one pull that have not begun; a batch is never of two pulls."""
+
+    __slots__ = ("again", "count", "held")
+
+    def __init__(self, held: HeldQueue, count: int, again: list[DeliveredMessage] | None = None) -> None:
+        self.held = held
+        self.count = count
+        self.again = again
+        """Messages that have begun before, instead."""
+
+
+class ConcurrentDelivery(Delivery):
+    """Calls listeners in the order in which messages were pulled, many at once. Called under the runner's lock."""
+
+    def __init__(self, consumer: PushConsumer) -> None:
+        super().__init__(consumer)
+        self._pulled: deque[_Pulled] = deque()
+        self._again: deque[tuple[int, _Pulled]] = deque()
+        self._timeout_ms = max(1, round(self.config.consume_timeout * 1000))
+        self._started_ms = 0
+        self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
+        self._delivering_again = Step(f"{consumer.label} deliver again", self._deliver_again, consumer.client)
+
+    def start(self) -> None:
+        self._started_ms = self.runner.now_ms()
+
+    def max_times(self) -> int | None:
+        return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
+
+    def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+        self._pulled.append(_Pulled(held, count))
+        self._begin(now_ms)
+
+    def _begin(self, now_ms: int) -> None:
+        pulled, most, batch = self._pulled, self.config.threads, self.config.batch_size
+        if self.consumer.stopping:
+            pulled.clear()
+            return
+        while pulled and self.running < most:
+            next_one = pulled[0]
+            held = next_one.held
+            if held.dropped:
+                pulled.popleft()
+                continue
+            if next_one.again is not None:
+                messages = next_one.again
+                pulled.popleft()
+            else:
+                messages = held.messages.take(min(batch, next_one.count))
+                next_one.count -= len(messages)
+                if next_one.count <= 0 or not messages:
+                    pulled.popleft()
+                if not messages:
+                    continue
+            for message in messages:
+                message.consume_start_timestamp_ms = now_ms
+            if self._expiring.at is None:
+                self.runner.wake(self._expiring, next_on_grid(now_ms, self._started_ms, self._timeout_ms))
+            self.submit(held, messages, self._done)
+
+    def _done(
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
+    ) -> None:
+        self.ended()
+        if not held.dropped:
+            consumed = 0
+            if isinstance(error, ReconsumeLater) and listener.as_list:
+                consumed = min(max(0, error.consumed), len(messages))
+            if error is None:
+                try:
+                    consumed = listener.acknowledged(result, len(messages)) + 1
+                except ValueError as refused:
+                    error = refused
+            self._apply(held, messages, consumed, error)
+        self._begin(self.runner.now_ms())
+
+    def _apply(self, held: HeldQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None) -> None:
+        self.counts.consumed += consumed
+        self.count(held, consumed, "success")
+        ended: Sequence[DeliveredMessage] = messages
+        if consumed < len(messages):
+            failed = messages[consumed:]
+            self.counts.failed += len(failed)
+            self.count(held, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+            self.log_failure(held, failed, error)
+            if self.config.model is MessageModel.BROADCASTING:
+                self.counts.dropped += len(failed)
+            else:
+                level = error.delay_level if isinstance(error, ReconsumeLater) else 0
+                kept = [message for message in failed if not self._send_back(held, message, level)]
+                if kept:
+                    ended = [message for message in messages if message not in kept]
+                    self._later(held, kept)
+        progress = held.messages.remove(ended)
+        if progress is not None and (held.progress is None or progress > held.progress):
+            self.consumer.progressed(held, progress)
+        if held.throttled:
+            self.consumer.pulling.less_is_held(held)
+
+    def _send_back(self, held: HeldQueue, message: DeliveredMessage, level: int) -> bool:
+        consumer = self.consumer
+        request = SendBack(
+            consumer.group,
+            message.physical_offset,
+            level,
+            self.config.max_reconsume_times,
+            message.topic,
+            message.origin_message_id,
+        )
+        try:
+            consumer.client.endpoint(held.queue.broker_name).call(request)
+        except RmqError as error:
+            _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
+            return False
+        self.counts.sent_back += 1
+        return True
+
+    # ---- what could not be sent back
+
+    def _later(self, held: HeldQueue, messages: list[DeliveredMessage]) -> None:
+        for message in messages:
+            message.failed_again()
+        due_ms = self.runner.now_ms() + AGAIN_MS
+        batch = self.config.batch_size
+        for at in range(0, len(messages), batch):
+            again = messages[at : at + batch]
+            self._again.append((due_ms, _Pulled(held, len(again), again)))
+        self.runner.wake(self._delivering_again, self._again[0][0])
+
+    def _deliver_again(self, now_ms: int) -> int | None:
+        while self._again and self._again[0][0] <= now_ms:
+            self._pulled.append(self._again.popleft()[1])
+        self._begin(now_ms)
+        return self._again[0][0] if self._again else None
+
+    # ---- consume timeout
+
+    def _expire(self, now_ms: int) -> int | None:
+        """Send back what the first listeners of each queue have had for too long; looked at once in that time."""
+        if self.consumer.stopping:
+            return None
+        for held in list(self.consumer.held.values()):
+            for _ in range(MOST_EXPIRED):
+                first = held.messages.first_begun()
+                started_ms = None if first is None else first.consume_start_timestamp_ms
+                if first is None or held.dropped or started_ms is None or now_ms - started_ms <= self._timeout_ms:
+                    break
+                _log.warning("%s: timeout of %s at %d", self.consumer.label, held.label, first.queue_offset)
+                if not self._send_back(held, first, EXPIRED_LEVEL):
+                    break
+                held.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
+                if held.throttled:
+                    self.consumer.pulling.less_is_held(held)
+                elif not len(held.messages):
+                    self.runner.wake(held.pull)
+        if any(held.messages.begun for held in self.consumer.held.values()):
+            return next_on_grid(now_ms, self._started_ms, self._timeout_ms)
+        return None

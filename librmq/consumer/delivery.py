@@ -1,0 +1,258 @@
+"""What concurrent and orderly consumption share: listeners, one call of one, hooks, counts.
+
+Delivery is three steps: begin (messages are claimed, under the lock), the listener runs (without it), its outcome is
+applied (under the lock). Whatever happens between them, a rebalance for one, is an ordinary schedule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.held import HeldQueue
+from librmq.listener import ReconsumeLater, SuspendQueue
+from librmq.message import MessageQueue
+from librmq.metrics import Metrics
+from librmq.runner import Work
+
+if TYPE_CHECKING:
+    from librmq.consumer.push import PushConsumer
+
+__all__ = ["BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts", "Delivery", "Listener"]
+
+_log = logging.getLogger("librmq.consumer")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A function to which messages of a topic are brought."""
+
+    function: Callable[[Any], Any]
+    as_list: bool
+    must_return: bool
+    is_async: bool
+
+    def acknowledged(self, result: object, count: int) -> int:
+        """The index of the last of ``count`` messages that is consumed by what the function returned, -1 for none.
+
+        ``ValueError`` for an index below -1, which the original's client fails on.
+        """
+        if self.as_list and isinstance(result, int) and not isinstance(result, bool):
+            if result < -1:
+                raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
+            return min(result, count - 1)
+        if self.must_return and result is not True:
+            return -1
+        return count - 1
+
+
+class ConsumeContext(NamedTuple):
+    """What a hook sees of a delivery."""
+
+    group: str
+    queue: MessageQueue
+    messages: Sequence[DeliveredMessage]
+
+
+ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
+"""Called before a listener; what it returns is called after it, with what that returned or raised.
+
+As user code: what a hook raises counts as a failure of the listener."""
+
+
+class BlockedQueue(NamedTuple):
+    """An orderly queue whose first message fails again and again."""
+
+    queue: MessageQueue
+    queue_offset: int
+    message_id: str
+    reconsume_times: int
+
+
+@dataclass(slots=True)
+class ConsumerCounts:
+    """What a consumer has done so far, in messages."""
+
+    delivered: int = 0
+    consumed: int = 0
+    failed: int = 0
+    sent_back: int = 0
+    dropped: int = 0
+    """Failures in broadcasting, which nobody repeats."""
+
+
+class Delivery:
+    """Brings messages that were pulled to listeners. Called under the runner's lock."""
+
+    def __init__(self, consumer: PushConsumer) -> None:
+        self.consumer = consumer
+        self.config = consumer.config
+        self.runner = consumer.runner
+        self.running = 0
+        """The listeners that are at work, or about to be."""
+        self.counts = ConsumerCounts()
+        self._ended: threading.Event | None = None
+
+    def start(self) -> None:
+        """The consumer has joined its group."""
+
+    def stop(self) -> threading.Event | None:
+        """Begin nothing new; gives what is set when all listeners have ended, None if none is at work."""
+        if not self.running:
+            return None
+        self._ended = threading.Event()
+        return self._ended
+
+    def end(self) -> None:
+        """The consumer is about to leave its group."""
+
+    def lock(self, queue: MessageQueue) -> bool:
+        """Whether the queue may be taken."""
+        return True
+
+    def take(self, held: HeldQueue) -> None:
+        """A queue was taken."""
+
+    def give_up(self, held: HeldQueue, now_ms: int) -> bool:
+        """A queue was dropped; whether it may be given up now."""
+        return True
+
+    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the progress of the queue may be stored."""
+        return True
+
+    def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the queue may be pulled; if not, its pull is woken when it may."""
+        return True
+
+    def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+        """So many messages were added to a queue."""
+        raise NotImplementedError
+
+    def blocked(self) -> list[BlockedQueue]:
+        """Queues that rest since their first message fails."""
+        return []
+
+    def max_times(self) -> int | None:
+        """Redeliveries before a message becomes a dead letter; None: no end."""
+        raise NotImplementedError
+
+    # ---- one call
+
+    def submit(
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
+    ) -> None:
+        """Let the listener run; ``done`` gets what it returned or raised."""
+        consumer = self.consumer
+        first = messages[0]
+        topic = first.topic if held.is_retry else held.queue.topic
+        listener = consumer.listeners.get(topic)
+        if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
+            listener = _unknown(topic)
+        self.running += 1
+        self.counts.delivered += len(messages)
+        broker_name = held.queue.broker_name
+        self.runner.submit(
+            Work(
+                f"{consumer.label} {held.label} {first.queue_offset}",
+                partial(self._call, listener, held, messages),
+                partial(done, held, messages, listener),
+                consumer.client,
+                loop=consumer.loop,
+                about=[(broker_name, message.physical_offset) for message in messages],
+            )
+        )
+
+    def ended(self) -> None:
+        """A listener has ended."""
+        self.running -= 1
+        if self._ended is not None and not self.running:
+            self._ended.set()
+
+    def _call(self, listener: Listener, held: HeldQueue, messages: list[DeliveredMessage]) -> object:
+        """As user code, without the lock."""
+        if held.dropped:
+            return None  # what comes of it is ignored
+        consumer = self.consumer
+        metrics = consumer.metrics
+        if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
+            return listener.function(messages if listener.as_list else messages[0])
+        most = self.max_times()
+        if consumer.before_last_attempt is not None and most is not None:
+            for message in messages:
+                if message.reconsume_times >= most:
+                    consumer.before_last_attempt(message)
+        context = ConsumeContext(consumer.group, held.queue, tuple(messages))
+        after = [then for hook in consumer.hooks if (then := hook(context)) is not None]
+        if metrics is not None:
+            after.append(self._stopwatch(messages[0].topic, metrics))
+        try:
+            result = listener.function(messages if listener.as_list else messages[0])
+        except Exception as error:
+            for then in after:
+                then(None, error)
+            raise
+        if inspect.iscoroutine(result):
+            return _after(result, after)
+        for then in after:
+            then(result, None)
+        return result
+
+    def _stopwatch(self, topic: str, metrics: Metrics) -> Callable[[object, Exception | None], None]:
+        clock = self.runner.clock
+        begin = clock.monotonic()
+        group = self.consumer.group
+        return lambda result, error: metrics.count(
+            "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
+        )
+
+    def count(self, held: HeldQueue, count: int, result: str) -> None:
+        """Count messages by what came of them."""
+        if count and self.consumer.metrics is not None:
+            topic, group = held.queue.topic, self.consumer.group
+            self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
+
+    def log_failure(self, held: HeldQueue, messages: Sequence[DeliveredMessage], error: Exception | None) -> None:
+        """Once for each failure, with its address."""
+        first = messages[0]
+        label = self.consumer.label
+        where = f"{held.label} at {first.queue_offset} ({first.message_id})"
+        fields = {
+            "rmq_group": self.consumer.group,
+            "rmq_topic": first.topic,
+            "rmq_queue": str(held.queue),
+            "rmq_queue_offset": first.queue_offset,
+            "rmq_message_id": first.message_id,
+        }
+        if error is None or isinstance(error, ReconsumeLater | SuspendQueue):
+            _log.info("%s: later: %s %s", label, where, error or "", extra=fields)
+        else:
+            _log.warning("%s: the listener failed on %s", label, where, exc_info=error, extra=fields)
+
+
+async def _after(result: Awaitable[object], after: list[Callable[[object, Exception | None], None]]) -> object:
+    try:
+        value = await result
+    except Exception as error:
+        for then in after:
+            then(None, error)
+        raise
+    for then in after:
+        then(value, None)
+    return value
+
+
+def _unknown(topic: str) -> Listener:
+    def fail(messages: object) -> None:
+        raise LookupError(f"this instance has no listener for topic {topic!r}")
+
+    return Listener(fail, False, False, False)

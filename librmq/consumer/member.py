@@ -1,0 +1,282 @@
+"""What push and pull consumers share: one instance of a group, its subscriptions, queues, progress and life."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Generic, Self, TypeVar, cast
+
+from librmq.client import Client, LifeCycle
+from librmq.consumer.config import ConsumerConfig
+from librmq.consumer.held import HeldQueue
+from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
+from librmq.consumer.rebalancing import Rebalancing, next_on_grid
+from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
+from librmq.message import MessageQueue, validate_client_topic
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    PERM_READ,
+    ConsumerData,
+    ConsumerOffsets,
+    ConsumersChanged,
+    GroupSubscriptions,
+    MessageModel,
+    Request,
+    ResetOffsets,
+    Route,
+    Subscription,
+)
+from librmq.rebalance import refuse_differences
+from librmq.runner import Runner, Step
+from librmq.topics import retry_topic, validate_group
+
+__all__ = ["Member"]
+
+C = TypeVar("C", bound=ConsumerConfig)
+R = TypeVar("R")
+
+FIRST_SAVE_MS: Final = 10_000
+SAVE_INTERVAL_MS: Final = 5_000
+
+_log = logging.getLogger("librmq.consumer")
+
+
+class Member(Generic[C]):
+    """One instance of a consumer group. Its state is changed under the runner's lock."""
+
+    kind: str
+    """``push`` or ``pull``."""
+
+    def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
+        validate_group(group)
+        if client is not None and instance_name is not None:
+            raise ConfigError("instance_name: the client that was given has one")
+        self.group = group
+        self.config = config
+        self.route = route
+        self.runner: Runner = route.runner
+        self.client = client or Client(route, instance_name=instance_name)
+        name = self.client.client_id.partition("@")[2] if self.client.has_stable_name else ""
+        self.label = f"{group}@{name}" if name else group
+        """Group and instance, the same from run to run."""
+        self.subscriptions: dict[str, Subscription] = {}
+        """By topic."""
+        self.filters: dict[str, TagFilter] = {}
+        """By topic, where only some tags are asked for: the exact check."""
+        self.held: dict[MessageQueue, HeldQueue] = {}
+        """The queues that this instance has at the moment, dropped ones until they are given up."""
+        self.stopping = False
+        """Shutting down: nothing new begins."""
+        self.offsets: Offsets
+        self.metrics: Metrics | None = None
+        self.rebalancing = Rebalancing(self, self._take, self._give_up, self._lock)
+        self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
+        self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
+        self._started_ms = 0
+        self._times_forgotten = self.client.times_forgotten
+
+    # ---- what the two kinds do differently
+
+    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+        """A queue that is about to be taken."""
+        raise NotImplementedError
+
+    @property
+    def shares_queues(self) -> bool:
+        """Whether rebalancing says which queues are held."""
+        return True
+
+    def _take(self, held: HeldQueue) -> None:
+        raise NotImplementedError
+
+    def _give_up(self, held: HeldQueue, now_ms: int) -> bool:
+        self._save((held,))
+        return True
+
+    def _may_store(self, held: HeldQueue) -> bool:
+        """Whether the progress of a queue is this instance's to tell."""
+        return True
+
+    def _lock(self, queue: MessageQueue) -> bool:
+        return True
+
+    def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
+        raise NotImplementedError
+
+    # ---- subscriptions
+
+    def _subscription(self, topic: str, tags: str | None, sql: str | None) -> tuple[Subscription, TagFilter | None]:
+        """A subscription, and its exact check; `FilterSyntaxError` for an expression that does not compile."""
+        validate_client_topic(topic)
+        if tags is not None and sql is not None:
+            raise ConfigError(f"topic {topic!r}: either tags or sql")
+        now_ms = self.runner.now_ms()
+        if sql is not None:
+            SqlFilter(sql)
+            return Subscription(topic, sql, SQL92, now_ms), None
+        tag_filter = TagFilter(tags)
+        return Subscription(topic, tag_filter.expression, TAG, now_ms), tag_filter if tag_filter.tags else None
+
+    def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
+        with self.runner.lock:
+            self.subscriptions[subscription.topic] = subscription
+            self.filters.pop(subscription.topic, None)
+            if tag_filter is not None:
+                self.filters[subscription.topic] = tag_filter
+            if self.is_running:
+                self.client.beat()
+                self.rebalancing.wake()
+
+    # ---- life
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not shut down."""
+        return self._life.state.value == "running"
+
+    def _start(self) -> None:
+        config = self.config
+        if config.model is MessageModel.CLUSTERING:
+            self.offsets = BrokerOffsets(self.client, self.group)
+            if self.kind == "push":
+                retries = retry_topic(self.group)
+                self.subscriptions[retries] = Subscription(retries, version=self.runner.now_ms())
+        else:
+            if not self.client.has_stable_name:
+                _log.warning("%s: broadcasting without an instance_name: its progress is lost at the end", self.label)
+            folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
+            self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files)
+        if config.guard:
+            self._refuse_to_differ()
+        self._started_ms = self.runner.now_ms()
+        self.client.join(self)
+        self.rebalancing.start()
+
+    def _refuse_to_differ(self) -> None:
+        group: dict[str, dict[str, tuple[str, str]]] = {}
+        for name in self.route.broker_names():
+            for client_id, subscriptions in self.client.endpoint(name).call(GroupSubscriptions(self.group)).items():
+                group.setdefault(client_id, {}).update(_comparable(subscriptions))
+        group[self.client.client_id] = _comparable(self.subscriptions)
+        refuse_differences(self.group, group)
+
+    def _stop(self, timeout: float | None, ended: threading.Event | None) -> bool:
+        """Wait for what runs, save, leave; without the lock. Whether all has ended in time."""
+        in_time = True
+        if ended is not None:
+            seconds = self.config.shutdown_timeout if timeout is None else timeout
+            in_time = self.runner.clock.wait(ended, seconds)
+        with self.runner.lock:
+            self._save(self.held.values())
+            self._end()
+            for held in self.held.values():
+                held.dropped = True
+            self.held.clear()
+            self.client.leave(self)
+        return in_time
+
+    def _end(self) -> None:
+        """Give back what the brokers keep for this instance."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def start(self) -> Self:
+        """Join the group and begin. `ClientStateError` for a second start."""
+        with self.runner.lock:
+            self._life.start(self._start)
+        return self
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Leave the group in order."""
+        raise NotImplementedError
+
+    # ---- progress
+
+    def progressed(self, held: HeldQueue, progress: int) -> None:
+        """Note how far a queue has come; it is stored soon."""
+        held.progress = progress
+        if self._saving.at is None:
+            self.save_soon()
+
+    def save_soon(self) -> None:
+        """Store progress at the next of the times for it: 10 s after the start, then every 5 s."""
+        first_ms = self._started_ms + FIRST_SAVE_MS
+        self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
+
+    def _save_due(self, now_ms: int) -> int | None:
+        if self.stopping or self._save(self.held.values()):
+            return None
+        return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+
+    def _save(self, queues: Iterable[HeldQueue]) -> bool:
+        """Store what is not stored yet; whether all is."""
+        changed = [held for held in queues if held.progress is not None and held.progress != held.told]
+        return self.offsets.save([held for held in changed if self._may_store(held)])
+
+    def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
+        """How far the queues held have come: the offset of the next message to be consumed."""
+        with self.runner.lock:
+            return {
+                queue: held.progress
+                for queue, held in self.held.items()
+                if held.progress is not None and topic in (None, queue.topic)
+            }
+
+    # ---- what brokers ask
+
+    def consumer_data(self) -> ConsumerData | None:
+        """What heartbeats tell of this instance."""
+        config = self.config
+        return ConsumerData(self.group, self.kind, config.model, config.consume_from, dict(self.subscriptions))
+
+    def answer(self, request: Request[R], /) -> R:
+        """A broker's request; under the runner's lock."""
+        result: Any = None
+        if isinstance(request, ConsumersChanged):
+            self._routes_changed()
+            self.rebalancing.wake()
+        elif isinstance(request, ResetOffsets):
+            self._reset(request.topic, request.offsets)
+        elif isinstance(request, ConsumerOffsets):
+            result = self.progress(request.topic)
+        else:
+            raise ClientStateError(f"{self._life.what} answers no {type(request).__name__}")
+        return cast(R, result)
+
+    def _routes_changed(self) -> None:
+        """A broker that was opened anew, or has forgotten this client, knows neither pulls nor what it was told."""
+        forgotten = self.client.times_forgotten != self._times_forgotten
+        self._times_forgotten = self.client.times_forgotten
+        names = self.route.broker_names()
+        for held in self.held.values():
+            name = held.queue.broker_name
+            if forgotten or (name in names and self.client.endpoint(name) is not held.endpoint):
+                held.told = None
+                if held.pull.at is None and not held.dropped and not held.throttled:
+                    self.runner.wake(held.pull)
+                if self._saving.at is None:
+                    self.save_soon()
+
+    def queues(self, topic: str) -> list[MessageQueue]:
+        """All queues of a topic that can be read, sorted."""
+        return sorted(
+            MessageQueue(topic, data.broker_name, number)
+            for data in self.route.topic_route(topic)
+            if data.permission & PERM_READ
+            for number in range(data.read_queues)
+        )
+
+    def _tell(self, what: str, error: RmqError) -> None:
+        _log.warning("%s: %s: %s", self.label, what, error)
+
+
+def _comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, tuple[str, str]]:
+    return {topic: (of.expression_type, of.expression) for topic, of in subscriptions.items()}

@@ -1,0 +1,132 @@
+"""Where a group's progress is kept: at the brokers (clustering), or in a file of the client's (broadcasting).
+
+::
+
+    <folder>/<client id>/<group>/offsets.json    {"offsetTable": {{"brokerName", "queueId", "topic"}: queue offset, …}}
+    <folder>/<client id>/<group>/offsets.json.bak                as it was before
+
+Mirrors ``RemoteBrokerOffsetStore`` and ``LocalFileOffsetStore``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Protocol
+
+from librmq.brokerjson import ObjectKey, dumps, loads
+from librmq.client import Client
+from librmq.consumer.held import HeldQueue
+from librmq.errors import ConfigError, MalformedError, RmqError
+from librmq.files import Files, make_folders
+from librmq.message import MessageQueue
+from librmq.protocol import QueryOffset, UpdateOffset
+
+__all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
+
+_log = logging.getLogger("librmq.consumer")
+
+
+class Offsets(Protocol):
+    """Keeps the progress of one instance of a group. Called under the runner's lock."""
+
+    def read(self, queue: MessageQueue) -> int | None:
+        """The stored progress; None if there is none. `RmqError` if that can't be found out."""
+        ...
+
+    def save(self, held: Iterable[HeldQueue]) -> bool:
+        """Store progress that is not stored yet; whether all of it is."""
+        ...
+
+
+class BrokerOffsets:
+    """Progress at the brokers, for all instances of the group."""
+
+    def __init__(self, client: Client, group: str) -> None:
+        self._client = client
+        self._group = group
+
+    def read(self, queue: MessageQueue) -> int | None:
+        request = QueryOffset(self._group, queue.topic, queue.queue_id)
+        return self._client.endpoint(queue.broker_name).call(request)
+
+    def save(self, held: Iterable[HeldQueue]) -> bool:
+        all_stored = True
+        for one in held:
+            progress, queue = one.progress, one.queue
+            if progress is None or progress == one.told:
+                continue
+            try:
+                request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
+                self._client.endpoint(queue.broker_name).call(request)
+            except RmqError as error:
+                _log.warning("%s: progress %d of %s is not stored: %s", self._group, progress, one.label, error)
+                all_stored = False
+            else:
+                one.told = progress
+        return all_stored
+
+
+class LocalOffsets:
+    """Progress in a file, for this client alone."""
+
+    def __init__(self, folder: str, client_id: str, group: str, files: Files) -> None:
+        """`MalformedError` if neither the file nor what it was before can be read."""
+        if os.path.basename(client_id) != client_id:
+            raise ConfigError(f"instance_name: {client_id!r} is no name of a folder")
+        self.path = os.path.join(folder, client_id, group, "offsets.json")
+        self._files = files
+        self._table = self._load()
+
+    def _load(self) -> dict[MessageQueue, int]:
+        problem: MalformedError | None = None
+        for path in (self.path, self.path + ".bak"):
+            if self._files.size(path):
+                try:
+                    return _table(loads(self._files.read(path)))
+                except MalformedError as error:
+                    _log.warning("%s: %s", path, error)
+                    problem = problem or MalformedError(f"{path}: {error}")
+        if problem is not None:
+            raise problem
+        return {}
+
+    def read(self, queue: MessageQueue) -> int | None:
+        return self._table.get(queue)
+
+    def save(self, held: Iterable[HeldQueue]) -> bool:
+        changed = False
+        queues = list(held)
+        for one in queues:
+            if one.progress is not None and one.progress != one.told:
+                self._table[one.queue] = one.told = one.progress
+                changed = True
+        if changed:
+            rows = {
+                ObjectKey(
+                    (("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))
+                ): offset
+                for queue, offset in sorted(self._table.items())
+            }
+            make_folders(self._files, os.path.dirname(self.path))
+            if self._files.size(self.path):
+                self._files.write(self.path + ".bak", self._files.read(self.path))
+            self._files.write(self.path, dumps({"offsetTable": rows}).encode())
+        return True
+
+
+def _table(document: object) -> dict[MessageQueue, int]:
+    rows = document.get("offsetTable") if isinstance(document, dict) else None
+    if not isinstance(rows, dict):
+        raise MalformedError("expected an object with an offsetTable")
+    table = {}
+    for key, queue_offset in rows.items():
+        fields = dict(key) if isinstance(key, ObjectKey) else {}
+        topic, broker_name, queue_id = (fields.get(name) for name in ("topic", "brokerName", "queueId"))
+        if not (isinstance(topic, str) and isinstance(broker_name, str) and isinstance(queue_id, int)):
+            raise MalformedError(f"offsetTable: {key!r:.200} is no queue")
+        if not isinstance(queue_offset, int) or isinstance(queue_offset, bool) or queue_offset < 0:
+            raise MalformedError(f"offsetTable: {queue_offset!r:.200} is no queue offset")
+        table[MessageQueue(topic, broker_name, queue_id)] = queue_offset
+    return table

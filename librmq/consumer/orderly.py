@@ -1,0 +1,439 @@
+"""Orderly consumption: of each queue one call at a time, in order, under a lock of the queue at its broker.
+
+::
+
+    broker's lock      of group, queue and client; ends 60 s after it was last renewed
+    trusted            for 30 s after it was renewed; renewed on a grid of 20 s that begins 1 s after the start
+    one call a queue   ``HeldQueue.delivering``: nothing else of the queue begins
+    consume lock       a queue is not given up while its listener runs, unless that takes over 1 s: then the next
+                       rebalance tries again
+
+A failure below the maximum lets the queue rest and calls again; at the maximum the message is sent back by the client
+itself and becomes a dead letter. Locks are renewed by time only while messages are held; else where they are needed
+next. Mirrors ``ConsumeMessageOrderlyService``, ``RebalancePushImpl`` and ``MessageQueueLock``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from librmq.codec import (
+    PROPERTY_DELAY,
+    PROPERTY_MAX_RECONSUME_TIMES,
+    PROPERTY_ORIGIN_MESSAGE_ID,
+    PROPERTY_RECONSUME_TIME,
+    PROPERTY_RETRY_TOPIC,
+    PROPERTY_TRANSACTION_PREPARED,
+)
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.delivery import BlockedQueue, Delivery, Listener
+from librmq.consumer.held import HeldQueue
+from librmq.consumer.rebalancing import next_on_grid
+from librmq.errors import RmqError
+from librmq.listener import SuspendQueue
+from librmq.message import Message, MessageQueue
+from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
+from librmq.runner import Step
+from librmq.topics import retry_topic
+
+if TYPE_CHECKING:
+    from librmq.consumer.push import PushConsumer
+
+__all__ = ["OrderlyDelivery", "OrderlyResult"]
+
+FIRST_RENEWAL_MS: Final = 1_000
+RENEWAL_MS: Final = 20_000
+TRUSTED_MS: Final = 30_000
+BROKER_LOCK_MS: Final = 60_000
+LOCK_AGAIN_MS: Final = 3_000
+UNLOCK_DELAY_MS: Final = 20_000
+WAIT_FOR_LISTENER_MS: Final = 1_000
+MOST_WITHOUT_REST_MS: Final = 60_000
+REST_MS: Final = 10
+LEAST_SUSPENSION_MS: Final = 10
+MOST_SUSPENSION_MS: Final = 30_000
+NO_MAXIMUM: Final = (1 << 31) - 1
+INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
+
+_log = logging.getLogger("librmq.consumer")
+
+
+class OrderlyResult(enum.Enum):
+    """What an orderly listener may return to take several calls together. Mirrors manual commits of the original."""
+
+    HOLD = "HOLD"
+    """Go on, but count nothing as consumed before a COMMIT (or a listener that returns nothing)."""
+    COMMIT = "COMMIT"
+    """All since the last commit is consumed."""
+    ROLLBACK = "ROLLBACK"
+    """After a rest deliver all since the last commit again; counts as no failure."""
+
+
+class OrderlyDelivery(Delivery):
+    """Calls listeners queue by queue. Called under the runner's lock."""
+
+    def __init__(self, consumer: PushConsumer) -> None:
+        super().__init__(consumer)
+        self._locks = self.config.lock_queues and self.config.model is MessageModel.CLUSTERING
+        self._suspend_ms = round(self.config.suspend_time * 1000)
+        self._waiting: deque[HeldQueue] = deque()  # for a listener
+        self._resting: dict[MessageQueue, Step] = {}
+        self._unlocking: dict[MessageQueue, Step] = {}
+        self._started_ms = 0
+        self._renewing = Step(f"{consumer.label} locks", self._renew, consumer.client)
+
+    def start(self) -> None:
+        self._started_ms = self.runner.now_ms()
+
+    def max_times(self) -> int | None:
+        return self.config.max_reconsume_times
+
+    # ---- locks
+
+    def lock(self, queue: MessageQueue) -> bool:
+        if not self._locks:
+            return True
+        self._unlocking.pop(queue, None)  # it would take away what is gained now
+        request = LockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
+        return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
+
+    def take(self, held: HeldQueue) -> None:
+        if self._locks:
+            held.owned_timestamp_ms = self.runner.now_ms()
+            self._renew_on_grid(self.runner.now_ms())  # as in the original, a taken queue waits for it
+
+    def _renew_on_grid(self, now_ms: int) -> None:
+        if self._renewing.at is None:
+            due_ms = next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
+            self.runner.wake(self._renewing, due_ms)
+
+    def _renew(self, now_ms: int) -> int | None:
+        """Lock all queues held, or go on holding them; those that were not locked begin."""
+        consumer = self.consumer
+        if consumer.stopping:
+            return None
+        by_broker: dict[str, list[HeldQueue]] = {}
+        for held in consumer.held.values():
+            by_broker.setdefault(held.queue.broker_name, []).append(held)
+        for broker_name, queues in by_broker.items():
+            wanted = frozenset(held.queue for held in queues)
+            try:
+                request = LockQueues(consumer.group, consumer.client.client_id, wanted)
+                got = consumer.client.endpoint(broker_name).call(request)
+            except RmqError as error:
+                _log.warning("%s: %s locks nothing: %s", consumer.label, broker_name, error)
+                continue
+            for held in queues:
+                self._judge_lock(held, held.queue in got, now_ms)
+        if any(not held.locked or len(held.messages) for held in consumer.held.values()):
+            return next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
+        return None
+
+    def _judge_lock(self, held: HeldQueue, got: bool, now_ms: int) -> None:
+        if not got:
+            if held.locked:
+                _log.warning("%s: the lock of %s is lost", self.consumer.label, held.label)
+            held.locked = False
+            return
+        held.owned_timestamp_ms = now_ms
+        renewed_ms = held.lock_timestamp_ms
+        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # others may have been here
+            if held.running:
+                return  # what its listener does is judged first
+            try:
+                self._find_position(held)
+            except RmqError as error:
+                _log.warning("%s: no position is known in %s: %s", self.consumer.label, held.label, error)
+                held.locked = False
+                return
+        held.lock_timestamp_ms = now_ms
+        was_locked, held.locked = held.locked, True
+        if not was_locked and not held.dropped:
+            self.runner.wake(held.pull)
+            self._go_on(held, now_ms)
+
+    def _find_position(self, held: HeldQueue) -> None:
+        """Go on where the group is, if that is further."""
+        stored = self.consumer.offsets.read(held.queue)
+        if stored is None:
+            stored = held.next_offset if held.progress is None else held.progress
+        position = stored if held.progress is None else max(stored, held.progress)
+        if held.progress is not None and position > held.progress:
+            held.progress = held.told = position
+        if position != held.messages.progress or not len(held.messages):
+            held.messages.clear()
+            held.next_offset = position
+            self.runner.wake(held.pull)
+
+    def _has_lock(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the lock is there and trusted; one that was not renewed while nothing was to do is renewed."""
+        if not self._locks:
+            return True
+        if not held.locked or held.lock_timestamp_ms is None:
+            self._renew_on_grid(now_ms)
+            return False
+        if now_ms - held.lock_timestamp_ms > TRUSTED_MS:
+            try:
+                self._judge_lock(held, self.lock(held.queue), now_ms)
+            except RmqError as error:
+                _log.warning("%s: the lock of %s is not renewed: %s", self.consumer.label, held.label, error)
+                return False
+            if not held.locked:
+                self._renew_on_grid(now_ms)
+                return False
+        return True
+
+    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the progress is this client's to tell: after a minute without a lock others may be further."""
+        if not self._locks or now_ms - held.owned_timestamp_ms < BROKER_LOCK_MS:
+            return True
+        try:
+            self._judge_lock(held, self.lock(held.queue), now_ms)
+        except RmqError as error:
+            _log.warning("%s: the lock of %s is not renewed: %s", self.consumer.label, held.label, error)
+            return False
+        return held.locked
+
+    def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
+        return self._has_lock(held, now_ms)
+
+    def _unlock(self, queue: MessageQueue) -> None:
+        request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
+        try:
+            self.consumer.client.endpoint(queue.broker_name).call(request)
+        except RmqError as error:
+            _log.warning("%s: the lock of %s is not given back: %s", self.consumer.label, queue, error)
+
+    # ---- giving up
+
+    def give_up(self, held: HeldQueue, now_ms: int) -> bool:
+        if held.running:
+            if not held.release_until_ms:
+                held.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
+            return False
+        self._stop_resting(held)
+        if self._locks:
+            if held.messages.waiting:
+                self._unlock_later(held.queue, now_ms)
+            else:
+                self._unlock(held.queue)
+        return True
+
+    def _unlock_later(self, queue: MessageQueue, now_ms: int) -> None:
+        def unlock(now_ms: int) -> int | None:
+            if self._unlocking.pop(queue, None) is step and not self.consumer.stopping:
+                self._unlock(queue)
+            return None
+
+        step = Step(f"{self.consumer.label} unlock {queue.topic}/{queue.broker_name}/{queue.queue_id}", unlock)
+        step.owner = self.consumer.client
+        self._unlocking[queue] = step
+        self.runner.wake(step, now_ms + UNLOCK_DELAY_MS)
+
+    def end(self) -> None:
+        """Give all locks back but those of listeners that run on."""
+        if self._locks:
+            running = {held.queue for held in self.consumer.held.values() if held.running}
+            queues = {*self.consumer.held, *self._unlocking} - running
+            for broker_name in sorted({queue.broker_name for queue in queues}):
+                of_broker = frozenset(queue for queue in queues if queue.broker_name == broker_name)
+                try:
+                    request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, of_broker)
+                    self.consumer.client.endpoint(broker_name).call(request)
+                except RmqError as error:
+                    _log.warning("%s: locks are not given back: %s", self.consumer.label, error)
+
+    # ---- delivery
+
+    def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+        if self._locks:
+            self._renew_on_grid(now_ms)
+        self._go_on(held, now_ms)
+
+    def _go_on(self, held: HeldQueue, now_ms: int) -> None:
+        """Let the next messages of a queue begin, if nothing of it is under way."""
+        if not held.delivering and not held.dropped and held.messages.waiting:
+            held.delivering = True
+            held.since_ms = now_ms
+            self._waiting.append(held)
+            self._begin(now_ms)
+
+    def _begin(self, now_ms: int) -> None:
+        waiting, most = self._waiting, self.config.threads
+        while waiting and self.running < most and not self.consumer.stopping:
+            held = waiting.popleft()
+            if held.dropped:
+                held.delivering = False
+            elif not self._has_lock(held, now_ms):
+                self._rest(held, LOCK_AGAIN_MS if held.locked else None)
+            else:
+                messages = held.messages.take(self.config.batch_size)
+                if messages:
+                    held.running = True
+                    self.submit(held, messages, self._done)
+                else:
+                    held.delivering = False
+
+    def _rest(self, held: HeldQueue, milliseconds: int | None) -> None:
+        """Nothing of the queue begins for so long; None: until the lock is got."""
+        if milliseconds is None:
+            held.delivering = False
+            return
+
+        def go_on(now_ms: int) -> int | None:
+            if self._resting.get(held.queue) is step:
+                del self._resting[held.queue]
+                held.delivering = False
+                self._go_on(held, now_ms)
+            return None
+
+        step = Step(f"{self.consumer.label} resume {held.label}", go_on, self.consumer.client)
+        self._resting[held.queue] = step
+        self.runner.wake(step, self.runner.now_ms() + milliseconds)
+
+    def _stop_resting(self, held: HeldQueue) -> None:
+        if self._resting.pop(held.queue, None) is not None:
+            held.delivering = False
+
+    def _done(
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
+    ) -> None:
+        self.ended()
+        held.running = False
+        now_ms = self.runner.now_ms()
+        if held.dropped:
+            self._done_after_drop(held, messages, now_ms)
+        else:
+            rest_ms = self._judge(held, messages, listener, result, error)
+            if held.throttled:
+                self.consumer.pulling.less_is_held(held)
+            if rest_ms is None and now_ms - held.since_ms > MOST_WITHOUT_REST_MS:
+                rest_ms = REST_MS
+            if rest_ms is not None:
+                self._rest(held, rest_ms)
+            elif held.messages.waiting:
+                self._waiting.appendleft(held)  # go on with the same queue
+            else:
+                held.delivering = False
+        self._begin(now_ms)
+
+    def _done_after_drop(self, held: HeldQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
+        held.delivering = False
+        held.messages.remove(messages)
+        if held.release_until_ms and not self.consumer.stopping:
+            if now_ms <= held.release_until_ms:
+                if self.give_up(held, now_ms):
+                    self.consumer.held.pop(held.queue, None)
+                    self.consumer.rebalancing.wake()
+            else:
+                self.consumer.rebalancing.look_again()
+
+    def _judge(
+        self,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
+    ) -> int | None:
+        """Apply what a listener returned or raised; gives for how long the queue rests."""
+        failed = error is not None
+        if not failed and not isinstance(result, OrderlyResult):
+            failed = listener.must_return and result is not True
+        if not failed:
+            if result is OrderlyResult.HOLD:
+                return None
+            if result is OrderlyResult.ROLLBACK:
+                held.messages.roll_back()
+                return self._suspension(None)
+            self._commit(held, "success")
+            return None
+        self.log_failure(held, messages, error)
+        self.counts.failed += len(messages)
+        if self._all_given_up(held, messages):
+            self._commit(held, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+            return None
+        self.count(held, len(messages), "suspend")
+        held.messages.put_back(messages)
+        self._report(held, messages[0])
+        return self._suspension(error)
+
+    def _commit(self, held: HeldQueue, result: str) -> None:
+        self.counts.consumed += held.messages.begun
+        self.count(held, held.messages.begun, result)
+        progress = held.messages.commit()
+        if progress is not None:
+            self.consumer.progressed(held, progress)
+
+    def _suspension(self, error: Exception | None) -> int:
+        asked_ms = self._suspend_ms
+        if isinstance(error, SuspendQueue) and error.seconds is not None:
+            asked_ms = round(error.seconds * 1000)
+        return min(MOST_SUSPENSION_MS, max(LEAST_SUSPENSION_MS, asked_ms))
+
+    def _report(self, held: HeldQueue, message: DeliveredMessage) -> None:
+        times = message.reconsume_times
+        if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
+            _log.warning(
+                "%s: %s is blocked at %d by %s, which failed %d times",
+                self.consumer.label,
+                held.label,
+                message.queue_offset,
+                message.message_id,
+                times,
+            )
+
+    def blocked(self) -> list[BlockedQueue]:
+        found = []
+        for held in self.consumer.held.values():
+            first = held.messages.peek()
+            if isinstance(first, DeliveredMessage) and first.reconsume_times and held.queue in self._resting:
+                found.append(BlockedQueue(held.queue, first.queue_offset, first.message_id, first.reconsume_times))
+        return found
+
+    # ---- at the maximum
+
+    def _all_given_up(self, held: HeldQueue, messages: list[DeliveredMessage]) -> bool:
+        """Count a failure of each message, or send it back if it has had enough; whether all have."""
+        most = self.config.max_reconsume_times
+        done = True
+        for message in messages:
+            if most is None or message.reconsume_times < most or not self._send_back(held, message, most):
+                message.failed_again()
+                done = False
+        return done
+
+    def _send_back(self, held: HeldQueue, message: DeliveredMessage, most: int) -> bool:
+        consumer = self.consumer
+        if self.config.model is MessageModel.BROADCASTING:
+            self.counts.dropped += 1
+            return True
+        times = message.reconsume_times
+        back = Message(retry_topic(consumer.group), message.body, flag=message.flag)
+        back.properties.update(message.properties)
+        back.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id
+        back.properties[PROPERTY_RETRY_TOPIC] = message.topic
+        back.properties[PROPERTY_RECONSUME_TIME] = str(times)
+        back.properties[PROPERTY_MAX_RECONSUME_TIMES] = str(most)
+        back.properties.pop(PROPERTY_TRANSACTION_PREPARED, None)
+        back.properties[PROPERTY_DELAY] = str(3 + times)
+        client = consumer.client
+        request = SendMessage(
+            INNER_PRODUCER, back, 0, self.runner.now_ms(), client.host, reconsume_times=times, max_reconsume_times=most
+        )
+        try:
+            client.endpoint(held.queue.broker_name).call(request)
+        except RmqError as error:
+            _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
+            return False
+        self.counts.sent_back += 1
+        return True

@@ -1,0 +1,170 @@
+"""The messages of one queue that were pulled and are not consumed yet. Mirrors ``ProcessQueue``.
+
+::
+
+    pulled -> waiting (a deque, as pulled) -> begun (a dict, in order of offsets) -> removed
+
+Pulling goes forward and messages begin in order, so both parts are sorted by themselves; what is put back goes to
+where it came from. A waiting message is the record and a place in the deque, nothing more.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from librmq.codec import SYS_FLAG_AT
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.message import MessageQueue, StoredMessage
+
+__all__ = ["ProcessQueue"]
+
+_V6_HOSTS: Final = 0x30
+_BODY_SIZE: Final = struct.Struct(">i").unpack_from
+
+
+def _body_size(message: StoredMessage) -> int:
+    raw = message.raw
+    if raw[SYS_FLAG_AT + 3] & _V6_HOSTS:
+        return len(message.stored_body)
+    size: int = _BODY_SIZE(raw, 84)[0]
+    return size
+
+
+class ProcessQueue:
+    """Messages of a queue, from pulled to consumed. Called under the runner's lock.
+
+    All operations are O(1) for each message.
+    """
+
+    __slots__ = ("_begun", "_bounds", "_largest", "_waiting", "queue", "size")
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self.queue = queue
+        self.size = 0
+        """The stored bodies, in bytes."""
+        self._waiting: deque[StoredMessage] = deque()
+        self._begun: dict[int, DeliveredMessage] = {}
+        self._bounds: deque[tuple[int, tuple[int, int]]] = deque()  # of each pull: last offset, (min, max) of its queue
+        self._largest = -1
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._begun)
+
+    @property
+    def waiting(self) -> int:
+        """The messages that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def begun(self) -> int:
+        """The messages that have begun."""
+        return len(self._begun)
+
+    @property
+    def span(self) -> int:
+        """Queue offsets between the first and the last message."""
+        first = self.first
+        if first is None:
+            return 0
+        return (self._waiting[-1].queue_offset if self._waiting else next(reversed(self._begun))) - first
+
+    @property
+    def first(self) -> int | None:
+        """The smallest queue offset held."""
+        for queue_offset in self._begun:
+            return queue_offset
+        return self._waiting[0].queue_offset if self._waiting else None
+
+    @property
+    def progress(self) -> int:
+        """The smallest queue offset not yet consumed; the largest ever plus one when empty."""
+        first = self.first
+        return self._largest + 1 if first is None else first
+
+    def put(self, messages: Sequence[StoredMessage], min_offset: int, max_offset: int) -> int:
+        """Add what was pulled, in order of queue offsets; gives how many are new: what was held before is left out."""
+        if messages and messages[0].queue_offset <= self._largest:
+            messages = [message for message in messages if message.queue_offset > self._largest]
+        if not messages:
+            return 0
+        self._largest = messages[-1].queue_offset
+        self._waiting.extend(messages)
+        self._bounds.append((self._largest, (min_offset, max_offset)))
+        self.size += sum(map(_body_size, messages))
+        return len(messages)
+
+    def take(self, most: int) -> list[DeliveredMessage]:
+        """Begin the first ``most`` messages that wait."""
+        waiting, bounds, begun = self._waiting, self._bounds, self._begun
+        taken = []
+        for _ in range(min(most, len(waiting))):
+            message = waiting.popleft()
+            if message.__class__ is not DeliveredMessage:
+                queue_offset = message.queue_offset
+                while bounds[0][0] < queue_offset:
+                    bounds.popleft()
+                message = DeliveredMessage(message.raw, self.queue, queue_offset, bounds[0][1])
+            begun[message.queue_offset] = message
+            taken.append(message)
+        return taken
+
+    def remove(self, messages: Iterable[DeliveredMessage]) -> int | None:
+        """End messages that have begun; gives the progress, None where nothing was held."""
+        begun = self._begun
+        if not begun and not self._waiting:
+            return None
+        for message in messages:
+            if begun.pop(message.queue_offset, None) is not None:
+                self.size -= _body_size(message)
+        for queue_offset in begun:  # as `progress`, without the calls
+            return queue_offset
+        return self._waiting[0].queue_offset if self._waiting else self._largest + 1
+
+    def put_back(self, messages: Sequence[DeliveredMessage]) -> None:
+        """Let messages that have begun, the last ones, wait again."""
+        for message in reversed(messages):
+            del self._begun[message.queue_offset]
+            self._waiting.appendleft(message)
+
+    def commit(self) -> int | None:
+        """End all that has begun; gives the largest of their queue offsets plus one, None if there was none."""
+        begun = self._begun
+        if not begun:
+            return None
+        progress = next(reversed(begun)) + 1
+        self.size -= sum(map(_body_size, begun.values()))
+        begun.clear()
+        return progress
+
+    def roll_back(self) -> None:
+        """Let all that has begun wait again."""
+        self.put_back(list(self._begun.values()))
+
+    def first_begun(self) -> DeliveredMessage | None:
+        """The message that holds the progress, if it has begun."""
+        for message in self._begun.values():
+            return message
+        return None
+
+    def peek(self) -> StoredMessage | None:
+        """The message that begins next."""
+        return self._waiting[0] if self._waiting else None
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self._waiting.clear()
+        self._begun.clear()
+        self._bounds.clear()
+        self.size = 0
+        self._largest = -1
+
+    def _check(self) -> None:
+        """Verify what must always hold."""
+        offsets = [*self._begun, *(message.queue_offset for message in self._waiting)]
+        assert offsets == sorted(set(offsets))
+        assert not offsets or offsets[-1] <= self._largest
+        assert self.size == sum(map(_body_size, [*self._begun.values(), *self._waiting]))
+        assert all(key == message.queue_offset for key, message in self._begun.items())

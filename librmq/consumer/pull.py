@@ -1,0 +1,324 @@
+"""A consumer that fetches: for users who drive the loop themselves. Mirrors ``DefaultLitePullConsumer``.
+
+Nothing is pulled ahead: a poll asks the queues in turn, and waits at the brokers where none has anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from librmq.client import Client
+from librmq.consumer.config import PullConsumerConfig
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.held import HeldQueue
+from librmq.consumer.member import Member
+from librmq.errors import ClientStateError, RmqError
+from librmq.message import MessageQueue
+from librmq.protocol import (
+    MaxOffset,
+    MinOffset,
+    OffsetByTime,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    Route,
+    Subscription,
+)
+from librmq.runner import Step
+
+__all__ = ["PullConsumer"]
+
+
+_log = logging.getLogger("librmq.consumer")
+
+
+class PullConsumer(Member[PullConsumerConfig]):
+    """One instance of a group that polls. Thread-safe, but one thread at a time polls.
+
+    Either `subscribe`, and the group's queues are shared out among its instances, or `assign` queues. A message counts
+    as consumed at the next poll or `commit` after the poll that gave it. ``settings`` are those of
+    `PullConsumerConfig`.
+    """
+
+    kind = "pull"
+
+    def __init__(
+        self,
+        route: Route,
+        group: str,
+        *,
+        client: Client | None = None,
+        instance_name: str | None = None,
+        config: PullConsumerConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(route, group, (config or PullConsumerConfig()).with_settings(settings), client, instance_name)
+        self._assigned: tuple[MessageQueue, ...] | None = None
+        self._paused: set[MessageQueue] = set()
+        self._turn = 0
+        self._arrived = threading.Event()
+        self._polling = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"PullConsumer({self.group!r}, {self._life.state.value}, queues={len(self.held)})"
+
+    # ---- which queues
+
+    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
+        """Share in a topic: ``tags`` between ``||`` (None: all), or an SQL92 expression."""
+        if self._assigned is not None:
+            raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
+        self._set_subscription(*self._subscription(topic, tags, sql))
+        with self.runner.lock:
+            if self.is_running:
+                self.rebalancing.run_due(self.runner.now_ms())
+
+    def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
+        """Read exactly these queues, whoever else does; those that were assigned before and are not among them go."""
+        if self._assigned is None and self.subscriptions:
+            raise ClientStateError(f"{self._life.what} has subscribed: subscribe and assign exclude each other")
+        wanted = tuple(dict.fromkeys(queues))
+        self._assigned = wanted
+        for topic in dict.fromkeys(queue.topic for queue in wanted):
+            self._set_subscription(*self._subscription(topic, tags, sql))
+        with self.runner.lock:
+            if self.is_running:
+                self._take_assigned()
+
+    def _take_assigned(self) -> None:
+        wanted = self._assigned or ()
+        for queue in [queue for queue in self.held if queue not in wanted]:
+            held = self.held.pop(queue)
+            held.dropped = True
+            self._give_up(held, self.runner.now_ms())
+        for queue in wanted:
+            if queue not in self.held:
+                stored = self.offsets.read(queue)
+                next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
+                held = self.held[queue] = self.make_held(queue, next_offset, stored)
+                self._take(held)
+
+    @property
+    def assignment(self) -> tuple[MessageQueue, ...]:
+        """The queues that are read at the moment, sorted."""
+        with self.runner.lock:
+            return tuple(sorted(queue for queue, held in self.held.items() if not held.dropped))
+
+    # ---- life
+
+    def _start(self) -> None:
+        super()._start()
+        if self._assigned is not None:
+            self._take_assigned()
+        else:
+            self.rebalancing.run_due(self.runner.now_ms())  # so that the first poll has its queues
+
+    @property
+    def shares_queues(self) -> bool:
+        """Whether the group's queues are shared out among its instances."""
+        return self._assigned is None
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Commit as configured, save, leave the group. Doing so again does nothing."""
+        with self.runner.lock:
+            if not self._life.shut_down():
+                return True
+            if self.config.auto_commit:
+                self._commit_polled()
+            self.stopping = True
+            self._arrived.set()
+        return self._stop(timeout, None)
+
+    # ---- queues as the rebalance gives them
+
+    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+        """A queue that is about to be taken."""
+        label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
+        held = HeldQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
+        held.notify = self._arrived.set
+        return held
+
+    def _take(self, held: HeldQueue) -> None:
+        if held.progress is not None:
+            self.progressed(held, held.progress)
+        self._arrived.set()
+
+    def _routes_changed(self) -> None:
+        self._arrived.set()
+        super()._routes_changed()
+
+    def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
+        for queue, queue_offset in offsets.items():
+            if queue in self.held:
+                self._go_to(self.held[queue], queue_offset)
+                self.progressed(self.held[queue], queue_offset)
+
+    # ---- polling
+
+    def poll(self, timeout: float | None = None) -> list[DeliveredMessage]:
+        """Up to ``pull_batch_size`` messages of one queue; waits up to ``timeout`` seconds (None: as configured).
+
+        Empty when the time is over; under a clock that is moved by hand, at once where there is nothing.
+        """
+        self._life.check_running("poll")
+        clock = self.runner.clock
+        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
+        with self._polling:
+            if self.config.auto_commit:
+                with self.runner.lock:
+                    self._commit_polled()
+            while True:
+                self._arrived.clear()
+                with self.runner.lock:
+                    if self.stopping:
+                        return []
+                    messages = self._pull_in_turn()
+                if messages:
+                    return messages
+                remaining = deadline - clock.monotonic()
+                if remaining <= 0 or not clock.wait(self._arrived, remaining):
+                    return []
+
+    def __iter__(self) -> Iterator[DeliveredMessage]:
+        """Messages, until a poll finds none in its time."""
+        while messages := self.poll():
+            yield from messages
+
+    def _pull_in_turn(self) -> list[DeliveredMessage]:
+        queues = [held for held in self.held.values() if not held.dropped and held.queue not in self._paused]
+        for number in range(len(queues)):
+            at = (self._turn + number) % len(queues)
+            messages = self._pull(queues[at])
+            if messages:
+                self._turn = at + 1
+                return messages
+        return []
+
+    def _pull(self, held: HeldQueue) -> list[DeliveredMessage]:
+        queue = held.queue
+        while True:
+            held.pulled_timestamp_ms = self.runner.now_ms()
+            try:
+                response = self._ask(held)
+            except RmqError as error:
+                self._tell(f"poll of {held.label} at {held.next_offset}", error)
+                return []
+            if response.status is PullStatus.HELD:
+                return []
+            if response.next_offset == held.next_offset and response.status is not PullStatus.FOUND:
+                return []
+            held.next_offset = response.next_offset
+            if response.status is PullStatus.OFFSET_ILLEGAL:
+                _log.warning("%s: %s goes on at %d", self.label, held.label, response.next_offset)
+            elif response.status is PullStatus.FOUND:
+                tag_filter = self.filters.get(queue.topic)
+                bounds = response.min_offset, response.max_offset
+                messages = [
+                    DeliveredMessage(message.raw, queue, message.queue_offset, bounds)
+                    for message in response.messages
+                    if tag_filter is None or tag_filter.matches(message.tags)
+                ]
+                if messages:
+                    return messages
+
+    def _ask(self, held: HeldQueue) -> PullResponse:
+        queue = held.queue
+        subscription: Subscription | None = None if self.shares_queues else self.subscriptions.get(queue.topic)
+        request = PullMessage(
+            self.client.client_id,
+            self.group,
+            queue.topic,
+            queue.queue_id,
+            held.next_offset,
+            self.config.pull_batch_size,
+            subscription,
+            None,
+            held.notify,
+        )
+        held.endpoint = self.client.endpoint(queue.broker_name)
+        return held.endpoint.call(request)
+
+    def pause(self, queues: Iterable[MessageQueue]) -> None:
+        """Leave queues out of polls."""
+        self._paused.update(queues)
+
+    def resume(self, queues: Iterable[MessageQueue]) -> None:
+        """Poll queues again."""
+        self._paused.difference_update(queues)
+        self._arrived.set()
+
+    # ---- positions
+
+    def _held_queue(self, queue: MessageQueue) -> HeldQueue:
+        held = self.held.get(queue)
+        if held is None or held.dropped:
+            raise ClientStateError(f"{self._life.what} does not read {queue} at the moment")
+        return held
+
+    def _go_to(self, held: HeldQueue, queue_offset: int) -> None:
+        held.next_offset = queue_offset
+        self._arrived.set()
+
+    def seek(self, queue: MessageQueue, queue_offset: int) -> None:
+        """Go on polling at another offset; `ClientStateError` for a queue that is not read, or has no such offset."""
+        with self.runner.lock:
+            held = self._held_queue(queue)
+            first, end = self.min_offset(queue), self.max_offset(queue)
+            if not first <= queue_offset <= end:
+                raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset}")
+            self._go_to(held, queue_offset)
+
+    def seek_to_begin(self, queue: MessageQueue) -> None:
+        """Go on at the oldest message."""
+        with self.runner.lock:
+            self._go_to(self._held_queue(queue), self.min_offset(queue))
+
+    def seek_to_end(self, queue: MessageQueue) -> None:
+        """Go on at what comes next."""
+        with self.runner.lock:
+            self._go_to(self._held_queue(queue), self.max_offset(queue))
+
+    def position(self, queue: MessageQueue) -> int:
+        """Where the next poll reads."""
+        with self.runner.lock:
+            return self._held_queue(queue).next_offset
+
+    def min_offset(self, queue: MessageQueue) -> int:
+        """The queue offset of the oldest message."""
+        return self.client.endpoint(queue.broker_name).call(MinOffset(queue.topic, queue.queue_id))
+
+    def max_offset(self, queue: MessageQueue) -> int:
+        """The queue offset that the next message will get."""
+        return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
+
+    def offset_by_time(self, queue: MessageQueue, timestamp_ms: int) -> int:
+        """The queue offset whose store time is nearest."""
+        return self.client.endpoint(queue.broker_name).call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
+
+    # ---- progress
+
+    def _commit_polled(self) -> None:
+        for held in self.held.values():
+            if not held.dropped and held.progress != held.next_offset:
+                self.progressed(held, held.next_offset)
+
+    def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
+        """Store progress now: that of all that was polled, or these offsets. `ClientError` where that fails."""
+        with self.runner.lock:
+            self._life.check_running("commit")
+            if offsets is None:
+                chosen = {held: held.next_offset for held in self.held.values() if not held.dropped}
+            else:
+                chosen = {self._held_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
+            for held, queue_offset in chosen.items():
+                held.progress = queue_offset
+            if not self.offsets.save(chosen):
+                raise ClientStateError(f"{self._life.what}: a broker has not stored the progress")
+
+    def committed(self, queue: MessageQueue) -> int | None:
+        """The stored progress of the group in a queue; None if there is none."""
+        with self.runner.lock:
+            return self.offsets.read(queue)

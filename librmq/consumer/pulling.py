@@ -1,0 +1,177 @@
+"""Pulling: each queue held has one pull under way, which waits at the broker while there is nothing.
+
+Mirrors ``DefaultMQPushConsumerImpl.pullMessage`` and ``PullAPIWrapper``. A pull that has to wait (too much is held, the
+lock is missing, the consumer is paused) is woken by whoever ends the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from librmq.consumer.held import HeldQueue
+from librmq.errors import BrokerError, RmqError
+from librmq.message import StoredMessage
+from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
+from librmq.runner import Step
+from librmq.topics import RETRY_PREFIX
+
+if TYPE_CHECKING:
+    from librmq.consumer.push import PushConsumer
+
+__all__ = ["Pulling"]
+
+AFTER_ERROR_MS: Final = 3_000
+HOLD_MS: Final = 15_000
+CORRECTION_MS: Final = 10_000
+"""A position that the queue does not have is corrected after so long."""
+
+_log = logging.getLogger("librmq.consumer")
+
+
+class Pulling:
+    """The pulls of a push consumer. Called under the runner's lock."""
+
+    def __init__(self, consumer: PushConsumer) -> None:
+        self._consumer = consumer
+        self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
+        self._interval_ms = round(consumer.config.pull_interval * 1000)
+        self.max_messages = consumer.config.max_held_messages
+        self.max_bytes = consumer.config.max_held_bytes
+
+    def make_step(self, label: str) -> Step:
+        """The step of a queue that is to be pulled."""
+        return Step(label, lambda now_ms: None, self._consumer.client)
+
+    def start(self, held: HeldQueue) -> None:
+        """Begin to pull."""
+        wake = self._consumer.runner.wake
+        held.pull.run_due = lambda now_ms: self._pull(held, now_ms)
+        held.notify = lambda: wake(held.pull)
+        wake(held.pull)
+
+    def share_limits(self) -> None:
+        """Limits of a topic, shared out among the queues held. As in the original, of all topics together."""
+        config, count = self._consumer.config, max(1, len(self._consumer.held))
+        if config.max_held_messages_of_topic is not None:
+            self.max_messages = max(1, config.max_held_messages_of_topic // count)
+        if config.max_held_bytes_of_topic is not None:
+            self.max_bytes = max(1 << 20, config.max_held_bytes_of_topic // count)
+
+    def is_too_much(self, held: HeldQueue) -> bool:
+        """Whether no more is pulled for now."""
+        messages, config = held.messages, self._consumer.config
+        return (
+            len(messages) > self.max_messages
+            or messages.size > self.max_bytes
+            or (not config.orderly and messages.span > config.max_span)
+        )
+
+    def less_is_held(self, held: HeldQueue) -> None:
+        """Something was consumed of a queue whose pull waits for that."""
+        if not self.is_too_much(held):
+            held.throttled = False
+            self._consumer.runner.wake(held.pull)
+
+    def wake_all(self) -> None:
+        """Whatever all pulls waited for has ended."""
+        for held in self._consumer.held.values():
+            if not held.dropped:
+                self._consumer.runner.wake(held.pull)
+
+    def _pull(self, held: HeldQueue, now_ms: int) -> int | None:
+        consumer = self._consumer
+        if held.dropped or consumer.stopping or consumer.is_paused:
+            return None
+        held.pulled_timestamp_ms = now_ms
+        if self.is_too_much(held):
+            held.throttled = True
+            if consumer.metrics is not None:
+                consumer.metrics.count("flow_controls", topic=held.queue.topic, group=consumer.group)
+            return None
+        held.throttled = False
+        queue = held.queue
+        try:
+            if not consumer.delivery.may_pull(held, now_ms):
+                return None
+            progress = held.progress if self._is_clustering and held.progress else None
+            endpoint = held.endpoint = consumer.client.endpoint(queue.broker_name)
+            response = endpoint.call(
+                PullMessage(
+                    consumer.client.client_id,
+                    consumer.group,
+                    queue.topic,
+                    queue.queue_id,
+                    held.next_offset,
+                    consumer.config.pull_batch_size,
+                    None,
+                    progress,
+                    held.notify,
+                )
+            )
+        except RmqError as error:
+            level = logging.DEBUG if queue.topic.startswith(RETRY_PREFIX) else logging.WARNING
+            if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
+                consumer.client.forgotten_by(queue.broker_name)
+            _log.log(level, "%s: pull of %s at %d: %s", consumer.label, held.label, held.next_offset, error)
+            return now_ms + AFTER_ERROR_MS
+        if progress is not None:
+            held.told = progress
+        status = response.status
+        if consumer.metrics is not None:
+            consumer.metrics.count("pulls", topic=queue.topic, group=consumer.group, status=status.value)
+        if status is PullStatus.HELD:
+            return self._idle(held, response, now_ms)
+        held.idle_since_ms = None
+        if status is PullStatus.OFFSET_ILLEGAL:
+            self._correct_later(held, response.next_offset, now_ms)
+            return None
+        held.next_offset = response.next_offset
+        if status is PullStatus.FOUND:
+            self._found(held, response, now_ms)
+        else:
+            self._passed_over(held)
+        return now_ms + self._interval_ms
+
+    def _found(self, held: HeldQueue, response: PullResponse, now_ms: int) -> None:
+        messages: tuple[StoredMessage, ...] | list[StoredMessage] = response.messages
+        tag_filter = self._consumer.filters.get(held.queue.topic)
+        if tag_filter is not None:
+            messages = [message for message in messages if tag_filter.matches(message.tags)]
+        count = held.messages.put(messages, response.min_offset, response.max_offset)
+        if count:
+            self._consumer.delivery.pulled(held, count, now_ms)
+
+    def _idle(self, held: HeldQueue, response: PullResponse, now_ms: int) -> int | None:
+        """Nothing there. What was passed over since the last message counts as consumed when the hold is over."""
+        held.next_offset = response.next_offset
+        if len(held.messages) or (held.progress is not None and held.progress >= held.next_offset):
+            held.idle_since_ms = None
+            return None
+        if held.idle_since_ms is None:
+            held.idle_since_ms = now_ms
+        due_ms = held.idle_since_ms + HOLD_MS
+        if now_ms < due_ms:
+            return due_ms
+        self._passed_over(held)
+        return None
+
+    def _passed_over(self, held: HeldQueue) -> None:
+        if not len(held.messages) and (held.progress is None or held.progress < held.next_offset):
+            self._consumer.progressed(held, held.next_offset)
+
+    def _correct_later(self, held: HeldQueue, next_offset: int, now_ms: int) -> None:
+        """The queue has no such offset: let it go, and take it again from where it has some."""
+        consumer = self._consumer
+        _log.warning("%s: %s has no offset %d; %d is next", consumer.label, held.label, held.next_offset, next_offset)
+        held.dropped = True
+
+        def correct(now_ms: int) -> int | None:
+            if not consumer.stopping and consumer.held.get(held.queue) is held:
+                held.progress = next_offset
+                consumer.let_go(held)
+                consumer.rebalancing.look_again()
+            return None
+
+        step = Step(f"{consumer.label} correct {held.label}", correct, consumer.client)
+        consumer.runner.wake(step, now_ms + CORRECTION_MS)

@@ -1,0 +1,200 @@
+"""Which queues an instance of a group holds: computed by itself, topic by topic. Mirrors ``RebalanceImpl``.
+
+At the start and when members or routes change it is due at once; else at the next of its 20 s where something is open:
+a lock that was not got, a start that could not be found out, a queue whose listener still runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.errors import RmqError
+from librmq.message import MessageQueue
+from librmq.protocol import (
+    PERM_READ,
+    ConsumeFrom,
+    ConsumerIds,
+    MaxOffset,
+    MessageModel,
+    OffsetByTime,
+    Subscription,
+)
+from librmq.rebalance import own_share
+from librmq.runner import Step
+from librmq.topics import RETRY_PREFIX
+
+if TYPE_CHECKING:
+    from librmq.consumer.held import HeldQueue
+    from librmq.consumer.member import Member
+
+__all__ = ["Rebalancing", "next_on_grid"]
+
+INTERVAL_MS: Final = 20_000
+PULL_IDLE_MS: Final = 120_000
+_HALF_AN_HOUR_MS: Final = 30 * 60_000
+
+_log = logging.getLogger("librmq.consumer")
+
+
+def next_on_grid(now_ms: int, first_ms: int, interval_ms: int) -> int:
+    """The first time after ``now_ms`` of those that begin at ``first_ms`` and come every ``interval_ms``."""
+    if now_ms < first_ms:
+        return first_ms
+    return now_ms - (now_ms - first_ms) % interval_ms + interval_ms
+
+
+class Rebalancing:
+    """Takes and gives up queues. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        member: Member[Any],
+        take: Callable[[HeldQueue], None],
+        give_up: Callable[[HeldQueue, int], bool],
+        lock: Callable[[MessageQueue], bool],
+    ) -> None:
+        """``take`` begins with a queue, ``give_up`` ends with one (False: not yet), ``lock`` precedes a take."""
+        self._member = member
+        self._take = take
+        self._give_up = give_up
+        self._lock = lock
+        self._started_ms = 0
+        self._made_ms = member.runner.now_ms()
+        self._open = False
+        self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
+
+    def start(self) -> None:
+        """Be due at once."""
+        self._started_ms = self._member.runner.now_ms()
+        self._member.runner.wake(self.step)
+
+    def wake(self) -> None:
+        """Members or routes have changed."""
+        if not self._member.stopping:
+            self._member.runner.wake(self.step)
+
+    def look_again(self) -> None:
+        """Something is open: be due at the next of the 20 s."""
+        if not self._member.stopping:
+            now_ms = self._member.runner.now_ms()
+            self._member.runner.wake(self.step, next_on_grid(now_ms, self._started_ms, INTERVAL_MS))
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Compute the share of each topic, and make it what is held."""
+        member = self._member
+        if member.stopping or not member.shares_queues:
+            return None
+        self._open = False
+        changed = [topic for topic in member.subscriptions if self._topic(topic, now_ms)]
+        for held in list(member.held.values()):
+            if held.queue.topic not in member.subscriptions:
+                self._drop(held, now_ms)
+        if changed:
+            if member.metrics is not None:
+                for topic in changed:
+                    member.metrics.count("rebalances", topic=topic, group=member.group)
+            for topic in changed:  # so that the broker keeps this instance's, if instances differ
+                member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
+            member.client.beat()
+        return next_on_grid(now_ms, self._started_ms, INTERVAL_MS) if self._open else None
+
+    def _topic(self, topic: str, now_ms: int) -> bool:
+        """Whether anything has changed."""
+        member = self._member
+        data = member.route.topic_route(topic)
+        queues = [
+            MessageQueue(topic, broker.broker_name, number)
+            for broker in data
+            if broker.permission & PERM_READ
+            for number in range(broker.read_queues)
+        ]
+        if not queues:
+            return False  # as in the original, what is held stays
+        if member.config.model is MessageModel.CLUSTERING:
+            clients = self._clients([broker.broker_name for broker in data])
+            if clients is None:
+                self._open = True
+                return False
+            try:
+                share = own_share(member.client.client_id, queues, clients, member.config.strategy)
+            except Exception:  # a strategy may be anybody's: as in the original, what is held stays
+                _log.exception("%s: the queues of %s cannot be shared out", member.label, topic)
+                return False
+        else:
+            share = queues
+        return self._update(topic, dict.fromkeys(share), now_ms)
+
+    def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:
+        client = self._member.client
+        for name in sorted(broker_names):
+            try:
+                clients = client.endpoint(name).call(ConsumerIds(self._member.group))
+            except RmqError as error:
+                _log.warning("%s: %s does not tell who is in the group: %s", self._member.label, name, error)
+            else:
+                if client.client_id not in clients:
+                    client.forgotten_by(name)
+                return clients
+        return None
+
+    def _update(self, topic: str, share: dict[MessageQueue, None], now_ms: int) -> bool:
+        member = self._member
+        changed = False
+        for held in [held for held in member.held.values() if held.queue.topic == topic]:
+            given_back = held.dropped and held.release_until_ms  # while its listener ran
+            if held.queue not in share or given_back:
+                changed |= self._drop(held, now_ms)
+            elif held.pull.at is None and not held.throttled and now_ms - held.pulled_timestamp_ms > PULL_IDLE_MS:
+                member.runner.wake(held.pull)  # whoever held the pull may have forgotten it
+        for queue in share:
+            if queue not in member.held:
+                changed |= self._add(queue, now_ms)
+        return changed
+
+    def _drop(self, held: HeldQueue, now_ms: int) -> bool:
+        held.dropped = True
+        if not self._give_up(held, now_ms):
+            self._open = True
+            return False
+        self._member.held.pop(held.queue, None)
+        _log.info("%s: gives up %s", self._member.label, held.label)
+        return True
+
+    def _add(self, queue: MessageQueue, now_ms: int) -> bool:
+        member = self._member
+        try:
+            if not self._lock(queue):
+                _log.info("%s: %s is locked by another client", member.label, queue)
+                self._open = True
+                return False
+            stored = member.offsets.read(queue)
+            next_offset = self.start_offset(queue) if stored is None else stored
+        except RmqError as error:
+            _log.warning("%s: no start is known for %s: %s", member.label, queue, error)
+            self._open = True
+            return False
+        held = member.make_held(queue, next_offset, stored)
+        member.held[queue] = held
+        _log.info("%s: takes %s at %d", member.label, held.label, next_offset)
+        self._take(held)
+        return True
+
+    def start_offset(self, queue: MessageQueue) -> int:
+        """Where to begin in a queue of which no progress is stored."""
+        config = self._member.config
+        is_retry = queue.topic.startswith(RETRY_PREFIX)
+        if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):
+            return 0
+        endpoint = self._member.client.endpoint(queue.broker_name)
+        if config.consume_from is ConsumeFrom.LAST or is_retry:
+            return endpoint.call(MaxOffset(queue.topic, queue.queue_id))
+        timestamp_ms = config.consume_from_timestamp_ms
+        if timestamp_ms is None:
+            timestamp_ms = self._made_ms - _HALF_AN_HOUR_MS
+        return endpoint.call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
+
+
+def _renewed(subscription: Subscription, now_ms: int) -> Subscription:
+    return Subscription(subscription.topic, subscription.expression, subscription.expression_type, now_ms)

@@ -1,0 +1,382 @@
+"""Bodies too large for one message: split over several and put together again, or kept outside with a reference.
+
+The advice for a body is 128 KiB. What is larger goes one of two ways; the original has neither, and to its clients
+all of this is plain messages:
+
+- `split_body` makes parts of a message, and `BodyAssembler` puts them together where they are consumed. A property
+  tells the body they belong to, its length and its checksum, so that nothing depends on their order, and duplicates
+  do no harm. Parts wait in memory: for consumers that commit their own progress (see `BodyAssembler`).
+- `park_body` leaves the body in a `BodyStore` and sends the reference; `fetch_body` gets it back. For all consumers.
+
+Properties of a part: ``LARGE_BODY_ID``, ``LARGE_BODY_PART`` (``2/7``), ``LARGE_BODY_SIZE`` (bytes in all),
+``LARGE_BODY_SHA256``. All parts but the last have the same length, ⌈size / parts⌉. A message whose body lies outside
+has the last two and ``LARGE_BODY_REFERENCE``, and the reference as its body.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import count
+from typing import Final, NamedTuple, Protocol
+
+from librmq.codec import PROPERTY_UNIQUE_KEY
+from librmq.errors import LargeBodyError, MessageIllegalError
+from librmq.files import DiskFiles, Files
+from librmq.message import Message
+
+__all__ = [
+    "BODY_LIMIT",
+    "PART_SIZE",
+    "BodyAssembler",
+    "BodyStore",
+    "DeliveredMessage",
+    "FolderBodies",
+    "IncompleteBody",
+    "fetch_body",
+    "park_body",
+    "split_body",
+]
+
+PART_SIZE: Final = 128 << 10
+"""The advice for a body, in bytes."""
+
+BODY_LIMIT: Final = 64 << 20
+"""The largest body that is put together or fetched unless another limit is given, in bytes."""
+
+ID: Final = "LARGE_BODY_ID"
+PART: Final = "LARGE_BODY_PART"
+SIZE: Final = "LARGE_BODY_SIZE"
+SHA256: Final = "LARGE_BODY_SHA256"
+REFERENCE: Final = "LARGE_BODY_REFERENCE"
+_NAMES: Final = frozenset((ID, PART, SIZE, SHA256, REFERENCE))
+
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,11}", re.ASCII)
+_PART: Final = re.compile(r"([1-9][0-9]{0,11})/([1-9][0-9]{0,11})", re.ASCII)
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_LONGEST_ID: Final = 128
+_PART_OVERHEAD: Final = 512  # what a part costs in memory beside its bytes, so that many empty ones are bounded too
+_REMEMBERED: Final = 4096  # bodies that are done, for duplicates of their parts that come late
+
+
+class DeliveredMessage(Protocol):
+    """What is read of a message that was delivered; `StoredMessage` is one."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def queue_id(self) -> int: ...
+    @property
+    def queue_offset(self) -> int: ...
+    @property
+    def store_timestamp_ms(self) -> int: ...
+    @property
+    def properties(self) -> Mapping[str, str]: ...
+    @property
+    def body(self) -> bytes: ...
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+def split_body(message: Message, body_id: str, part_size: int = PART_SIZE) -> list[Message]:
+    """The messages to send in place of ``message``: itself if its body fits into one, else parts, in order.
+
+    Parts have its topic, flag and properties, the unique key apart, which each gets for itself. ``body_id`` is any
+    text that no other body has, a unique id for one; sent by a selector of its hash, all parts meet in one queue.
+    `MessageIllegalError` for a body or id that no consumer would take.
+    """
+    if part_size < 1:
+        raise MessageIllegalError(f"part_size: expected at least 1 byte, found {part_size}")
+    body = message.body
+    if len(body) <= part_size:
+        return [message]
+    if not body_id.strip() or len(body_id) > _LONGEST_ID or "\1" in body_id or "\2" in body_id:
+        raise MessageIllegalError(f"body_id: expected 1 to {_LONGEST_ID} characters, found {body_id!r:.200}")
+    properties = {name: value for name, value in message.properties.items() if name != PROPERTY_UNIQUE_KEY}
+    properties = _marked(properties, body) | {ID: body_id}
+    parts = -(-len(body) // part_size)
+    length = -(-len(body) // parts)
+    messages = []
+    for number in range(parts):
+        part = Message(message.topic, body[number * length : (number + 1) * length], flag=message.flag)
+        part.properties.update(properties | {PART: f"{number + 1}/{parts}"})
+        messages.append(part)
+    return messages
+
+
+def _marked(properties: Mapping[str, str], body: bytes) -> dict[str, str]:
+    """With size and checksum of ``body``; `MessageIllegalError` if that was done before."""
+    already = sorted(_NAMES & properties.keys())
+    if already:
+        raise MessageIllegalError(f"properties: {', '.join(already)} is set where a large body is made smaller")
+    return {**properties, SIZE: str(len(body)), SHA256: sha256(body).hexdigest()}
+
+
+class _Claim(NamedTuple):
+    """What a part says of the body that it belongs to. Parts that say different things are of different bodies."""
+
+    body_id: str
+    parts: int
+    size: int
+    digest: str
+
+
+class _Held(NamedTuple):
+    body: bytes
+    topic: str
+    queue_id: int
+    queue_offset: int
+
+
+@dataclass(slots=True)
+class _Pieces:
+    latest_ms: int = 0
+    held: dict[int, _Held] = field(default_factory=dict)
+
+
+class IncompleteBody(NamedTuple):
+    """A body that was given up."""
+
+    body_id: str
+    size: int
+    parts: int
+    """How many there should be."""
+    places: tuple[tuple[str, int, int], ...]
+    """Topic, queue id and queue offset of each part that was there."""
+
+
+class BodyAssembler:
+    """Puts bodies together from their parts, wherever in the stream they come. Thread-safe.
+
+    ``body = assembler.add(message)`` for every message; None means that parts are missing yet. Once the body is dealt
+    with, ``assembler.done(message)``: until then its parts are kept, so that any of them delivered again gives the
+    body again.
+
+    Parts wait in memory, and are lost with the process. A consumer that commits its own progress loses nothing: it
+    commits a queue no further than `safe_progress`. A consumer whose progress is moved by acknowledging every single
+    message cannot do that: there, keep large bodies outside.
+
+    A body takes at most ``body_limit`` bytes, all that wait at most ``held_limit``; a message beyond is refused.
+    ``bodies`` is where to fetch bodies that lie outside.
+    """
+
+    def __init__(
+        self, bodies: BodyStore | None = None, *, body_limit: int = BODY_LIMIT, held_limit: int = 4 * BODY_LIMIT
+    ) -> None:
+        self._bodies = bodies
+        self._body_limit = body_limit
+        self._held_limit = held_limit
+        self._waiting: dict[_Claim, _Pieces] = {}
+        self._held_size = 0
+        self._done: OrderedDict[_Claim, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def held_size(self) -> int:
+        """How much waits, in bytes, with what each part costs beside its own."""
+        return self._held_size
+
+    def add(self, message: DeliveredMessage) -> bytes | None:
+        """The whole body if ``message`` has it or completes it; None while parts are missing, or of a body done.
+
+        `LargeBodyError` for a part that cannot be one, that differs from one already there, that is one too many for
+        the limits, or with which the whole does not have its checksum (all its parts are then dropped).
+        """
+        properties = message.properties
+        if PART not in properties:
+            return fetch_body(message, self._bodies, self._body_limit)
+        number, claim = _read_part(properties, self._body_limit)
+        body = message.body
+        length = -(-claim.size // claim.parts)
+        expected = min(length, claim.size - (number - 1) * length)
+        if len(body) != expected:
+            raise LargeBodyError(f"part {number} of {claim.body_id!r}: expected {expected} bytes, found {len(body)}")
+        with self._lock:
+            if claim in self._done:
+                return None
+            pieces = self._waiting.get(claim) or _Pieces()
+            known = pieces.held.get(number)
+            if known is None:
+                cost = len(body) + _PART_OVERHEAD
+                if self._held_size + cost > self._held_limit:
+                    raise LargeBodyError(
+                        f"part {number} of {claim.body_id!r}: {len(self._waiting)} bodies wait for parts with "
+                        f"{self._held_size} bytes, more than {self._held_limit} may not"
+                    )
+                self._held_size += cost
+                pieces.held[number] = _Held(body, message.topic, message.queue_id, message.queue_offset)
+                pieces.latest_ms = max(pieces.latest_ms, message.store_timestamp_ms)
+                self._waiting[claim] = pieces
+            elif known.body != body:
+                raise LargeBodyError(f"part {number} of {claim.body_id!r} was there already, with other bytes")
+            if len(pieces.held) < claim.parts:
+                return None
+            whole = b"".join(pieces.held[at].body for at in range(1, claim.parts + 1))
+            if sha256(whole).hexdigest() != claim.digest:
+                self._drop(claim)
+                raise LargeBodyError(f"{claim.body_id!r}: its {claim.parts} parts do not have its checksum")
+            return whole
+
+    def done(self, message: DeliveredMessage) -> None:
+        """The body that ``message`` is a part of was dealt with: its parts are let go, and late duplicates ignored."""
+        if PART not in message.properties:
+            return
+        _, claim = _read_part(message.properties, self._body_limit)
+        with self._lock:
+            self._drop(claim)
+            self._done[claim] = None
+            if len(self._done) > _REMEMBERED:
+                self._done.popitem(last=False)
+
+    def safe_progress(self, topic: str, queue_id: int, next_offset: int) -> int:
+        """Up to where a queue's progress may be saved, ``next_offset`` being where reading goes on.
+
+        That is the queue offset of the first part that still waits here, so that a restart reads it again.
+        """
+        with self._lock:
+            offsets = (
+                held.queue_offset
+                for pieces in self._waiting.values()
+                for held in pieces.held.values()
+                if (held.topic, held.queue_id) == (topic, queue_id)
+            )
+            return min(offsets, default=next_offset)
+
+    def leave(self, topic: str, queue_id: int) -> None:
+        """The queue went to another consumer, which gets the parts anew: forget bodies with parts from it."""
+        with self._lock:
+            for claim, pieces in list(self._waiting.items()):
+                if any((held.topic, held.queue_id) == (topic, queue_id) for held in pieces.held.values()):
+                    self._drop(claim)
+
+    def give_up(self, before_ms: int) -> list[IncompleteBody]:
+        """Drop bodies whose latest part was stored before a time, and tell which: their other parts were lost."""
+        with self._lock:
+            given_up = []
+            for claim, pieces in list(self._waiting.items()):
+                if pieces.latest_ms < before_ms and len(pieces.held) < claim.parts:
+                    self._drop(claim)
+                    places = tuple((held.topic, held.queue_id, held.queue_offset) for held in pieces.held.values())
+                    given_up.append(IncompleteBody(claim.body_id, claim.size, claim.parts, places))
+            return given_up
+
+    def _drop(self, claim: _Claim) -> None:
+        pieces = self._waiting.pop(claim, None)
+        if pieces is not None:
+            self._held_size -= sum(len(held.body) + _PART_OVERHEAD for held in pieces.held.values())
+
+
+def _read_part(properties: Mapping[str, str], body_limit: int) -> tuple[int, _Claim]:
+    """Which part of what a message is; `LargeBodyError` if that makes no sense."""
+    size, digest = _read_mark(properties, body_limit)
+    body_id, found = properties.get(ID, ""), _PART.fullmatch(properties[PART])
+    if not body_id or len(body_id) > _LONGEST_ID:
+        raise LargeBodyError(f"{ID}: expected 1 to {_LONGEST_ID} characters, found {body_id!r:.80}")
+    number, parts = (int(found[1]), int(found[2])) if found else (1, 0)
+    # The last part must not be empty: 4 bytes in 3 parts would be 2, 2 and nothing.
+    if number > parts or parts > size or (parts - 1) * -(-size // parts) >= size:
+        raise LargeBodyError(f"{PART}: {size} bytes have no part {properties[PART]!r:.80}")
+    return number, _Claim(body_id, parts, size, digest)
+
+
+def _read_mark(properties: Mapping[str, str], body_limit: int) -> tuple[int, str]:
+    """Size and checksum of a whole body."""
+    size, digest = properties.get(SIZE, ""), properties.get(SHA256, "")
+    if not _NUMBER.fullmatch(size):
+        raise LargeBodyError(f"{SIZE}: expected a number of bytes, found {size!r:.80}")
+    if int(size) > body_limit:
+        raise LargeBodyError(f"{SIZE}: a body of {size} bytes is larger than {body_limit} bytes")
+    if not _DIGEST.fullmatch(digest):
+        raise LargeBodyError(f"{SHA256}: expected 64 hex digits, found {digest!r:.80}")
+    return int(size), digest
+
+
+# ---------------------------------------------------------------------------------------------------------- outside
+
+
+class BodyStore(Protocol):
+    """Where bodies lie outside of messages: a folder, a bucket, a database."""
+
+    def put(self, body: bytes) -> str:
+        """Keep a body, durably; gives its reference, a text of at most 1,024 characters that is not blank."""
+        ...
+
+    def get(self, reference: str) -> bytes:
+        """The body; `LargeBodyError` if there is none. References come from messages: trust none."""
+        ...
+
+
+def park_body(message: Message, bodies: BodyStore, above: int = PART_SIZE) -> Message:
+    """The message to send in place of ``message``: itself, or with a body of over ``above`` bytes left in ``bodies``.
+
+    The body is kept before the message is sent, so a crash between leaves a body that nothing refers to, never the
+    reverse. Bodies must live as long as the messages.
+    """
+    if len(message.body) <= above:
+        return message
+    properties = _marked(message.properties, message.body)
+    reference = bodies.put(message.body)
+    if not reference.strip() or len(reference) > 1024 or "\1" in reference or "\2" in reference:
+        raise MessageIllegalError(f"the store of bodies gave an unusable reference: {reference!r:.80}")
+    parked = Message(message.topic, reference.encode(), flag=message.flag)
+    parked.properties.update(properties | {REFERENCE: reference})
+    return parked
+
+
+def fetch_body(message: DeliveredMessage, bodies: BodyStore | None, limit: int = BODY_LIMIT) -> bytes:
+    """The body of a message, fetched if it lies outside.
+
+    `LargeBodyError` if it is not there, is larger than ``limit`` by its own account, or is not what was sent.
+    """
+    properties = message.properties
+    if REFERENCE not in properties:
+        return message.body
+    size, digest = _read_mark(properties, limit)
+    if bodies is None:
+        raise LargeBodyError("the body lies outside of the message, and it was not told where")
+    body = bodies.get(properties[REFERENCE])
+    if len(body) != size or sha256(body).hexdigest() != digest:
+        raise LargeBodyError(f"{properties[REFERENCE]!r:.80}: not the body that was sent, {size} bytes expected")
+    return body
+
+
+class FolderBodies:
+    """Bodies in a folder, each in a file named by its SHA-256. Thread-safe; processes may share it.
+
+    Files are never deleted: they may go when the oldest message that can refer to them is gone.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], files: Files | None = None, *, limit: int = BODY_LIMIT) -> None:
+        """``limit`` is the largest body that is read, in bytes."""
+        self._path = os.fspath(path)
+        self._files = files or DiskFiles()
+        self._limit = limit
+        self._numbers = count()
+        self._files.make_folder(self._path)
+
+    def put(self, body: bytes) -> str:
+        reference = sha256(body).hexdigest()
+        if self._files.size(self._file(reference)) != len(body):
+            # Under a name of its own first, so that two who put the same body do not write into each other's file.
+            beside = self._file(f"{reference}.{os.getpid()}-{next(self._numbers)}")
+            self._files.write(beside, body)
+            self._files.rename(beside, self._file(reference))
+            self._files.flush_folder(self._path)
+        return reference
+
+    def get(self, reference: str) -> bytes:
+        if not _DIGEST.fullmatch(reference):
+            raise LargeBodyError(f"no reference to a body in {self._path}: {reference!r:.80}")
+        size = self._files.size(self._file(reference))
+        if size is None or size > self._limit:
+            raise LargeBodyError(f"{self._file(reference)}: {'no such body' if size is None else 'too large'}")
+        return self._files.read(self._file(reference), self._limit)
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self._path, name)

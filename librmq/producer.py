@@ -1,0 +1,498 @@
+"""Producers: send messages to the brokers of a route.
+
+Mirrors ``DefaultMQProducer`` and ``DefaultMQProducerImpl``. A send goes to the next queue of its topic in turn; where a
+broker can't be reached, or refuses for a reason that may pass, it is tried elsewhere: three tries in all within one
+timeout. A try whose answer was lost may have stored the message, so that it may be stored twice, with one unique id.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+from librmq import codec
+from librmq.client import Client, LifeCycle
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerError,
+    BrokerUnreachableError,
+    ClientStateError,
+    ConfigError,
+    MessageIllegalError,
+    NoRouteError,
+    SendTimeoutError,
+)
+from librmq.message import Message, MessageQueue, validate_client_topic
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    PERM_WRITE,
+    ConsumerData,
+    Request,
+    ResponseCode,
+    Route,
+    SendBatch,
+    SendMessage,
+    SendResponse,
+    SendStatus,
+)
+from librmq.selectors import BrokerLatencies, QueueSelector, RoundRobin
+from librmq.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_group
+
+__all__ = ["Producer", "ProducerConfig", "QueueSelector", "SendHook", "SendResult"]
+
+R = TypeVar("R")
+_log = logging.getLogger("librmq.producer")
+_RETRIED: Final = frozenset(
+    (
+        ResponseCode.TOPIC_NOT_EXIST,
+        ResponseCode.SERVICE_NOT_AVAILABLE,
+        ResponseCode.SYSTEM_ERROR,
+        ResponseCode.NO_PERMISSION,
+        ResponseCode.NO_BUYER_ID,
+        ResponseCode.NOT_IN_CURRENT_UNIT,
+    )
+)
+_COMPRESSED: Final = codec.COMPRESSED | codec.COMPRESSION_ZLIB
+_UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
+_WAIT: Final = codec.PROPERTY_WAIT
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerConfig:
+    """How a producer sends; the defaults are 4.9's."""
+
+    timeout: float = 3.0
+    """Seconds for all tries of a send."""
+    retries: int = 2
+    """Further tries of `Producer.send` and `Producer.send_async`."""
+    retry_another_broker_when_not_ok: bool = False
+    """Try elsewhere when a message was stored, but not as well as asked (`SendStatus`)."""
+    compress_from: int = 4096
+    """Bodies of so many bytes and more are compressed."""
+    max_message_size: int = 4 << 20
+    """The longest body, in bytes."""
+    default_topic_queues: int = 4
+    """So many queues gets a topic that is made by the first send."""
+    avoid_slow_brokers: bool = False
+    """Keep away, for a while, from brokers that failed or were slow (`librmq.selectors.BrokerLatencies`)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool | int | float) or value < 0:
+                raise ConfigError(f"{field.name}: expected 0 or more, found {value!r}")
+
+
+class SendResult(NamedTuple):
+    """Where a message, or a batch, went."""
+
+    status: SendStatus
+    message_id: str
+    """The unique id; those of a batch joined by commas."""
+    offset_id: str
+    """The broker's id; those of a batch joined by commas."""
+    queue: MessageQueue
+    queue_offset: int
+    """The first message's."""
+    transaction_id: str | None = None
+
+
+class SendContext(NamedTuple):
+    """What a hook sees of a send."""
+
+    group: str
+    message: Message
+    queue: MessageQueue
+    attempt: int
+    """Counts from 0."""
+
+
+SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]
+"""Called before each try; what it returns is called after it, with the result or the error."""
+
+
+class _TopicQueues(NamedTuple):
+    """The queues that a topic can be sent to, and whose turn it is."""
+
+    queues: tuple[MessageQueue, ...]
+    turns: RoundRobin
+
+
+class Producer:
+    """Sends messages; starts with its first send, or by `start`. Thread-safe.
+
+    ``route`` is a `Broker` or several. Several producers of one group are told apart by their clients: each has its
+    own unless ``client`` is given. ``settings`` are those of `ProducerConfig`; ``metrics`` counts what is sent.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        group: str = "DEFAULT_PRODUCER",
+        *,
+        client: Client | None = None,
+        instance_name: str | None = None,
+        config: ProducerConfig | None = None,
+        hooks: Iterable[SendHook] = (),
+        metrics: Metrics | None = None,
+        **settings: Any,
+    ) -> None:
+        validate_group(group)
+        self.group = group
+        try:
+            self.config = replace(config or ProducerConfig(), **settings)
+        except TypeError:
+            known = {field.name for field in fields(ProducerConfig)}
+            unknown = ", ".join(sorted(settings.keys() - known))
+            raise ConfigError(f"unknown setting {unknown}; known are {', '.join(sorted(known))}") from None
+        self.client = client or Client(route, instance_name=instance_name)
+        self.route = route
+        self.hooks: list[SendHook] = list(hooks)
+        self.metrics = metrics
+        self._latencies = BrokerLatencies(route.runner.now_ms) if self.config.avoid_slow_brokers else None
+        self._runner = route.runner
+        self._now_ms = route.runner.now_ms
+        self._topics: dict[str, _TopicQueues] = {}
+        self._endpoints: dict[str, Any] = {}
+        self._life = LifeCycle(f"producer of group {group!r}")
+        self._unwatch: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------------------ life
+
+    def start(self) -> Self:
+        """Tell the brokers that this producer is there. A second start is a `ClientStateError`."""
+        with self._runner.lock:
+            self._life.start(self._join)
+        return self
+
+    def _join(self) -> None:
+        self.client.join(self)
+        self._unwatch = self.route.watch(self._route_changed)
+
+    def shutdown(self) -> None:
+        """Leave the group; a later send is a `ClientStateError`. Doing so again does nothing."""
+        with self._runner.lock:
+            if self._life.shut_down():
+                self.client.leave(self)
+                if self._unwatch is not None:
+                    self._unwatch()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _route_changed(self) -> None:
+        self._topics.clear()
+        self._endpoints.clear()
+
+    def consumer_data(self) -> ConsumerData | None:
+        """None: this is no consumer."""
+        return None
+
+    def answer(self, request: Request[R], /) -> R:
+        """A broker's request; a plain producer is asked for nothing."""
+        raise ClientStateError(f"producer of group {self.group!r} answers no {type(request).__name__}")
+
+    # ------------------------------------------------------------------------------------------------------------ send
+
+    def send(
+        self,
+        message: Message | str,
+        body: bytes = b"",
+        *,
+        queue: MessageQueue | int | None = None,
+        selector: QueueSelector | None = None,
+        arg: object = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> SendResult:
+        """Send a message, or one made of topic, ``body`` and the keywords of `Message`; returns where it is stored.
+
+        It goes to the next queue in turn, to ``queue``, or to that which ``selector(queues, message, arg)`` chooses.
+        Only without either is it tried again elsewhere. The message given is not changed: each send makes a new unique
+        id, unless the message has one.
+
+        `MessageIllegalError` before anything is sent; `NoRouteError` where no broker has the topic; `BrokerError` as
+        the broker says it, `BrokerBusyError` among them, which is not tried again; `BrokerUnreachableError` when every
+        try failed so; `SendTimeoutError` when ``timeout`` seconds are over: the message may be stored.
+        """
+        made = self._prepare(message, body, fields)
+        if queue is not None:
+            return self._send_to(made, self._given(made.topic, queue))
+        if selector is not None:
+            return self._send_to(made, self._selected(made, selector, arg))
+        return self._send_in_turn(made, timeout)
+
+    def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
+        """Send messages of one topic as one batch: all are stored, one after the other in one queue, or none.
+
+        `MessageIllegalError` for several topics, several wait flags, a delay, or over 4 MiB in all; `split_batch`
+        cuts what is longer.
+        """
+        batch = tuple(self._prepare(message, b"", {}, batch=True) for message in messages)
+        _check_batch(batch, self.config.max_message_size)
+        if queue is not None:
+            return self._send_to(batch[0], self._given(batch[0].topic, queue), batch)
+        return self._send_in_turn(batch[0], None, batch)
+
+    def send_oneway(
+        self,
+        message: Message | str,
+        body: bytes = b"",
+        *,
+        queue: MessageQueue | int | None = None,
+        selector: QueueSelector | None = None,
+        arg: object = None,
+        **fields: Any,
+    ) -> None:
+        """Send without waiting for the outcome, and without a second try: what a broker refuses is logged.
+
+        What can be known without the broker is raised as in `send`.
+        """
+        made = self._prepare(message, body, fields)
+        if selector is not None:
+            chosen = self._selected(made, selector, arg)
+        else:
+            chosen = self._next(self._queues(made.topic), None) if queue is None else self._given(made.topic, queue)
+        try:
+            self._send_to(made, chosen)
+        except (BrokerError, BrokerUnreachableError) as error:
+            _log.warning("group %s: a one-way message to %s was not stored: %s", self.group, chosen, error)
+
+    async def send_async(
+        self,
+        message: Message | str,
+        body: bytes = b"",
+        *,
+        queue: MessageQueue | int | None = None,
+        selector: QueueSelector | None = None,
+        arg: object = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> SendResult:
+        """As `send`, without blocking the event loop while the store waits for its disk."""
+        made = self._prepare(message, body, fields)
+        return await self._runner.offload(
+            lambda: self.send(made, queue=queue, selector=selector, arg=arg, timeout=timeout)
+        )
+
+    def queues(self, topic: str) -> tuple[MessageQueue, ...]:
+        """The queues that messages of ``topic`` can be sent to; `NoRouteError` if no broker has it or makes it."""
+        return self._queues(topic).queues
+
+    # --------------------------------------------------------------------------------------------------------- details
+
+    def _prepare(self, message: Message | str, body: bytes, fields: Mapping[str, Any], batch: bool = False) -> Message:
+        """A copy that has a unique id, checked."""
+        if isinstance(message, str):
+            message = Message(message, body, **fields)
+        elif body or fields:
+            raise MessageIllegalError("body and fields go with a topic; a message has its own")
+        if message.topic not in self._topics:
+            validate_client_topic(message.topic)
+            if message.topic in NOT_FOR_SENDING:
+                raise MessageIllegalError(f"topic {message.topic!r} is written by the broker alone")
+        if not message.body:
+            raise MessageIllegalError("the message has no body")
+        if len(message.body) > self.config.max_message_size:
+            raise MessageIllegalError(
+                f"the body has {len(message.body):,} bytes, {self.config.max_message_size:,} at most"
+            )
+        made = object.__new__(Message)
+        made.topic, made.body, made.flag = message.topic, message.body, message.flag
+        made.properties = properties = dict(message.properties)
+        if _UNIQUE_KEY not in properties:
+            properties[_UNIQUE_KEY] = self.client.unique_ids.next()
+        if _WAIT not in properties:
+            properties[_WAIT] = "true"
+        return made
+
+    def _send_in_turn(
+        self, message: Message, timeout: float | None, batch: tuple[Message, ...] | None = None
+    ) -> SendResult:
+        begin_ms = self._now_ms()
+        timeout_ms = 1000 * (self.config.timeout if timeout is None else timeout)
+        queues = self._queues(message.topic)
+        last_broker: str | None = None
+        failure: Exception | None = None
+        result: SendResult | None = None
+        for attempt in range(self.config.retries + 1):
+            if attempt and self._now_ms() - begin_ms > timeout_ms:
+                raise SendTimeoutError(f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms") from (
+                    failure
+                )
+            queue = self._next(queues, last_broker)
+            last_broker = queue.broker_name
+            if attempt and self.metrics is not None:
+                self.metrics.count("send_retries", topic=queue.topic)
+            try:
+                result = self._send_to(message, queue, batch, attempt)
+            except BrokerBusyError:
+                raise
+            except BrokerError as error:
+                if error.code not in _RETRIED:
+                    raise
+                failure = error
+            except BrokerUnreachableError as error:
+                failure = error
+            else:
+                if result.status is SendStatus.SEND_OK or not self.config.retry_another_broker_when_not_ok:
+                    return result
+        if result is not None:
+            return result
+        assert failure is not None
+        raise failure
+
+    def _next(self, queues: _TopicQueues, last_broker: str | None) -> MessageQueue:
+        if self._latencies is not None:
+            return self._latencies.choose(queues.queues, queues.turns)
+        return queues.turns.choose(queues.queues, last_broker)
+
+    def _send_to(
+        self,
+        message: Message,
+        queue: MessageQueue,
+        batch: tuple[Message, ...] | None = None,
+        attempt: int = 0,
+        sys_flag: int = 0,
+    ) -> SendResult:
+        """One try."""
+        if self._life.state.value != "running":
+            self._start_or_refuse()
+        self._runner.point(f"send {queue.topic}")
+        client = self.client
+        default_queues = self.config.default_topic_queues
+        request: SendMessage | SendBatch
+        if batch is None:
+            sent = message
+            if len(message.body) >= self.config.compress_from:
+                sent = object.__new__(Message)
+                sent.topic, sent.flag, sent.properties = message.topic, message.flag, message.properties
+                sent.body, sys_flag = codec.compress_body(message.body), sys_flag | _COMPRESSED
+            request = SendMessage(
+                self.group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
+            )
+        else:
+            request = SendBatch(self.group, batch, queue.queue_id, self._now_ms(), client.host, default_queues)
+        after = []
+        if self.hooks:
+            context = SendContext(self.group, message, queue, attempt)
+            after = [then for hook in self.hooks if (then := hook(context)) is not None]
+        try:
+            endpoint = self._endpoints.get(queue.broker_name) or self._endpoint(queue.broker_name)
+            response: SendResponse = endpoint.call(request)
+        except Exception as error:
+            self._told(queue, request, "ERROR")
+            for then in after:
+                then(None, error)
+            raise
+        if self.metrics is not None or self._latencies is not None:
+            self._told(queue, request, response.status.value)
+        if batch is None:
+            result = SendResult(
+                response.status,
+                message.properties[_UNIQUE_KEY],
+                response.offset_ids[0],
+                queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id),
+                response.queue_offset,
+                response.transaction_id,
+            )
+        else:
+            result = SendResult(
+                response.status,
+                ",".join(one.properties[_UNIQUE_KEY] for one in batch),
+                ",".join(response.offset_ids),
+                queue._replace(queue_id=response.queue_id),
+                response.queue_offset,
+            )
+        for then in after:
+            then(result, None)
+        return result
+
+    def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
+        """Count a try, and note how long its broker took."""
+        took_ms = self._now_ms() - request.born_timestamp_ms
+        if self._latencies is not None:
+            self._latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
+        if self.metrics is not None:
+            messages = request.messages if isinstance(request, SendBatch) else (request.message,)
+            self.metrics.count("sends", topic=queue.topic, status=status)
+            self.metrics.count("send_bytes", sum(len(message.body) for message in messages), topic=queue.topic)
+            self.metrics.count("send_seconds", took_ms / 1000, topic=queue.topic)
+
+    def _start_or_refuse(self) -> None:
+        with self._runner.lock:
+            if self._life.state.value == "created":
+                self._life.start(self._join)
+        self._life.check_running("send")
+
+    def _endpoint(self, broker_name: str) -> Any:
+        endpoint = self._endpoints[broker_name] = self.route.endpoint(broker_name)
+        return endpoint
+
+    def _queues(self, topic: str) -> _TopicQueues:
+        found = self._topics.get(topic)
+        if found is not None:
+            return found
+        if self._life.state.value != "running":
+            self._start_or_refuse()
+        data = self.route.topic_route(topic)
+        is_new = not data
+        if is_new:
+            data = self.route.topic_route(AUTO_CREATE_TOPIC)
+        queues = []
+        for broker in sorted(data, key=lambda of: of.broker_name):
+            if broker.permission & PERM_WRITE:
+                count = broker.write_queues
+                if is_new:
+                    count = min(count, self.config.default_topic_queues)
+                queues += [MessageQueue(topic, broker.broker_name, number) for number in range(count)]
+        if not queues:
+            known = ", ".join(self.route.broker_names()) or "none"
+            why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
+            raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
+        first = self._runner.choose(f"first queue of {topic}", range(len(queues)))
+        found = _TopicQueues(tuple(queues), RoundRobin(first))
+        if not is_new:  # once it is made, it may have another number
+            self._topics[topic] = found
+        return found
+
+    def _given(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
+        if isinstance(queue, MessageQueue):
+            if queue.topic != topic:
+                raise MessageIllegalError(f"the queue is of topic {queue.topic!r}, the message of {topic!r}")
+            return queue
+        names = [data.broker_name for data in self.route.topic_route(topic)] or list(self.route.broker_names())
+        if len(names) != 1:
+            raise NoRouteError(f"queue {queue} of topic {topic!r}: {len(names)} brokers have it; give a MessageQueue")
+        return MessageQueue(topic, names[0], queue)
+
+    def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
+        queues = self._queues(message.topic).queues
+        chosen = selector(queues, message, arg)
+        if chosen not in queues:
+            raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
+        return chosen
+
+
+def _check_batch(batch: Sequence[Message], max_size: int) -> None:
+    if not batch:
+        raise MessageIllegalError("a batch needs at least one message")
+    first = batch[0]
+    size = 0
+    for message in batch:
+        if message.topic != first.topic:
+            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
+        if message.wait_store_ok != first.wait_store_ok:
+            raise MessageIllegalError("a batch has one wait flag, found several")
+        if message.delay_level > 0:
+            raise MessageIllegalError("a batch can't be delayed")
+        if message.topic.startswith("%RETRY%"):
+            raise MessageIllegalError("a retry topic takes no batch")
+        size += codec.BATCH_FIXED_SIZE + len(message.body) + len(codec.encode_properties(message.properties))
+    if size > max_size:
+        raise MessageIllegalError(f"the batch has {size:,} bytes, {max_size:,} at most: cut it with split_batch")

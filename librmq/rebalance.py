@@ -1,0 +1,296 @@
+"""Who consumes which queue: allocation strategies, a client's own share, groups whose instances differ.
+
+Every client of a group computes its share by itself, from the same queues and the same clients, and nothing is
+agreed upon: shares fit together only if all use the same strategy and see the same lists. Strategies are pure
+functions of these lists and do not sort; `own_share` does. Mirrors ``AllocateMessageQueueStrategy``, the classes in
+``client.consumer.rebalance``, and the middle of ``RebalanceImpl.rebalanceByTopic``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import md5
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.errors import AllocationError, ConfigError, GroupMismatchError
+from librmq.javahash import utf16_order
+from librmq.message import MessageQueue
+
+__all__ = [
+    "AllocationStrategy",
+    "TopicDifference",
+    "allocate_averagely",
+    "allocate_averagely_by_circle",
+    "allocate_by_config",
+    "allocate_by_machine_room",
+    "allocate_consistent_hash",
+    "allocate_machine_room_nearby",
+    "group_differences",
+    "own_share",
+    "refuse_differences",
+    "unowned_queues",
+]
+
+AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
+"""``strategy(client_id, queues, clients)``: the queues of one client, out of all queues of a topic and all clients."""
+
+_LARGEST_RING: Final = 1 << 20
+
+
+# --------------------------------------------------------------------------------------------------------- strategies
+
+
+def _is_member(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> bool:
+    """Whether there is anything to share out to the client; `AllocationError` for what no strategy takes."""
+    if not client_id:
+        raise AllocationError("the client id is empty")
+    if not queues:
+        raise AllocationError("there are no queues to share out")
+    if not clients:
+        raise AllocationError("there are no clients to share queues out to")
+    return client_id in clients
+
+
+def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+    """Neighbouring queues to each client, the first ones getting one more: 0 1 2, 3 4 for five queues and two clients.
+
+    With more clients than queues the last ones get none. `AllocationError` without client id, queues or clients;
+    nothing for a client that is not among ``clients``. This holds for all strategies but `allocate_by_config`.
+    """
+    if not _is_member(client_id, queues, clients):
+        return []
+    index = clients.index(client_id)
+    each, more = divmod(len(queues), len(clients))
+    begin = index * each + min(index, more)
+    return list(queues[begin : begin + each + (index < more)])
+
+
+def allocate_averagely_by_circle(
+    client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]
+) -> list[MessageQueue]:
+    """Queues dealt out in turn: 0 2 4, 1 3 for five queues and two clients."""
+    if not _is_member(client_id, queues, clients):
+        return []
+    return list(queues[clients.index(client_id) :: len(clients)])
+
+
+def allocate_by_config(chosen: Iterable[MessageQueue]) -> AllocationStrategy:
+    """A strategy that gives these queues to whoever asks, and checks nothing."""
+    fixed = tuple(chosen)
+    return lambda client_id, queues, clients: list(fixed)
+
+
+def allocate_by_machine_room(rooms: Collection[str]) -> AllocationStrategy:
+    """A strategy for brokers named ``room@broker``: queues in ``rooms`` are shared out averagely, others to nobody.
+
+    Unlike `allocate_averagely` what is left after equal shares is dealt out from the end: 0 1 4, 2 3 for five
+    queues and two clients.
+    """
+    known = frozenset(rooms)
+
+    def allocate(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+        if not _is_member(client_id, queues, clients):
+            return []
+        within = [queue for queue in queues if _room_before_at(queue.broker_name) in known]
+        index = clients.index(client_id)
+        each, more = divmod(len(within), len(clients))
+        rest = each * len(clients) + index
+        return within[index * each : (index + 1) * each] + within[rest : rest + (index < more)]
+
+    return allocate
+
+
+def _room_before_at(broker_name: str) -> str | None:
+    """The room of ``room@broker``, None for another form. As in the original, ``@`` at the end does not count."""
+    room, *others = broker_name.rstrip("@").split("@")
+    return room if len(others) == 1 else None
+
+
+def allocate_machine_room_nearby(
+    inner: AllocationStrategy,
+    queue_room: Callable[[MessageQueue], str | None],
+    client_room: Callable[[str], str | None],
+) -> AllocationStrategy:
+    """A strategy that keeps queues in their room.
+
+    ``inner`` shares the queues of a room out among the clients in it, and those of each room without clients among
+    all clients. `AllocationError` for a queue or client for which there is no room.
+    """
+
+    def allocate(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+        if not _is_member(client_id, queues, clients):
+            return []
+        queues_by_room: dict[str, list[MessageQueue]] = {}
+        for queue in queues:
+            room = queue_room(queue)
+            if not room:
+                raise AllocationError(f"no machine room is known for {queue}")
+            queues_by_room.setdefault(room, []).append(queue)
+        clients_by_room: dict[str, list[str]] = {}
+        for client in clients:
+            room = client_room(client)
+            if not room:
+                raise AllocationError(f"no machine room is known for client {client!r}")
+            clients_by_room.setdefault(room, []).append(client)
+        own_room = next(room for room, there in clients_by_room.items() if client_id in there)
+        share: list[MessageQueue] = []
+        if own_room in queues_by_room:
+            share += inner(client_id, queues_by_room[own_room], clients_by_room[own_room])
+        for room in sorted(queues_by_room.keys() - clients_by_room.keys(), key=utf16_order):
+            share += inner(client_id, queues_by_room[room], clients)
+        return share
+
+    return allocate
+
+
+def allocate_consistent_hash(
+    client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str], *, virtual_nodes: int = 10
+) -> list[MessageQueue]:
+    """Each queue to the next client on a ring of hashes, so that few queues move when a client comes or goes.
+
+    More ``virtual_nodes`` of each client make shares more even (``functools.partial`` sets them); with 0 nobody gets
+    anything. Rings and hashes of queues are kept for the next call. `AllocationError` for fewer than 0 too;
+    `ConfigError` for a ring of over a million nodes.
+    """
+    if virtual_nodes < 0:
+        raise AllocationError(f"virtual_nodes: expected 0 or more, found {virtual_nodes}")
+    if not _is_member(client_id, queues, clients) or not virtual_nodes:
+        return []
+    ring = _ring(tuple(clients), virtual_nodes)
+    hashes = np.fromiter(map(_queue_hash, queues), np.uint32, len(queues))
+    owners = ring.owners[np.searchsorted(ring.hashes, hashes)]
+    return [queues[at] for at in np.flatnonzero(owners == ring.numbers[client_id]).tolist()]
+
+
+class _Ring(NamedTuple):
+    hashes: npt.NDArray[np.uint32]
+    """Where the nodes are, ascending."""
+    owners: npt.NDArray[np.intp]
+    """The number of each node's client; once more that of the first, for what lies behind the last."""
+    numbers: dict[str, int]
+
+
+@lru_cache(maxsize=16)
+def _ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
+    if virtual_nodes * len(clients) > _LARGEST_RING:
+        raise ConfigError(f"a ring of {virtual_nodes} nodes for each of {len(clients)} clients is too large")
+    nodes: dict[int, str] = {}
+    held: Counter[str] = Counter()
+    for client in clients:
+        begin = held[client]  # not 0 for one that is listed twice
+        for number in range(begin, begin + virtual_nodes):
+            place = _text_hash(f"{client}-{number}")
+            if place in nodes:
+                held[nodes[place]] -= 1
+            nodes[place] = client
+            held[client] += 1
+    numbers = {client: number for number, client in enumerate(held)}
+    places = sorted(nodes)
+    owners = [numbers[nodes[place]] for place in places]
+    return _Ring(np.array(places, np.uint32), np.array([*owners, owners[0]], np.intp), numbers)
+
+
+@lru_cache(maxsize=1 << 16)
+def _queue_hash(queue: MessageQueue) -> int:
+    return _text_hash(str(queue))
+
+
+def _text_hash(text: str) -> int:
+    return int.from_bytes(md5(text.encode("utf-8", "replace"), usedforsecurity=False).digest()[:4], "big")
+
+
+# ---------------------------------------------------------------------------------------------------------- own share
+
+
+def own_share(
+    client_id: str,
+    queues: Iterable[MessageQueue],
+    clients: Iterable[str],
+    strategy: AllocationStrategy = allocate_averagely,
+) -> list[MessageQueue]:
+    """What ``client_id`` is to consume of a topic: queues and clients sorted as the original does, then allocated.
+
+    Each queue comes once. `AllocationError` where the strategy cannot tell, as without queues or clients; a client
+    then stays with what it holds.
+    """
+    in_order = sorted(set(queues), key=MessageQueue.sort_key)
+    return list(dict.fromkeys(strategy(client_id, in_order, sorted(clients, key=utf16_order))))
+
+
+# ------------------------------------------------------------------------------------------- groups that do not agree
+
+
+class TopicDifference(NamedTuple):
+    """A topic on which the instances of a group do not agree. Clients are sorted."""
+
+    topic: str
+    without: tuple[str, ...]
+    """The clients that do not subscribe to it. Queues are allotted to them all the same, and then nobody reads them."""
+    subscriptions: tuple[tuple[Any, tuple[str, ...]], ...]
+    """Each different subscription with its clients. A message that its queue's owner did not ask for is passed over."""
+
+    def __str__(self) -> str:
+        parts = [f"{', '.join(clients)}: {subscription}" for subscription, clients in self.subscriptions]
+        if self.without:
+            parts.append(f"{', '.join(self.without)}: not at all")
+        return f"{self.topic} ({'; '.join(parts)})"
+
+
+def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[TopicDifference]:
+    """On which topics the instances of a group differ, sorted; nothing if they may work together.
+
+    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``: what may differ
+    without harm, a version for one, is to be left out of them.
+    """
+    clients = sorted(subscriptions, key=utf16_order)
+    differences = []
+    for topic in sorted({topic for topics in subscriptions.values() for topic in topics}, key=utf16_order):
+        without = tuple(client for client in clients if topic not in subscriptions[client])
+        kinds: list[tuple[Any, list[str]]] = []
+        for client in clients:
+            if topic in subscriptions[client]:
+                wanted = subscriptions[client][topic]
+                same = next((members for kind, members in kinds if kind == wanted), None)
+                if same is None:
+                    kinds.append((wanted, [client]))
+                else:
+                    same.append(client)
+        if without or len(kinds) > 1:
+            differences.append(TopicDifference(topic, without, tuple((kind, tuple(who)) for kind, who in kinds)))
+    return differences
+
+
+def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> None:
+    """The guard: `GroupMismatchError` if the instances of ``group`` differ (see `group_differences`)."""
+    differences = group_differences(subscriptions)
+    if differences:
+        raise GroupMismatchError(
+            f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues would be left to nobody, "
+            "or messages passed over: give every instance the same subscriptions, or those that differ a new group name"
+        )
+
+
+def unowned_queues(
+    subscriptions: Mapping[str, Mapping[str, Any]],
+    queues: Iterable[MessageQueue],
+    strategy: AllocationStrategy = allocate_averagely,
+) -> list[MessageQueue]:
+    """The queues, sorted, that nobody in a group reads, since they are allotted to clients without their topic.
+
+    Topics to which nobody subscribes are left out: they are not the group's.
+    """
+    by_topic: dict[str, list[MessageQueue]] = {}
+    for queue in queues:
+        by_topic.setdefault(queue.topic, []).append(queue)
+    unowned: list[MessageQueue] = []
+    for topic, all_of_it in by_topic.items():
+        readers = [client for client, topics in subscriptions.items() if topic in topics]
+        if readers:
+            owned = {queue for client in readers for queue in own_share(client, all_of_it, subscriptions, strategy)}
+            unowned += set(all_of_it) - owned
+    return sorted(unowned, key=MessageQueue.sort_key)

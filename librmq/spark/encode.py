@@ -1,0 +1,432 @@
+"""Rows of messages to bytes of log records, without a Python object a message but for the checksum's call.
+
+The fixed part is a numpy array, its other parts Arrow columns, and a record is the parts of a row joined. What only
+the store can know (physical offset, queue offset, store time) stays zero, and is put in at commit. Properties are in
+the order of a Java map: rows with the same names in the same order, a *shape*, are joined together.
+
+Whatever a message may not be is looked for by columns; a row that looks wrong is made a `Message`, which says why.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from librmq import codec
+from librmq.errors import ConfigError, MessageIllegalError
+from librmq.javahash import hash_map_order, index_key_hashes, string_hash, string_hashes
+from librmq.message import Message
+from librmq.spark.decode import HEADER, Ints
+from librmq.spark.options import nearest
+from librmq.topics import validate_queue, validate_topic
+
+__all__ = ["COLUMNS", "Encoded", "Encoder", "Lane"]
+
+COLUMNS: Final[dict[str, tuple[str, ...]]] = {
+    "topic": ("string",),
+    "body": ("binary", "string"),
+    "tags": ("string",),
+    "keys": ("string", "array<string>"),
+    "uniqueKey": ("string",),
+    "properties": ("map<string,string>",),
+    "queueId": ("int", "bigint", "smallint", "tinyint"),
+    "flag": ("int",),
+    "bornTimestamp": ("timestamp",),
+}
+"""What is written of a row, and the Spark types that it may have."""
+
+_OWN: Final = (("tags", codec.PROPERTY_TAGS), ("keys", codec.PROPERTY_KEYS), ("uniqueKey", codec.PROPERTY_UNIQUE_KEY))
+_TAKEN: Final = frozenset(name for _, name in _OWN)
+_NO_TEXT: Final = "[\x01\x02]"
+
+
+class Lane(NamedTuple):
+    topic: str
+    queue_id: int
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The records of a batch, one behind the other."""
+
+    data: pa.Buffer
+    sizes: Ints
+    lanes: list[Lane]
+    lane: npt.NDArray[np.int32]
+    tags_code: Ints
+    record_of_key: Ints
+    key_hashes: Ints
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What is the same for all rows. Picklable."""
+
+    topic: str | None
+    queue_id: int | None
+    queues: int
+    host: str
+    max_body: int
+    max_record: int
+
+    def encode(self, batch: pa.RecordBatch, first_row: int, now_ms: int) -> Encoded:
+        """The records of ``batch``, whose first row is number ``first_row`` of its task.
+
+        `MessageIllegalError` names the first row that is no message.
+        """
+        rows = batch.num_rows
+        bodies = _bodies(batch, rows)
+        topics, queue_ids = self._topics(batch), self._queue_ids(batch, first_row)
+        lanes, lane = _lanes(topics, queue_ids)
+        own = {name: _texts(batch, column) for column, name in _OWN}
+        properties = _column(batch, "properties")
+        own = {name: _given(values, properties, name) for name, values in own.items()}
+        self._check(bodies, own, properties, first_row)
+        stored = _Properties(properties, own, rows).stored()
+        host = codec.encode_host(codec.parse_host(self.host))
+        topic_fields = _topic_fields(lanes).take(pa.array(lane))
+        body_sizes = _sizes(bodies)
+        property_sizes = _sizes(stored)
+        if property_sizes.size and int(property_sizes.max()) > codec.MAX_PROPERTIES_SIZE:
+            at = int(property_sizes.argmax())
+            raise MessageIllegalError(
+                f"row {first_row + at}: {property_sizes[at]} bytes of properties, {codec.MAX_PROPERTIES_SIZE} at most"
+            )
+        sizes = 72 + 2 * len(host) + body_sizes + _sizes(topic_fields) + 2 + property_sizes
+        if rows and int(sizes.max()) > self.max_record:
+            raise MessageIllegalError(
+                f"row {first_row + int(sizes.argmax())}: a record of {sizes.max()} bytes does not fit a file of the "
+                f"log, at most {self.max_record} do"
+            )
+        head = np.zeros(rows, HEADER)
+        head["size"], head["magic"] = sizes, codec.MESSAGE_MAGIC
+        head["queue_id"], head["flag"] = queue_ids, _ints(batch, "flag", 0)
+        head["body_crc"], head["body_length"] = _checksums(bodies), body_sizes
+        head["born_timestamp"] = _millis(batch, now_ms)
+        lengths = property_sizes.astype(">u2").view("S2")
+        parts: list[Any]
+        if len(host) == 8:
+            head["born_host"] = head["store_host"] = np.void(host)
+            parts = [_fixed(head.view(f"V{HEADER.itemsize}"))]
+        else:
+            head["sys_flag"] = codec.HOSTS_V6
+            raw = head.view(np.uint8).reshape(rows, HEADER.itemsize)
+            both = np.tile(np.frombuffer(host, np.uint8), (rows, 1))
+            wide = np.hstack((raw[:, :48], both, raw[:, 56:64], both, raw[:, 72:88]))
+            parts = [_fixed(np.ascontiguousarray(wide).view(f"V{wide.shape[1]}").reshape(rows))]
+        parts += [bodies, topic_fields, _fixed(lengths), stored]
+        joined = pc.binary_join_element_wise(*parts, b"")
+        record_of_key, hashes = _key_hashes(lanes, lane, own)
+        codes = _tags_codes(own[codec.PROPERTY_TAGS])
+        buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
+        return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
+
+    # --------------------------------------------------------------------------------------------------------- columns
+
+    def _topics(self, batch: pa.RecordBatch) -> pa.Array:
+        column = _column(batch, "topic")
+        if column is None:
+            if self.topic is None:
+                raise ConfigError("no topic: expected a column topic or an option topic")
+            return pa.repeat(pa.scalar(self.topic, pa.string()), batch.num_rows)
+        return column if self.topic is None else column.fill_null(self.topic)
+
+    def _queue_ids(self, batch: pa.RecordBatch, first_row: int) -> Ints:
+        if self.queue_id is not None:
+            return np.full(batch.num_rows, self.queue_id, np.int64)
+        dealt = (first_row + np.arange(batch.num_rows)) % self.queues
+        column = _column(batch, "queueId")
+        if column is None:
+            return dealt
+        found = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
+        return np.where(found == -1 << 40, dealt, found)
+
+    def _check(self, bodies: pa.Array, own: dict[str, pa.Array], properties: pa.Array | None, first_row: int) -> None:
+        suspicious = np.zeros(len(bodies), np.bool_)
+        suspicious |= _sizes(bodies) > self.max_body
+        for values in own.values():
+            if _least_byte(values) <= 2:
+                suspicious |= _mask(pc.match_substring_regex(values, _NO_TEXT))
+        if properties is not None and len(properties):
+            row = np.repeat(np.arange(len(properties)), _counts(properties))
+            keys, items = _entries(properties)
+            names = keys.dictionary_encode()
+            bad = [
+                not name.strip() or "\1" in name or "\2" in name or name in codec.RESERVED_PROPERTIES - _TAKEN
+                for name in names.dictionary.to_pylist()
+            ]
+            wrong = np.array(bad, np.bool_)[names.indices.to_numpy()] if len(keys) else np.zeros(0, np.bool_)
+            if items.null_count:
+                wrong |= items.is_null().to_numpy(zero_copy_only=False)
+            if _least_byte(items) <= 0x20 or _has_wide(items):
+                wrong |= _mask(pc.match_substring_regex(items, _NO_TEXT))
+                wrong |= _mask(pc.equal(pc.utf8_trim_whitespace(items), ""))
+            wrong |= _sizes(items.fill_null("")) == 0
+            suspicious[row[wrong]] = True
+        for at in np.flatnonzero(suspicious).tolist():
+            body = bodies[at].as_py()
+            if len(body) > self.max_body:
+                raise MessageIllegalError(f"row {first_row + at}: a body of {len(body)} bytes, {self.max_body} at most")
+            given = {} if properties is None else dict(properties[at].as_py() or ())
+            try:
+                Message("t", b"", properties={name: one for name, one in given.items() if name not in _TAKEN},
+                        tags=own["TAGS"][at].as_py(), keys=own["KEYS"][at].as_py(),
+                        unique_key=own["UNIQ_KEY"][at].as_py())  # fmt: skip
+            except MessageIllegalError as error:
+                raise MessageIllegalError(f"row {first_row + at}: {error}") from None
+
+
+def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
+    """`ConfigError` for columns (name, Spark type) that are not written; ``extra`` is one to order by."""
+    for name, kind in names:
+        if name not in COLUMNS:
+            if name == extra:
+                continue
+            raise ConfigError(f"column {name!r} is nothing that is written: {nearest(name, COLUMNS)}")
+        if kind not in COLUMNS[name]:
+            raise ConfigError(f"column {name!r}: expected type {' or '.join(COLUMNS[name])}, found {kind}")
+    if "body" not in {name for name, _ in names}:
+        raise ConfigError("no body: expected a column body of type binary or string")
+    if extra is not None and extra not in {name for name, _ in names}:
+        raise ConfigError(f"option orderBy: there is no column {extra!r}; {nearest(extra, [n for n, _ in names])}")
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
+    at = batch.schema.get_field_index(name)
+    return None if at < 0 else batch.column(at)
+
+
+def _bodies(batch: pa.RecordBatch, rows: int) -> pa.Array:
+    column = _column(batch, "body")
+    assert column is not None
+    return column.cast(pa.binary()).fill_null(b"")
+
+
+def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """A column of texts, null where there is none; lists of keys joined."""
+    column = _column(batch, name)
+    if column is None:
+        return pa.nulls(batch.num_rows, pa.string())
+    if pa.types.is_list(column.type):
+        column = pc.binary_join(column, " ")
+    return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
+
+
+def _given(values: pa.Array, properties: pa.Array | None, name: str) -> pa.Array:
+    """A property that has a column of its own; where that is null, the one in the map."""
+    if properties is None or not values.null_count:
+        return values
+    found = pc.map_lookup(properties, pa.scalar(name), "last")
+    return pc.coalesce(values, pc.if_else(pc.equal(found, ""), pa.scalar(None, pa.string()), found))
+
+
+def _ints(batch: pa.RecordBatch, name: str, usual: int) -> Any:
+    column = _column(batch, name)
+    return usual if column is None else column.fill_null(usual).to_numpy(zero_copy_only=False)
+
+
+def _millis(batch: pa.RecordBatch, now_ms: int) -> Any:
+    column = _column(batch, "bornTimestamp")
+    if column is None:
+        return now_ms
+    micros = column.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+    return np.floor_divide(micros.fill_null(now_ms * 1000).to_numpy(zero_copy_only=False), 1000)
+
+
+def _sizes(values: pa.Array) -> Ints:
+    found: Ints = pc.binary_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
+def _mask(values: pa.Array) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = values.fill_null(False).to_numpy(zero_copy_only=False).astype(np.bool_)
+    return found
+
+
+def _bytes_of(values: pa.Array) -> npt.NDArray[np.uint8]:
+    """The bytes of texts, perhaps with some beside them."""
+    data = values.buffers()[2] if len(values) else None
+    return np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+
+
+def _least_byte(values: pa.Array) -> int:
+    data = _bytes_of(values)
+    return int(data.min()) if len(data) else 255
+
+
+def _has_wide(values: pa.Array) -> bool:
+    data = _bytes_of(values)
+    return bool(len(data)) and int(data.max()) >= 0x80
+
+
+def _fixed(values: npt.NDArray[Any]) -> pa.Array:
+    """Values of one length as a binary array."""
+    size = values.dtype.itemsize
+    offsets = np.arange(len(values) + 1, dtype=np.int32) * size
+    return pa.Array.from_buffers(
+        pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(values))]
+    )
+
+
+def _checksums(bodies: pa.Array) -> list[int]:
+    if not len(bodies):
+        return []
+    crc32, (_, offsets, data) = zlib.crc32, bodies.buffers()
+    bounds = np.frombuffer(offsets, np.int32, len(bodies) + 1, bodies.offset * 4).tolist()
+    view = memoryview(data or b"")
+    return [crc32(view[a:b]) & 0x7FFFFFFF for a, b in pairwise(bounds)]
+
+
+def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[Lane], npt.NDArray[np.int32]]:
+    """The queues of rows, each once, and which is whose."""
+    if topics.null_count:
+        at = int(topics.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise MessageIllegalError(f"row {at} of its batch: topic: expected text, found null")
+    encoded = topics.dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    for topic in names:
+        validate_topic(topic)
+    for queue_id in (int(queue_ids.min()), int(queue_ids.max())) if len(queue_ids) else ():
+        validate_queue("t", queue_id)
+        if queue_id >= 1 << 31:
+            raise MessageIllegalError(f"queue id: expected a number of 31 bits, found {queue_id}")
+    pairs = encoded.indices.to_numpy().astype(np.int64) << 32 | queue_ids
+    unique, which = np.unique(pairs, return_inverse=True)
+    lanes = [Lane(names[pair >> 32], pair & 0xFFFFFFFF) for pair in unique.tolist()]
+    return lanes, which.reshape(-1).astype(np.int32)
+
+
+def _topic_fields(lanes: Sequence[Lane]) -> pa.Array:
+    fields = [topic.encode() for topic, _ in lanes]
+    return pa.array([bytes((len(field),)) + field for field in fields], pa.binary())
+
+
+def _tags_codes(tags: pa.Array) -> Ints:
+    encoded = tags.dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    codes = string_hashes(names).astype(np.int64) if names else np.zeros(0, np.int64)
+    found: Ints = pa.array(codes).take(encoded.indices).fill_null(0).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _key_hashes(lanes: Sequence[Lane], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
+    """Of every key its row, ascending, and what the index keeps of it: the unique key first."""
+    prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
+    uniques, keys = own[codec.PROPERTY_UNIQUE_KEY], own[codec.PROPERTY_KEYS]
+    rows = len(lane)
+    unique_rows = np.flatnonzero(uniques.is_valid().to_numpy(zero_copy_only=False))
+    each = pc.split_pattern(keys.fill_null(""), " ")
+    key_rows = np.repeat(np.arange(rows), _sizes_of_lists(each))
+    flat = each.flatten()
+    kept = _mask(pc.not_equal(flat, "")) if len(flat) else np.zeros(0, np.bool_)
+    texts = uniques.drop_null().to_pylist() + flat.filter(pa.array(kept)).to_pylist()
+    if not texts:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    owner = np.concatenate((unique_rows, key_rows[kept])).astype(np.int64)
+    hashes = index_key_hashes(prefixes[lane[owner]], texts).astype(np.int64)
+    order = np.argsort(owner, kind="stable")
+    return owner[order], hashes[order]
+
+
+def _sizes_of_lists(lists: pa.Array) -> Ints:
+    found: Ints = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
+def _counts(properties: pa.Array) -> Ints:
+    offsets = np.frombuffer(properties.buffers()[1], np.int32, len(properties) + 1, properties.offset * 4)
+    counts = np.diff(offsets).astype(np.int64)
+    if properties.null_count:
+        counts[properties.is_null().to_numpy(zero_copy_only=False)] = 0
+    return counts
+
+
+def _entries(properties: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Names and values of all maps that are not null, in order."""
+    if properties.null_count:
+        properties = properties.drop_null()
+    offsets = np.frombuffer(properties.buffers()[1], np.int32, len(properties) + 1, properties.offset * 4)
+    first, last = (int(offsets[0]), int(offsets[-1])) if len(properties) else (0, 0)
+    return properties.keys.slice(first, last - first), properties.items.slice(first, last - first)
+
+
+def _row_numbers(table: Ints) -> Ints:
+    """A number for each row, equal for equal rows only."""
+    numbers = np.zeros(len(table), np.int64)
+    for column in table.T:
+        values, codes = np.unique(column, return_inverse=True)
+        _, numbers = np.unique(numbers * len(values) + codes, return_inverse=True)
+    return numbers
+
+
+class _Properties:
+    """The property strings of a batch."""
+
+    def __init__(self, properties: pa.Array | None, own: dict[str, pa.Array], rows: int) -> None:
+        self._own = own
+        self._rows = rows
+        self._names: list[str] = []
+        counts, codes = np.zeros(rows, np.int64), np.zeros(0, np.int64)
+        self._values = pa.array([], pa.string())
+        if properties is not None and rows:
+            counts = _counts(properties)
+            keys, values = _entries(properties)
+            row = np.repeat(np.arange(rows), counts)
+            encoded = keys.dictionary_encode()
+            self._names = encoded.dictionary.to_pylist()
+            codes = encoded.indices.to_numpy().astype(np.int64)
+            user = np.array([name not in _TAKEN for name in self._names], np.bool_)
+            kept = user[codes] if len(codes) else np.zeros(0, np.bool_)
+            self._values = values.filter(pa.array(kept))
+            codes, row = codes[kept], row[kept]
+            counts = np.bincount(row, minlength=rows)
+        self._starts = np.concatenate(([0], np.cumsum(counts)))
+        widest = int(counts.max()) if rows else 0
+        # A row's shape: the names of its map in their order, and which of the others it has.
+        shapes = np.full((rows, widest + len(own)), -1, np.int64)
+        row = np.repeat(np.arange(rows), counts)
+        shapes[row, np.arange(len(codes)) - np.repeat(self._starts[:-1], counts)] = codes
+        for at, values in enumerate(own.values()):
+            shapes[:, widest + at] = values.is_valid().to_numpy(zero_copy_only=False)
+        self._widest = widest
+        self._shapes = shapes
+
+    def stored(self) -> pa.Array:
+        if not self._rows:
+            return pa.array([], pa.binary())
+        if (self._shapes == self._shapes[0]).all():
+            return self._joined(np.arange(self._rows), self._shapes[0]).cast(pa.binary())
+        _, first, which = np.unique(_row_numbers(self._shapes), return_index=True, return_inverse=True)
+        made, places = [], []
+        for number, example in enumerate(first.tolist()):
+            rows = np.flatnonzero(which.reshape(-1) == number)
+            made.append(self._joined(rows, self._shapes[example]))
+            places.append(rows)
+        order = np.argsort(np.concatenate(places), kind="stable")
+        return pa.concat_arrays(made).take(pa.array(order)).cast(pa.binary())
+
+    def _joined(self, rows: Ints, shape: Ints) -> pa.Array:
+        names, columns = [], []
+        for at, code in enumerate(shape[: self._widest].tolist()):
+            if code >= 0:
+                names.append(self._names[code])
+                columns.append(self._values.take(pa.array(self._starts[rows] + at)))
+        for (name, values), there in zip(self._own.items(), shape[self._widest :].tolist(), strict=True):
+            if there:
+                names.append(name)
+                columns.append(values.take(pa.array(rows)))
+        if not names:
+            return pa.repeat(pa.scalar("", pa.string()), len(rows))
+        parts: list[Any] = []
+        for number, at in enumerate(hash_map_order(names)):
+            separator = "\2" if number else ""
+            parts += [pa.scalar(f"{separator}{names[at]}\1"), columns[at]]
+        return pc.binary_join_element_wise(*parts, "")

@@ -1,0 +1,301 @@
+"""The broker's own decisions as Spark columns: filters, tags, shares of queues, bloom positions.
+
+The same code as the broker's: a filter is a native Catalyst expression where that can say it exactly (`to_column`),
+else it runs over Arrow in Python workers. Nothing here needs a store: any DataFrame with a map of strings will do.
+`register_functions` makes all of them known to SQL text, where they run over Arrow, since an expression of SQL may
+differ from row to row.
+
+::
+
+    match_sql(properties, 'a > 5')      boolean, true where the broker would deliver
+    match_tags(tags, 'a || b')          boolean, the consumer's exact check
+    tags_code(tags)                     bigint, as in a queue entry
+    bloom_positions(text)               array<int>
+    allocate('AVG', queues, clients)    map<string, array<queue>>; a queue is struct<topic, brokerName, queueId>
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pyarrow as pa
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq import rebalance
+from librmq.errors import AllocationError, ConfigError, FilterError
+from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
+from librmq.filter.arrow_backend import match_arrow
+from librmq.filter.parser import Dialect
+from librmq.filter.sqlfilter import compiled
+from librmq.javahash import string_hashes
+from librmq.message import MessageQueue
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, SparkSession
+
+__all__ = ["allocate", "bloom_positions", "match_sql", "match_tags", "register_functions", "strategy_of", "tags_code"]
+
+QUEUE: Final = "struct<topic:string,brokerName:string,queueId:int>"
+
+_ARROW_QUEUE: Final = pa.struct([("topic", pa.string()), ("brokerName", pa.string()), ("queueId", pa.int32())])
+_ARROW_SHARES: Final = pa.map_(pa.string(), pa.list_(_ARROW_QUEUE))
+
+
+# ------------------------------------------------------------------------------------------------------------ filters
+
+
+def match_sql(properties: Column | str | Mapping[str, Column], expression: str, *, dialect: Dialect = "4.9") -> Column:
+    """Whether the broker would deliver a message with these properties to a subscription by ``expression``.
+
+    ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
+    True for TRUE; false for FALSE, UNKNOWN and where the evaluation raises; never null. `FilterSyntaxError` at once
+    for what does not compile, with a caret; ``dialect`` "5.3" adds CONTAINS and the like. Native where Catalyst can
+    say it exactly and the expression is not too large for it, else over Arrow.
+    """
+    column = F.col(properties) if isinstance(properties, str) else properties
+    filter_ = SqlFilter(expression, dialect=dialect)
+    try:
+        return filter_.to_column(column)
+    except FilterError:  # too large for Catalyst
+        if isinstance(column, Mapping):
+            column = F.map_from_entries(F.array(*(F.struct(F.lit(name), value) for name, value in column.items())))
+        return _arrow(partial(_match_one, expression, dialect), "boolean")(column)
+
+
+def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Array:
+    return match_arrow(compiled(expression, dialect).question, properties)
+
+
+def _match_sql(dialect: Dialect, properties: pa.Array, expressions: pa.Array) -> pa.Array:
+    """Filters that may differ from row to row."""
+    return _by_value(expressions, "expression", lambda text, rows: _match_one(text, dialect, properties.take(rows)))
+
+
+def match_tags(tags: Column | str, expression: str) -> Column:
+    """Whether a consumer that subscribes to ``a || b`` takes a message with these tags (null for none); never null.
+
+    `FilterSyntaxError` for ``||`` alone.
+    """
+    column = F.col(tags) if isinstance(tags, str) else tags
+    filter_ = TagFilter(expression)
+    if not filter_.tags:
+        return F.lit(True)
+    return F.coalesce(column.isin(*sorted(filter_.tags)), F.lit(False))
+
+
+def _match_tags(tags: pa.Array, expressions: pa.Array) -> pa.Array:
+    def matched(text: str, rows: pa.Array) -> pa.Array:
+        filter_ = TagFilter(text)
+        return pa.array([filter_.matches(tag) for tag in tags.take(rows).to_pylist()], pa.bool_())
+
+    return _by_value(expressions, "expression", matched)
+
+
+def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.Array]) -> pa.Array:
+    """``answer(value, rows)`` for each different value, brought back to the order of the rows."""
+    encoded = values.dictionary_encode()
+    if encoded.null_count:
+        raise ConfigError(f"{what}: expected a text, found null")
+    indices = encoded.indices.to_numpy()
+    answers, places = [], []
+    for number, value in enumerate(encoded.dictionary.to_pylist()):
+        rows = pa.array((indices == number).nonzero()[0])
+        answers.append(answer(value, rows))
+        places.append(rows)
+    if not answers:
+        return pa.array([], pa.bool_())
+    order = pa.concat_arrays(places).to_numpy().argsort(kind="stable")
+    return pa.concat_arrays(answers).take(pa.array(order))
+
+
+# ------------------------------------------------------------------------------------------------------- codes and bits
+
+
+def tags_code(tags: Column | str) -> Column:
+    """What stands in a queue entry for these tags: their Java hash as a bigint, 0 for none."""
+    return _arrow(_tags_code, "bigint")(tags)
+
+
+def _tags_code(tags: pa.Array) -> pa.Array:
+    encoded = tags.dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    codes = pa.array(string_hashes(names).astype("int64") if names else [], pa.int64())
+    return codes.take(encoded.indices).fill_null(0)
+
+
+def bloom_positions(text: Column | str, error_percent: float = 20, expected: int = 32) -> Column:
+    """The bits that stand for a text (``group#topic``) in a broker's bitmaps, as array<int>; null for null.
+
+    `ConfigError` for an error rate or a number out of range.
+    """
+    return _arrow(partial(_positions, BloomFilter(error_percent, expected)), "array<int>")(text)
+
+
+def _positions(bloom: BloomFilter, texts: pa.Array) -> pa.Array:
+    found = [None if text is None else list(bloom.positions(text)) for text in texts.to_pylist()]
+    return pa.array(found, pa.list_(pa.int32()))
+
+
+def _bloom_positions(texts: pa.Array, rates: pa.Array, numbers: pa.Array) -> pa.Array:
+    found = [
+        None if text is None else list(_bloom(float(rate), number).positions(text))
+        for text, rate, number in zip(texts.to_pylist(), rates.to_pylist(), numbers.to_pylist(), strict=True)
+    ]
+    return pa.array(found, pa.list_(pa.int32()))
+
+
+_bloom = lru_cache(maxsize=64)(BloomFilter)
+
+
+# ----------------------------------------------------------------------------------------------------------- allocation
+
+
+def strategy_of(text: str) -> rebalance.AllocationStrategy:
+    """A strategy by name, perhaps with its setting behind a colon; `ConfigError` names the known ones.
+
+    ``AVG``, ``AVG_BY_CIRCLE``, ``CONSISTENT_HASH`` (``:virtual nodes``), ``MACHINE_ROOM:room,room``,
+    ``MACHINE_ROOM_NEARBY`` (``:inner strategy``; the room is the text before the first ``-``).
+    """
+    name, _, setting = text.partition(":")
+    match name:
+        case "AVG":
+            return rebalance.allocate_averagely
+        case "AVG_BY_CIRCLE":
+            return rebalance.allocate_averagely_by_circle
+        case "CONSISTENT_HASH" if setting.lstrip("-").isdigit() or not setting:
+            return partial(rebalance.allocate_consistent_hash, virtual_nodes=int(setting or 10))
+        case "MACHINE_ROOM":
+            return rebalance.allocate_by_machine_room([room.strip() for room in setting.split(",") if room.strip()])
+        case "MACHINE_ROOM_NEARBY" if not setting.startswith(name):
+            inner = strategy_of(setting or "AVG")
+            return rebalance.allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
+    known = "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH[:nodes], MACHINE_ROOM:rooms, MACHINE_ROOM_NEARBY[:inner]"
+    raise ConfigError(f"unknown allocation strategy {text!r}; known are {known}")
+
+
+def _room(name: str) -> str | None:
+    room, found, _ = name.partition("-")
+    return room if found else None
+
+
+def allocate(
+    strategy: str | rebalance.AllocationStrategy,
+    queues: Column | str,
+    clients: Column | str,
+    client: Column | str | None = None,
+) -> Column:
+    """Who consumes which queue: a map from each client to its queues, or with ``client`` the queues of that one.
+
+    ``strategy`` is a name that `strategy_of` takes, or a function of `librmq.rebalance`; ``queues`` is an array of
+    struct<topic, brokerName, queueId>, ``clients`` an array of ids, both in the order in which the strategy is to see
+    them. Null where the strategy can't tell (no queues, no clients, a room that is missing).
+    """
+    if isinstance(strategy, str):
+        strategy_of(strategy)
+    if client is None:
+        return _arrow(partial(_shares, strategy), f"map<string,array<{QUEUE}>>")(queues, clients)
+    return _arrow(partial(_share, strategy), f"array<{QUEUE}>")(queues, clients, client)
+
+
+def _function(strategy: str | rebalance.AllocationStrategy) -> rebalance.AllocationStrategy:
+    return strategy_of(strategy) if isinstance(strategy, str) else strategy
+
+
+def _queues_of(row: Sequence[Mapping[str, Any]] | None) -> list[MessageQueue]:
+    return [MessageQueue(one["topic"], one["brokerName"], one["queueId"]) for one in row or ()]
+
+
+def _dicts(share: Sequence[MessageQueue]) -> list[dict[str, Any]]:
+    return [{"topic": one.topic, "brokerName": one.broker_name, "queueId": one.queue_id} for one in share]
+
+
+def _shares(strategy: str | rebalance.AllocationStrategy, queues: pa.Array, clients: pa.Array) -> pa.Array:
+    function = _function(strategy)
+    rows = zip(queues.to_pylist(), clients.to_pylist(), strict=True)
+    return pa.array([_all_shares(function, *row) for row in rows], _ARROW_SHARES)
+
+
+def _shares_by_name(strategies: pa.Array, queues: pa.Array, clients: pa.Array) -> pa.Array:
+    rows = zip(strategies.to_pylist(), queues.to_pylist(), clients.to_pylist(), strict=True)
+    return pa.array([_all_shares(strategy_of(name), *row) for name, *row in rows], _ARROW_SHARES)
+
+
+def _all_shares(
+    function: rebalance.AllocationStrategy, queues: Any, clients: Any
+) -> list[tuple[str, list[dict[str, Any]]]] | None:
+    known, members = _queues_of(queues), list(clients or ())
+    try:
+        if not members:
+            function("any", known, members)
+        return [(one, _dicts(function(one, known, members))) for one in dict.fromkeys(members)]
+    except AllocationError:
+        return None
+
+
+def _share(
+    strategy: str | rebalance.AllocationStrategy, queues: pa.Array, clients: pa.Array, client: pa.Array
+) -> pa.Array:
+    function = _function(strategy)
+    found: list[list[dict[str, Any]] | None] = []
+    for row in zip(client.to_pylist(), queues.to_pylist(), clients.to_pylist(), strict=True):
+        try:
+            found.append(_dicts(function(row[0] or "", _queues_of(row[1]), list(row[2] or ()))))
+        except AllocationError:
+            found.append(None)
+    return pa.array(found, pa.list_(_ARROW_QUEUE))
+
+
+# ------------------------------------------------------------------------------------------------------------------ SQL
+
+
+def register_functions(spark: SparkSession) -> None:
+    """Make ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions`` and ``allocate`` known to
+    the SQL of ``spark``.
+
+    In SQL ``bloom_positions`` takes the error rate in percent and the number of texts too (a broker's are 20 and 32).
+    """
+    for name, function, result in (
+        ("match_sql", partial(_match_sql, "4.9"), "boolean"),
+        ("match_sql_5", partial(_match_sql, "5.3"), "boolean"),
+        ("match_tags", _match_tags, "boolean"),
+        ("tags_code", _tags_code, "bigint"),
+        ("bloom_positions", _bloom_positions, "array<int>"),
+        ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),
+    ):
+        spark.udf.register(name, _arrow(function, result))
+
+
+def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
+    """A function of Arrow arrays as Spark's."""
+    from pyspark.sql.pandas.functions import arrow_udf
+
+    def called(*arrays: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FilterWarning)
+            return function(*(_whole(array) for array in arrays))
+
+    # Spark tells the kind of a function by its number of arguments and by its types, which a partial hides.
+    names = ("a", "b", "c")
+    count = _arguments(function)
+    of_count: list[Callable[..., Any]] = [
+        lambda a: called(a),
+        lambda a, b: called(a, b),
+        lambda a, b, c: called(a, b, c),
+    ]
+    wrapped = of_count[count - 1]
+    wrapped.__annotations__ = dict.fromkeys((*names[:count], "return"), pa.Array)
+    made: Callable[..., Column] = cast(Any, arrow_udf)(wrapped, result)
+    return made
+
+
+def _arguments(function: Callable[..., pa.Array]) -> int:
+    bound = len(function.args) if isinstance(function, partial) else 0
+    code = (function.func if isinstance(function, partial) else function).__code__
+    return int(code.co_argcount) - bound
+
+
+def _whole(array: Any) -> Any:
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array

@@ -1,0 +1,303 @@
+"""What may be asked of the data source: names, values, and errors that say which are known.
+
+All of it is checked on the driver, before any task.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, cast
+from urllib.parse import unquote, urlsplit
+
+from librmq.errors import ConfigError
+from librmq.filter import SqlFilter, TagFilter
+from librmq.topics import is_system_topic
+
+__all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "Offsets", "ReadOptions", "Wanted", "WriteOptions", "nearest"]
+
+View = Literal["messages", "queues", "log"]
+Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
+Offsets = Literal["earliest", "latest"] | Mapping[str, Any]
+"""Where to begin or end: by topic and queue id, perhaps by store before that; -2 earliest, -1 latest."""
+
+READ_OPTIONS: Final = (
+    "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
+    "endingOffsets", "startingTimestamp", "endingTimestamp", "failOnDataLoss", "mode", "minPartitions",
+    "maxOffsetsPerTrigger", "checksums",
+)  # fmt: skip
+WRITE_OPTIONS: Final = ("path", "topic", "queueId", "orderBy", "jobId", "queues", "staging")
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+_MILLIS: Final = re.compile(r"-?\d{1,18}")
+_LARGEST: Final = (1 << 63) - 1
+
+
+def nearest(name: str, known: Any) -> str:
+    """A hint at the known name that looks most like ``name``, or at all of them."""
+    lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
+    return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
+
+
+def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
+    """`ConfigError` for an option that is none of ``known``; names are taken in any case."""
+    lower = {name.lower() for name in known}
+    for name in options:
+        if name.lower() not in lower:
+            raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {nearest(name, known)}")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which messages: what options and pushed filters say of topic, queue, offset, time and tag."""
+
+    topics: frozenset[str] | None = None
+    topic_pattern: str | None = None
+    queue_ids: frozenset[int] | None = None
+    begin_offset: int = 0
+    end_offset: int = _LARGEST
+    begin_ms: int | None = None
+    end_ms: int | None = None
+    """Stored before then."""
+    tags: str | None = None
+    internal: bool = False
+    """Whether topics that the broker keeps for itself are wanted without being named."""
+
+    def queue(self, topic: str, queue_id: int) -> bool:
+        """Whether messages of the queue may be wanted."""
+        if self.queue_ids is not None and queue_id not in self.queue_ids:
+            return False
+        return self.topic(topic)
+
+    def topic(self, topic: str) -> bool:
+        if self.topics is not None:
+            return topic in self.topics
+        if self.topic_pattern is not None:
+            return re.fullmatch(self.topic_pattern, topic) is not None
+        return self.internal or not is_system_topic(topic)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a record need not be looked at to know that it is wanted, in a log read whole."""
+        return self == Wanted(internal=True)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The options of a read, checked."""
+
+    paths: tuple[str, ...]
+    view: View = "messages"
+    wanted: Wanted = field(default_factory=Wanted)
+    selector: str | None = None
+    starting: Offsets = "earliest"
+    ending: Offsets = "latest"
+    fail_on_data_loss: bool = True
+    mode: Mode = "FAILFAST"
+    min_partitions: int = 1
+    max_offsets_per_trigger: int | None = None
+    checksums: bool = True
+    several: bool = False
+    """Whether more than one store may be meant, so that rows say which theirs is."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> ReadOptions:
+        """Check options, named in any case; `ConfigError`, `FilterSyntaxError`."""
+        refuse_unknown(options, READ_OPTIONS, "reading")
+        given = {name: options[key] for name in READ_OPTIONS for key in options if key.lower() == name.lower()}
+        view = _choice(given, "view", ("messages", "queues", "log"), "messages")
+        mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
+        topics = _list(given.get("topic"))
+        if topics is not None and "topicPattern" in given:
+            raise ConfigError("options topic and topicPattern: only one of them may be given")
+        pattern = given.get("topicPattern")
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"option topicPattern: {pattern!r} is no regular expression: {error}") from None
+        ids = _list(given.get("queueId"))
+        tags, selector = given.get("tags"), given.get("selector")
+        if tags is not None:
+            TagFilter(tags)
+        if selector is not None:
+            if view == "queues":
+                raise ConfigError("option selector: the view queues has no properties to look at")
+            SqlFilter(selector)
+        begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
+        if view == "queues" and (begin_ms, end_ms) != (None, None):
+            raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
+        paths = _paths(given)
+        return cls(
+            paths=paths,
+            view=cast(View, view),
+            wanted=Wanted(
+                topics=None if topics is None else frozenset(topics),
+                topic_pattern=pattern,
+                queue_ids=None if ids is None else frozenset(_whole("queueId", one, 0) for one in ids),
+                begin_ms=begin_ms,
+                end_ms=end_ms,
+                tags=None if tags in (None, "*", "") else tags,
+                internal=view != "messages",
+            ),
+            selector=selector,
+            starting=_offsets(given, "startingOffsets", "earliest"),
+            ending=_offsets(given, "endingOffsets", "latest"),
+            fail_on_data_loss=_flag(given, "failOnDataLoss", True),
+            mode=cast(Mode, mode),
+            min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
+            max_offsets_per_trigger=_whole("maxOffsetsPerTrigger", given["maxOffsetsPerTrigger"], 1)
+            if "maxOffsetsPerTrigger" in given
+            else None,
+            checksums=_flag(given, "checksums", True),
+            several=len(paths) > 1 or any(_is_glob(text) for text in (given.get("path", ""), given.get("paths", ""))),
+        )
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """The options of a write, checked."""
+
+    path: str
+    topic: str | None = None
+    """For rows without a column of that name."""
+    queue_id: int | None = None
+    queues: int = 4
+    """Over so many queues the rows are dealt out that name none."""
+    order_by: str | None = None
+    job_id: str | None = None
+    staging: str | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> WriteOptions:
+        refuse_unknown(options, WRITE_OPTIONS, "writing")
+        given = {name: options[key] for name in WRITE_OPTIONS for key in options if key.lower() == name.lower()}
+        if "path" not in given:
+            raise ConfigError("option path: expected the folder of a store, found none")
+        job_id = given.get("jobId")
+        if job_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", job_id):
+            raise ConfigError(f"option jobId: expected letters, digits, '.', '_', '-', found {job_id[:120]!r}")
+        return cls(
+            path=_local(given["path"]),
+            topic=given.get("topic"),
+            queue_id=_whole("queueId", given["queueId"], 0) if "queueId" in given else None,
+            queues=_whole("queues", given.get("queues", "4"), 1),
+            order_by=given.get("orderBy"),
+            job_id=job_id,
+            staging=_local(given["staging"]) if "staging" in given else None,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- single options
+
+
+def _choice(given: Mapping[str, str], name: str, known: tuple[str, ...], usual: str, *, upper: bool = False) -> str:
+    text = given.get(name, usual)
+    found = text.upper() if upper else text.lower()
+    if found not in known:
+        raise ConfigError(f"option {name}: expected one of {', '.join(known)}, found {text!r}; {nearest(text, known)}")
+    return found
+
+
+def _flag(given: Mapping[str, str], name: str, usual: bool) -> bool:
+    text = given.get(name, str(usual)).lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"option {name}: expected true or false, found {text!r}")
+    return text == "true"
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    if not (_MILLIS.fullmatch(text.strip()) and least <= int(text) <= _LARGEST):
+        raise ConfigError(f"option {name}: expected a whole number of at least {least}, found {text!r}")
+    return int(text)
+
+
+def _millis(given: Mapping[str, str], name: str) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    if not _MILLIS.fullmatch(text.strip()):
+        raise ConfigError(f"option {name}: expected milliseconds since 1970, found {text!r}")
+    return int(text)
+
+
+def _list(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise ConfigError(f"expected names separated by commas, found {text!r}")
+    return found
+
+
+def _offsets(given: Mapping[str, str], name: str, usual: Literal["earliest", "latest"]) -> Offsets:
+    text = given.get(name, usual).strip()
+    if text.lower() == "earliest":
+        return "earliest"
+    if text.lower() == "latest":
+        return "latest"
+    try:
+        found = json.loads(text)
+        _check_offsets(found)
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f'option {name}: expected earliest, latest, or JSON like {{"TopicA": {{"0": 23, "1": -1}}}} '
+            f"(-2 is earliest, -1 latest), found {text[:200]!r}"
+        ) from None
+    return cast(Mapping[str, Any], found)
+
+
+def _check_offsets(found: Any, depth: int = 0) -> None:
+    if not isinstance(found, dict):
+        raise ValueError
+    for name, below in found.items():
+        if isinstance(below, dict) and depth < 2:
+            _check_offsets(below, depth + 1)
+        elif depth == 0 or type(below) is not int or not EARLIEST <= below <= _LARGEST or not name.isdigit():
+            raise ValueError
+
+
+def _is_glob(text: str) -> bool:
+    return any(character in text for character in "*?[")
+
+
+def _paths(given: Mapping[str, str]) -> tuple[str, ...]:
+    texts: list[str] = []
+    if "paths" in given:
+        try:
+            texts = list(json.loads(given["paths"]))
+        except (ValueError, TypeError):
+            texts = given["paths"].split(",")
+    if given.get("path"):
+        whole = _local(given["path"])
+        texts += [whole] if os.path.exists(whole) else given["path"].split(",")
+    if not texts:
+        raise ConfigError("option path: expected the folder of a store, found none")
+    found: list[str] = []
+    for text in texts:
+        path = _local(text.strip())
+        if os.path.exists(path) or not _is_glob(path):
+            matches = [path]
+        else:
+            matches = sorted(filter(os.path.isdir, glob.glob(path)))
+            if not matches:
+                raise ConfigError(f"option path: no folder matches {path}")
+        found += [match for match in matches if match not in found]
+    return tuple(found)
+
+
+def _local(text: str) -> str:
+    """A path of a mounted file system as an absolute one."""
+    parts = urlsplit(text)
+    if parts.scheme == "file" and not parts.netloc:
+        text = unquote(parts.path)
+    elif len(parts.scheme) > 1 and "://" in text:
+        raise ConfigError(f"option path: {text!r}: a store is read from a mounted file system, not by {parts.scheme}")
+    return os.path.abspath(os.path.expanduser(text))

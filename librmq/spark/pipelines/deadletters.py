@@ -1,0 +1,72 @@
+"""Dead letters: how many, of which group and topic, why; and how they are sent again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq.codec import RESERVED_PROPERTIES
+from librmq.topics import DEAD_LETTER_PREFIX
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["dead_letters", "replayable"]
+
+_OWN = ("KEYS", "TAGS", "UNIQ_KEY")
+
+
+def dead_letters(messages: DataFrame) -> DataFrame:
+    """Dead letters by group, topic and cause.
+
+    ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The cause is what the record tells:
+    ``never retried`` (the first failure gave it up: a listener said so, or the group retries nothing), ``retries used
+    up``, ``ordered, retries used up`` (a queue consumed in order gave it up in its place). Columns: store, group,
+    topic, cause, messages, first and last (when they were stored), mostTimes (reconsume times).
+    """
+    properties = F.col("properties")
+    # A consumer in order sends the message itself, with its count as a property.
+    in_order = properties.getItem("RECONSUME_TIME").isNotNull()
+    cause = (
+        F.when(in_order, "ordered, retries used up")
+        .when(F.col("reconsumeTimes") <= 1, "never retried")
+        .otherwise("retries used up")
+    )
+    dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
+    return (
+        dead.select(
+            "store", _group().alias("group"), _first_topic().alias("topic"), cause.alias("cause"), "storeTimestamp",
+            "reconsumeTimes",
+        )
+        .groupBy("store", "group", "topic", "cause")
+        .agg(
+            F.count("*").alias("messages"),
+            F.min("storeTimestamp").alias("first"),
+            F.max("storeTimestamp").alias("last"),
+            F.max("reconsumeTimes").alias("mostTimes"),
+        )
+    )  # fmt: skip
+
+
+def replayable(messages: DataFrame) -> DataFrame:
+    """Dead letters as messages to be written again: to the topic they came from, without what the broker had added.
+
+    ``messages`` has topic, body, properties. Body, keys, tag, unique key and the sender's own properties are kept, so
+    that a consumer that guards against duplicates knows them. What is written is ``topic, body, properties``.
+    """
+    kept = F.map_filter("properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED)))
+    dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
+    return dead.select(_first_topic().alias("topic"), "body", kept.alias("properties"))
+
+
+_ADDED = {"DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID", "TRAN_PREPARED_QUEUE_OFFSET", "TRANSACTION_CHECK_TIMES"}
+
+
+def _group() -> Column:
+    return F.substring(F.col("topic"), len(DEAD_LETTER_PREFIX) + 1, 1 << 20)
+
+
+def _first_topic() -> Column:
+    properties = F.col("properties")
+    return F.coalesce(properties.getItem("RETRY_TOPIC"), properties.getItem("DLQ_ORIGIN_TOPIC"), F.col("topic"))

@@ -1,0 +1,77 @@
+"""The same business key more than once: exactly, or, where that does not fit, probably."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import Window
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["MESSAGE_COLUMNS", "duplicates", "duplicates_approximate", "keyed"]
+
+MESSAGE_COLUMNS = (
+    "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
+    "keys string, uniqueKey string"
+)
+
+
+def keyed(messages: DataFrame, key: Column | str | None = None) -> DataFrame:
+    """``messages`` with a column ``key``: each business key (``keys`` is split at spaces), or what ``key`` says."""
+    if key is None:
+        return messages.withColumn("key", F.explode(F.split("keys", " "))).where("key != ''")
+    column = F.col(key) if isinstance(key, str) else key
+    return messages.withColumn("key", column).where(F.col("key").isNotNull())
+
+
+def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | None = None) -> DataFrame:
+    """The messages of a topic whose key an earlier one had, stored at most ``window_seconds`` before, whatever broker.
+
+    Columns: those of ``messages``, key, before (when the earlier one was stored), secondsAfter, resend (true if both
+    have one unique key, so that a client or a broker sent it again, not the application).
+    """
+    order = Window.partitionBy("topic", "key").orderBy("storeTimestamp", "store", "physicalOffset")
+    found = keyed(messages, key).withColumns(
+        {
+            "before": F.lag("storeTimestamp").over(order),
+            "resend": F.coalesce(F.lag("uniqueKey").over(order) == F.col("uniqueKey"), F.lit(False)),
+        }
+    )
+    after = (F.unix_micros("storeTimestamp") - F.unix_micros("before")) / 1_000_000
+    return found.withColumn("secondsAfter", after).where(F.col("secondsAfter") <= window_seconds)
+
+
+def duplicates_approximate(
+    messages: DataFrame, error_rate: float = 0.001, capacity: int = 1_000_000, key: Column | str | None = None
+) -> DataFrame:
+    """The messages whose key an earlier one of the same topic had, whenever, found with a bloom filter a task.
+
+    Nothing is sorted and no key is kept: a task takes a share of the keys and holds some 2 bytes a key. None is
+    missed; of the others about ``error_rate`` are taken for duplicates. ``capacity`` is how many keys a task's filter
+    begins with; it grows. Which of several equal ones is the first is not said. Needs the extra ``bloom``. Columns:
+    store, topic, queueId, queueOffset, key.
+    """
+    try:
+        import pybloom_live
+    except ImportError:
+        raise MissingExtraError("finding duplicates with bloom filters", "bloom") from None
+    del pybloom_live
+    found = keyed(messages, key).select("store", "topic", "queueId", "queueOffset", "key")
+    shared = found.repartition(F.col("topic"), F.col("key"))
+    return shared.mapInArrow(partial(_seen_before, error_rate, capacity), found.schema)
+
+
+def _seen_before(error_rate: float, capacity: int, batches: Iterator[Any]) -> Iterator[Any]:
+    import pyarrow as pa
+    from pybloom_live import ScalableBloomFilter
+
+    seen = ScalableBloomFilter(capacity, error_rate)
+    for batch in batches:
+        texts = zip(batch.column("topic").to_pylist(), batch.column("key").to_pylist(), strict=True)
+        yield batch.filter(pa.array([seen.add(f"{topic}\0{key}") for topic, key in texts], pa.bool_()))

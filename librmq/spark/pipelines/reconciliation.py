@@ -1,0 +1,56 @@
+"""Messages held against the rows of a business table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq.spark.pipelines.duplicates import keyed
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["reconcile"]
+
+
+def reconcile(
+    messages: DataFrame,
+    business: DataFrame,
+    *,
+    business_key: str,
+    business_time: str | None = None,
+    late_seconds: float | None = None,
+    key: Column | str | None = None,
+) -> DataFrame:
+    """What does not agree: a row for each key and verdict, nothing for keys of one row and one message in time.
+
+    Verdicts: ``missing`` (a row without a message), ``extra`` (a message without a row), ``repeated`` (more messages
+    than rows), ``late`` (the first message was stored more than ``late_seconds`` after ``business_time``). ``messages``
+    has keys and storeTimestamp; ``key`` says what is the business key, each of ``keys`` unless given. Columns: key,
+    verdict, messages, rows, first (when the first message was stored), secondsAfter.
+    """
+    sent = (
+        keyed(messages, key).groupBy("key").agg(F.count("*").alias("messages"), F.min("storeTimestamp").alias("first"))
+    )
+    time = F.col(business_time) if business_time is not None else F.lit(None).cast("timestamp")
+    rows = (
+        business.select(F.col(business_key).cast("string").alias("key"), time.alias("at"))
+        .where(F.col("key").isNotNull())
+        .groupBy("key")
+        .agg(F.count("*").alias("rows"), F.min("at").alias("at"))
+    )
+    both = sent.join(rows, "key", "full").withColumns(
+        {"messages": F.coalesce("messages", F.lit(0)), "rows": F.coalesce("rows", F.lit(0))}
+    )
+    both = both.withColumn("secondsAfter", (F.unix_micros("first") - F.unix_micros("at")) / 1_000_000)
+    late = F.lit(False) if late_seconds is None else F.col("secondsAfter") > late_seconds
+    verdicts = F.array_compact(
+        F.array(
+            F.when(F.col("messages") == 0, F.lit("missing")),
+            F.when(F.col("rows") == 0, F.lit("extra")),
+            F.when((F.col("rows") > 0) & (F.col("messages") > F.col("rows")), F.lit("repeated")),
+            F.when(late, F.lit("late")),
+        )
+    )
+    return both.select("key", F.explode(verdicts).alias("verdict"), "messages", "rows", "first", "secondsAfter")

@@ -1,0 +1,53 @@
+"""What a shorter retention would free, and what it would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["what_retention_frees"]
+
+
+def what_retention_frees(
+    records: DataFrame, files: DataFrame, offsets: DataFrame, hours: Sequence[float] = (6, 12, 24, 48, 72)
+) -> DataFrame:
+    """For each number of hours, the files whose last record is older than that, counted from the store's last record.
+
+    ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
+    and ``offsets`` those of `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
+    hours, files, bytes (freed), messages (gone), unread (of them, messages that some group has not consumed), oldest
+    (when the oldest message that is left was stored).
+    """
+    lengths = files.groupBy("store").agg(F.max("size").alias("fileSize"))
+    read = offsets.groupBy("store", "topic", "queueId").agg(F.min("offset").alias("read"))
+    unread = F.col("read").isNotNull() & (F.col("queueOffset") >= F.col("read"))
+    by_file = (
+        records.join(F.broadcast(lengths), "store")
+        .join(F.broadcast(read), ["store", "topic", "queueId"], "left")
+        .withColumn("begin", F.col("physicalOffset") - F.col("physicalOffset") % F.col("fileSize"))
+        .groupBy("store", "begin", "fileSize")
+        .agg(
+            F.count("*").alias("messages"),
+            F.count(F.when(unread, 1)).alias("unread"),
+            F.min("storeTimestamp").alias("first"),
+            F.max("storeTimestamp").alias("last"),
+        )
+    )
+    newest = by_file.groupBy("store").agg(F.max("last").alias("now"), F.max("begin").alias("written"))
+    each = by_file.join(newest, "store").crossJoin(
+        records.sparkSession.createDataFrame([(float(one),) for one in hours], "hours double")
+    )
+    age = (F.unix_millis("now") - F.unix_millis("last")) / 3_600_000
+    gone = (age > F.col("hours")) & (F.col("begin") < F.col("written"))
+    return each.groupBy("store", "hours").agg(
+        F.count(F.when(gone, 1)).alias("files"),
+        F.coalesce(F.sum(F.when(gone, F.col("fileSize"))), F.lit(0)).alias("bytes"),
+        F.coalesce(F.sum(F.when(gone, F.col("messages"))), F.lit(0)).alias("messages"),
+        F.coalesce(F.sum(F.when(gone, F.col("unread"))), F.lit(0)).alias("unread"),
+        F.min(F.when(~gone, F.col("first"))).alias("oldest"),
+    )

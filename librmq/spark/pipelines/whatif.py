@@ -1,0 +1,76 @@
+"""What other consumers would change: who would get which queue, and how long until all is drained.
+
+A client drains its queues side by side up to ``clientRate`` messages a second, and a queue at most ``queueRate`` (its
+messages come from one broker in order, and go to one client): a queue's lag is a bound that no further client lifts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq.spark.functions import allocate
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["what_if"]
+
+
+def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
+    """Each scenario for each group and topic.
+
+    ``lags`` has store, group, topic, queueId, lag, as `backlog` gives them (a store's folder stands for its broker);
+    ``scenarios`` has scenario (a name), strategy (as `librmq.spark.functions.strategy_of` takes it), clients (a
+    number), clientRate, queueRate. Columns: scenario, group, topic, strategy, clients, queues, lag, idleClients,
+    mostQueues and fewestQueues of a client, unowned (queues of nobody), mostLag of a client, drainSeconds (null if
+    something is never drained), boundBy (``clients``, ``one queue``, ``nothing``).
+    """
+    queue = F.struct("topic", F.col("store").alias("brokerName"), "queueId")
+    grouped = lags.groupBy("group", "topic").agg(
+        F.array_sort(F.collect_list(queue)).alias("queueList"),
+        F.map_from_entries(F.collect_list(F.struct(queue, "lag"))).alias("lagOf"),
+        F.sum("lag").alias("lag"),
+    )
+    # In the order of ids, which are made so that it is that of numbers.
+    members = F.transform(
+        F.sequence(F.lit(0), F.col("clients") - 1),
+        lambda n: F.concat(F.lit("client-"), F.lpad(n.cast("string"), 6, "0")),
+    )
+    crossed = grouped.crossJoin(F.broadcast(scenarios)).withColumn(
+        "members", F.when(F.col("clients") > 0, members).otherwise(F.array().cast("array<string>"))
+    )
+    # The strategy differs from row to row, and so is the function's argument, not part of it.
+    names = [row["strategy"] for row in scenarios.select("strategy").distinct().collect()]
+    shares = F.coalesce(
+        *(F.when(F.col("strategy") == name, allocate(name, "queueList", "members")) for name in names), F.lit(None)
+    )
+    each = crossed.withColumn("shares", F.map_values(shares))
+    counts = F.transform("shares", F.size)
+
+    def lag_of(share: Column) -> Column:
+        return F.transform(share, lambda one: F.element_at("lagOf", one))
+
+    sums = F.transform("shares", lambda share: F.aggregate(lag_of(share), F.lit(0).cast("bigint"), lambda a, b: a + b))
+    largest = F.coalesce(F.array_max(F.map_values("lagOf")), F.lit(0))
+    owned = F.coalesce(F.aggregate(counts, F.lit(0), lambda a, b: a + b), F.lit(0))
+    result = each.select(
+        "scenario", "group", "topic", "strategy", "clients", "clientRate", "queueRate", "lag",
+        F.size("queueList").alias("queues"),
+        F.coalesce(F.size(F.filter(counts, lambda n: n == 0)), F.lit(0)).alias("idleClients"),
+        F.coalesce(F.array_max(counts), F.lit(0)).alias("mostQueues"),
+        F.coalesce(F.array_min(counts), F.lit(0)).alias("fewestQueues"),
+        (F.size("queueList") - owned).alias("unowned"),
+        F.coalesce(F.array_max(sums), F.lit(0)).alias("mostLag"),
+        largest.alias("mostLagOfQueue"),
+    )  # fmt: skip
+    by_clients, by_queue = F.col("mostLag") / F.col("clientRate"), F.col("mostLagOfQueue") / F.col("queueRate")
+    never = (F.col("unowned") > 0) & (F.col("lag") > 0)
+    bound = F.when(F.col("lag") == 0, "nothing").when(by_queue >= by_clients, "one queue").otherwise("clients")
+    return result.select(
+        "scenario", "group", "topic", "strategy", "clients", "queues", "lag", "idleClients", "mostQueues",
+        "fewestQueues", "unowned", "mostLag",
+        F.when(~never, F.greatest(by_clients, by_queue)).alias("drainSeconds"),
+        F.when(~never, bound).alias("boundBy"),
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""Which entries of which queues a read takes, worked out on the driver; nothing here looks at a body.
+
+A store is opened for reading as `MessageStore` does it, beside a writer or not, and closed again: what is planned is
+ranges of queue offsets, which workers read from the files by themselves. Entries that stand in no file yet (a writer
+brings queues up to date in batches; a crash left them behind) go with the plan, 20 bytes each.
+
+All queues that are wanted are cut at the same places of the log, so that a task reads a stretch of the log and no
+other task reads it again; the places are quantiles of the wanted entries, and so the tasks are of a size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from librmq import layout
+from librmq.checkpoint import has_abort
+from librmq.config import ENTRY_SIZE, StoreConfig
+from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
+from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
+from librmq.files import DiskFiles
+from librmq.spark.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
+from librmq.store import MessageStore
+
+__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
+
+QueueName = tuple[str, int]
+
+PARTITION_BYTES: Final = 64 << 20
+_SAMPLES: Final = 256
+_COMPARED: Final = 4096
+_LOOKED_AT: Final = 8
+
+
+class DataLossError(StoreError):
+    """Messages that were asked for are no longer there (or not there anew); ``failOnDataLoss`` false reads the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Some entries of a queue: from ``begin`` to ``end``, those from ``late_from`` on in ``late``, not in files."""
+
+    topic: str
+    queue_id: int
+    begin: int
+    end: int
+    late_from: int
+    late: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one task reads: entries of queues; or the log from a place to another, with the entries that lie there."""
+
+    path: str
+    log_file_size: int
+    queue_file_size: int
+    slices: tuple[Slice, ...]
+    walk: tuple[int, int] | None = None
+    damage: tuple[str, ...] = ()
+    """What was found to be wrong when the read was planned, where it is not an error."""
+
+
+@dataclass(slots=True)
+class QueueRange:
+    """A queue as it is planned."""
+
+    begin: int
+    end: int
+    late_from: int
+    late: bytes
+    entries: ConsumeQueue
+    """To look entries up in."""
+
+    def place(self, queue_offset: int) -> int:
+        """Where in the log the message of an entry is."""
+        entry = self.entries.entry(queue_offset)
+        return -1 if entry is None else entry.physical_offset
+
+
+@dataclass(slots=True)
+class PlannedStore:
+    """A store as it stood when it was looked at."""
+
+    path: str
+    config: StoreConfig
+    log_begin: int
+    log_end: int
+    queues: dict[QueueName, QueueRange]
+    damage: list[str] = field(default_factory=list)
+    _store: MessageStore | None = None
+
+    @classmethod
+    def open(cls, path: str, wanted: Wanted, mode: Mode) -> PlannedStore:
+        """Look at the store in ``path``; only queues that may be wanted.
+
+        `NotAStoreError` where there is none; with ``FAILFAST`` `CorruptionError` for damage that shows.
+        """
+        files = DiskFiles()
+        layout.check_kind(path, files)
+        damage: list[str] = []
+        try:
+            store: MessageStore | None = MessageStore.open(path, read_only=True)
+        except CorruptionError as error:
+            if mode == "FAILFAST":
+                raise
+            store = None
+            damage.append(str(error))
+        planned = cls(path, layout.infer_config(path, files), 0, 0, {}, damage, store)
+        planned._look(wanted, mode)
+        return planned
+
+    def refresh(self, wanted: Wanted, mode: Mode) -> None:
+        """Look again at what somebody else has done to the store meanwhile."""
+        if self._store is not None:
+            self._store.refresh()
+        self._look(wanted, mode)
+
+    def _look(self, wanted: Wanted, mode: Mode) -> None:
+        files, store = DiskFiles(), self._store
+        self.config = config = self.config if store is None else store.config
+        self.queues = {}
+        starts = _log_files(self.path, config, files)
+        whole_end = max(starts) + config.commitlog_file_size if starts else 0
+        self.log_begin = min(starts, default=0) if store is None else store.log.begin
+        self.log_end = whole_end if store is None or mode != "FAILFAST" else store.log.end
+        names = layout.list_queues(self.path, files) if store is None else list(store.queues)
+        for name in sorted(names):
+            if wanted.queue(*name):
+                try:
+                    self.queues[name] = self._queue(name, files, mode)
+                except CorruptionError as error:
+                    if mode == "FAILFAST":
+                        raise
+                    if str(error) not in self.damage:
+                        self.damage.append(str(error))
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def __enter__(self) -> PlannedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _queue(self, name: QueueName, files: DiskFiles, mode: Mode) -> QueueRange:
+        size = self.config.consumequeue_file_size
+        stored = ConsumeQueue.open(layout.queue_folder(self.path, *name), size, files=files, writable=False)
+        if self._store is None:
+            return QueueRange(stored.min_offset, stored.max_offset, stored.max_offset, b"", stored)
+        queue = self._store.queues[name]
+        begin, end = queue.min_offset, queue.max_offset
+        crashed = mode == "FAILFAST" and has_abort(files, self.path)
+        if stored.max_offset > end and self._store.recovered and not crashed:
+            # Entries lead beyond where the log can be read, and no crash explains it (which a recovery would cut).
+            behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
+            if any(self._is_record(stored, at) for at in behind):
+                if mode == "FAILFAST":
+                    cut = self._store.recovered[0]
+                    raise CorruptionError(
+                        cut.file, cut.offset, cut.kind, f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
+                    )
+                return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
+        late_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
+        late = queue.entries(late_from, end).tobytes() if late_from < end else b""
+        return QueueRange(begin, end, late_from, late, queue)
+
+    def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
+        assert self._store is not None
+        with contextlib.suppress(StoreError, RecordError, AttributeError):
+            entry = stored.entry(queue_offset)
+            log = self._store.log
+            raw = b"" if entry is None else log.data_at(entry.physical_offset, min(entry.size, 64))
+            return len(raw) >= 36 and int.from_bytes(raw[28:36], "big") == entry.physical_offset  # type: ignore[union-attr]
+        return False
+
+    # ------------------------------------------------------------------------------------------------ where to begin
+
+    def offset_of(self, name: QueueName, offsets: Offsets, usual: int) -> int:
+        """The queue offset that ``startingOffsets`` or ``endingOffsets`` name for a queue."""
+        queue = self.queues[name]
+        asked: Any = usual
+        if offsets == "earliest":
+            asked = EARLIEST
+        elif offsets == "latest":
+            asked = LATEST
+        else:
+            own = offsets.get(self.path, offsets)
+            asked = own.get(name[0], {}).get(str(name[1]), usual) if isinstance(own, Mapping) else usual
+        return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
+
+    def first_at(self, name: QueueName, timestamp_ms: int) -> int:
+        """The first queue offset whose message was stored at ``timestamp_ms`` or later."""
+        queue = self.queues[name]
+        if self._store is None:
+            return queue.begin
+        log = self._store.log
+
+        def stored(queue_offset: int) -> int:
+            entry = queue.entries.entry(queue_offset)
+            found = None if entry is None else log.store_timestamp_ms(entry.physical_offset, entry.size)
+            return -1 if found is None else found
+
+        return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
+
+    def narrowed(self, wanted: Wanted, starting: Offsets, ending: Offsets, *, strict: bool) -> dict[QueueName, range]:
+        """The wanted offsets of each wanted queue; ``strict``: `DataLossError` for those that are gone."""
+        found: dict[QueueName, range] = {}
+        for name, queue in self.queues.items():
+            begin = self.offset_of(name, starting, EARLIEST)
+            end = self.offset_of(name, ending, LATEST)
+            begin = queue.begin if begin == EARLIEST else begin
+            end = queue.end if end == LATEST else end
+            if strict:
+                self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
+            begin, end = max(begin, queue.begin, wanted.begin_offset), min(end, queue.end, wanted.end_offset)
+            if wanted.begin_ms is not None and begin < end:
+                begin = max(begin, self.first_at(name, wanted.begin_ms))
+            if wanted.end_ms is not None and begin < end:
+                end = min(end, self.first_at(name, wanted.end_ms))
+            if begin < end:
+                found[name] = range(begin, end)
+        return found
+
+    def check_loss(self, name: QueueName, begin: int, end: int) -> None:
+        """`DataLossError` if offsets from ``begin`` to ``end`` are not all there."""
+        queue = self.queues[name]
+        if begin < queue.begin or max(begin, end) > queue.end:
+            raise DataLossError(
+                f"{self.path}: topic {name[0]!r}, queue {name[1]}: offsets {begin} to {end} were asked for, "
+                f"{queue.begin} to {queue.end} are there (option failOnDataLoss=false reads what is)"
+            )
+
+    def check_names(self, offsets: Offsets, option: str) -> None:
+        """`ConfigError` for a topic in ``offsets`` of which the store knows no queue that is wanted."""
+        if isinstance(offsets, str):
+            return
+        own = offsets.get(self.path, offsets)
+        for topic, ids in own.items():
+            for queue_id in ids if isinstance(ids, Mapping) else ():
+                if isinstance(ids[queue_id], int) and (topic, int(queue_id)) not in self.queues:
+                    known = {f"{name[0]}:{name[1]}" for name in self.queues}
+                    hint = nearest(f"{topic}:{queue_id}", known) if known else "there is none"
+                    raise ConfigError(
+                        f"option {option}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
+                    )
+
+    # -------------------------------------------------------------------------------------------------------- parts
+
+    def parts(
+        self, ranges: Mapping[QueueName, range], least: int, *, bytes_a_part: int = PARTITION_BYTES
+    ) -> list[Part]:
+        """The entries in ``ranges`` cut into tasks: at least ``least`` where there is as much."""
+        samples, weights, rows = self._samples(ranges)
+        if not rows:
+            return self._damage_part()
+        mean = sum(size for _, size in samples) / len(samples)
+        count = max(least, -(-int(rows * mean) // bytes_a_part))
+        places = sorted(zip((place for place, _ in samples), weights, strict=True))
+        bounds = _quantiles(places, count)
+        parts: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
+        for name, wanted in ranges.items():
+            at = wanted.start
+            for number, bound in enumerate([*bounds, None]):
+                upto = wanted.stop
+                if bound is not None:
+                    upto = bisect_left(range(wanted.stop), bound, at, wanted.stop, key=self.queues[name].place)
+                if at < upto:
+                    parts[number].append(self._slice(name, at, upto))
+                at = upto
+        made = [self._part(tuple(slices)) for slices in parts if slices]
+        return made + self._damage_part()
+
+    def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
+        """The whole log cut into tasks, each beginning with a record."""
+        ranges = {name: range(queue.begin, queue.end) for name, queue in self.queues.items() if queue.begin < queue.end}
+        samples, weights, rows = self._samples(ranges)
+        count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
+        bounds = _quantiles(sorted(zip((p for p, _ in samples), weights, strict=True)), count) if rows else []
+        bounds = sorted({place for place in bounds if self.log_begin < place < self.log_end})
+        made: list[Part] = []
+        at = dict.fromkeys(ranges, 0)
+        for begin, end in zip([self.log_begin, *bounds], [*bounds, self.log_end], strict=True):
+            slices = []
+            for name, wanted in ranges.items():
+                first = max(wanted.start, at[name])
+                upto = wanted.stop
+                if end != self.log_end:
+                    upto = bisect_left(range(wanted.stop), end, first, wanted.stop, key=self.queues[name].place)
+                if first < upto:
+                    slices.append(self._slice(name, first, upto))
+                at[name] = upto
+            if begin < end:
+                made.append(replace(self._part(tuple(slices)), walk=(begin, end)))
+        return made + self._damage_part()
+
+    def _part(self, slices: tuple[Slice, ...]) -> Part:
+        return Part(self.path, self.config.commitlog_file_size, self.config.consumequeue_file_size, slices)
+
+    def _damage_part(self) -> list[Part]:
+        return [replace(self._part(()), damage=tuple(self.damage))] if self.damage else []
+
+    def _slice(self, name: QueueName, begin: int, end: int) -> Slice:
+        queue = self.queues[name]
+        late_from = max(begin, queue.late_from)
+        first = (late_from - queue.late_from) * ENTRY_SIZE
+        late = queue.late[first : first + max(0, end - late_from) * ENTRY_SIZE]
+        return Slice(*name, begin, end, late_from, late)
+
+    def _samples(self, ranges: Mapping[QueueName, range]) -> tuple[list[tuple[int, int]], list[float], int]:
+        """Places and sizes of some wanted entries, for how many each stands, and the number of all."""
+        samples, weights, rows = [], [], 0
+        for name, wanted in ranges.items():
+            rows += len(wanted)
+            chosen = wanted[:: max(1, len(wanted) // _SAMPLES)]
+            found = [self.queues[name].entries.entry(at) for at in chosen]
+            sound = [(entry.physical_offset, entry.size) for entry in found if entry is not None]
+            samples += sound
+            weights += [len(wanted) / max(1, len(sound))] * len(sound)
+        return samples or [(0, 0)], weights or [0.0], rows
+
+
+def _quantiles(places: list[tuple[int, float]], count: int) -> list[int]:
+    """Where to cut weighted places so that there are ``count`` shares of a weight."""
+    total = sum(weight for _, weight in places)
+    bounds: list[int] = []
+    reached = 0.0
+    for place, weight in places:
+        if reached >= total * (len(bounds) + 1) / count and len(bounds) < count - 1:
+            bounds.append(place)
+        reached += weight
+    return sorted(set(bounds))
+
+
+def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bool) -> int:
+    """From which queue offset on the files lack what ``queue`` has."""
+    end = min(queue.max_offset, stored.max_offset)
+    found = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
+    while end > queue.min_offset:
+        begin = max(queue.min_offset, end - _COMPARED)
+        ours, theirs = queue.entries(begin, end), _stored(stored, begin, end)
+        count = min(len(ours), len(theirs))
+        different = np.flatnonzero(ours[:count] != theirs[:count])
+        if len(different):
+            found = begin + int(different[0])
+        elif count < len(ours):
+            found = begin + count
+        elif not thorough:
+            break
+        end = begin
+    return found
+
+
+def _stored(stored: ConsumeQueue, begin: int, end: int) -> Entries:
+    found = []
+    at = begin
+    while at < end and (raw := stored.read(at, end - at)):
+        found.append(raw)
+        at += len(raw) // ENTRY_SIZE
+    return np.frombuffer(b"".join(found), ENTRY_DTYPE)
+
+
+def _log_files(path: str, config: StoreConfig, files: DiskFiles) -> list[int]:
+    entries: Iterable[Any] = files.list(os.path.join(path, layout.COMMITLOG))
+    return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]

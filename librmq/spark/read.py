@@ -1,0 +1,454 @@
+"""What a task does: entries of queues, or a stretch of the log, to Arrow batches. Runs in Spark's workers.
+
+Files are mapped and read without a lock; pages are dropped after each batch, so that what a task holds is bounded by
+its batch. Before anything is decoded rows are left out by what costs least: the tag's hash in the entry, the header,
+named properties, the tag's text, the selector; bodies and maps are decoded of what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from librmq import codec, layout
+from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
+from librmq.consumequeueext import LAST_EXT_ADDRESS
+from librmq.errors import CorruptionError, RecordError, StoreIOError
+from librmq.files import DiskFiles, File
+from librmq.filter import TagFilter
+from librmq.filter.arrow_backend import match_arrow
+from librmq.filter.logic import names
+from librmq.filter.sqlfilter import compiled
+from librmq.mappedfile import file_name
+from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
+from librmq.spark.options import ReadOptions
+from librmq.spark.plan import DataLossError, Part, Slice
+
+__all__ = ["CORRUPT", "TYPES", "Reading", "default_columns"]
+
+CORRUPT: Final = "_corrupt_record"
+
+TYPES: Final[dict[str, pa.DataType]] = {name: kind for name, (kind, _) in COLUMNS.items()} | {
+    "tagsCode": pa.int64(),
+    "store": pa.string(),
+    CORRUPT: pa.string(),
+}
+"""The Arrow types of all columns."""
+
+_DEFAULT: Final = (
+    "topic", "queueId", "queueOffset", "physicalOffset", "bornTimestamp", "storeTimestamp", "tags", "keys",
+    "uniqueKey", "properties", "body", "reconsumeTimes", "sysFlag",
+)  # fmt: skip
+_ENTRY_COLUMNS: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode")
+
+BATCH_ROWS: Final = 8192
+ENTRY_BATCH_ROWS: Final = 65_536
+BATCH_BYTES: Final = 16 << 20
+_SIZE_AND_MAGIC: Final = struct.Struct(">II")
+_MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
+_MOST_TOLD: Final = 1000
+
+
+def default_columns(options: ReadOptions) -> list[str]:
+    """The columns of a read for which no schema was given."""
+    columns = list(_ENTRY_COLUMNS if options.view == "queues" else _DEFAULT)
+    if options.several:
+        columns.append("store")
+    if options.mode == "PERMISSIVE":
+        columns.append(CORRUPT)
+    return columns
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Entries of several queues, or records of the log (without queues)."""
+
+    places: Ints
+    sizes: Ints
+    codes: Ints
+    queue: npt.NDArray[np.int32]
+    queue_offsets: Ints
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def take(self, which: Any) -> _Rows:
+        return _Rows(
+            self.places[which], self.sizes[which], self.codes[which], self.queue[which], self.queue_offsets[which]
+        )
+
+
+class Reading:
+    """Reads parts as ``options`` ask, into batches of ``schema``, whose names are all in `TYPES`. Picklable."""
+
+    def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = schema
+
+    def read(self, part: Part) -> Iterator[pa.RecordBatch]:
+        """The rows of ``part``. `CorruptionError`, `DataLossError` as the options say."""
+        return _Task(self._options, self._schema, part).batches()
+
+
+class _Task:
+    def __init__(self, options: ReadOptions, schema: pa.Schema, part: Part) -> None:
+        self._options = options
+        self._schema = schema
+        self._part = part
+        self._files = DiskFiles()
+        self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
+        wanted = options.wanted
+        self._tags = None if wanted.tags is None else TagFilter(wanted.tags)
+        self._selector = None if options.selector is None else compiled(options.selector).question
+        self._frames = (
+            not set(schema.names) <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
+            or (part.walk is not None and ("topic" in schema.names or not wanted.takes_all))
+            or self._tags is not None
+            or self._selector is not None
+        )
+        self._checksums = options.checksums and "body" in schema.names
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        if self._part.damage:
+            yield from self._told([(None, text) for text in self._part.damage])
+        rows, gone = self._entries()
+        if gone and self._options.fail_on_data_loss:
+            raise DataLossError(
+                f"{self._part.path}: {gone[0]} is gone since the read was planned (option failOnDataLoss=false "
+                "reads what is there)"
+            )
+        if self._options.view == "queues":
+            yield from self._entry_batches(rows)
+            return
+        if self._part.walk is not None:
+            rows, bad = self._walk(rows, *self._part.walk)
+            if bad:
+                yield from self._told([(None, self._damage(place, why)) for place, why in bad])
+        elif self._tags is not None and not self._tags.takes_all:
+            rows = rows.take(_candidates(rows.codes, self._tags))
+        size = self._part.log_file_size
+        for chunk in _chunks(rows, size):
+            yield from self._messages(chunk, int(chunk.places[0]) // size * size)
+        self._file = None
+
+    def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
+        bad = (rows.sizes <= 0) | (rows.places < 0)
+        if bad.any():
+            yield from self._told([(rows.take([at]), "expected an entry of a queue") for at in np.flatnonzero(bad)])
+            rows = rows.take(~bad)
+        if self._tags is not None and not self._tags.takes_all:
+            rows = rows.take(_candidates(rows.codes, self._tags))
+        for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
+            yield self._batch(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None)
+
+    def _messages(self, rows: _Rows, start: int) -> Iterator[pa.RecordBatch]:
+        """The rows of one chunk, all of one file of the log."""
+        raw = self._log_file(start)
+        if raw is None:
+            if self._options.fail_on_data_loss and int(rows.places[0]) >= 0:
+                name = file_name(start)
+                raise DataLossError(
+                    f"{self._part.path}: commitlog/{name} is gone (option failOnDataLoss=false reads what is there)"
+                )
+            return
+        block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
+        if not block.sound.all():
+            wrong = np.flatnonzero(~block.sound)
+            yield from self._told(
+                [(rows.take([at]), self._damage(int(rows.places[at]), block.reason(int(at)))) for at in wrong]
+            )
+            rows, block = rows.take(block.sound), block.take(np.flatnonzero(block.sound))
+        keep = self._wanted(rows, block)
+        if keep is not None:
+            rows, block = rows.take(keep), block.take(np.flatnonzero(keep))
+        if not len(rows):
+            return
+        bodies = None
+        if "body" in self._schema.names:
+            wrong_bodies = block.bad_checksums() if self._checksums else {}
+            bodies, packed = block.body()
+            wrong_bodies = {**packed, **wrong_bodies}
+            if wrong_bodies:
+                yield from self._told(
+                    [
+                        (rows.take([at]), self._damage(int(rows.places[at]), why, "checksum"))
+                        for at, why in sorted(wrong_bodies.items())
+                    ]
+                )
+                good = np.ones(len(rows), np.bool_)
+                good[list(wrong_bodies)] = False
+                rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
+        if len(rows):
+            yield self._batch(rows, block, bodies)
+        self._forget(int(rows.places[0]) - start if len(rows) else 0)
+
+    def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
+        """Which rows pass, None for all; what costs least is asked first."""
+        wanted = self._options.wanted
+        keep: Mask | None = None
+        if wanted.begin_ms is not None or wanted.end_ms is not None:
+            stored = block.field("store_timestamp")
+            keep = np.ones(len(rows), np.bool_)
+            if wanted.begin_ms is not None:
+                keep &= stored >= wanted.begin_ms
+            if wanted.end_ms is not None:
+                keep &= stored < wanted.end_ms
+        if self._part.walk is not None and not wanted.takes_all:
+            found = self._wanted_in_log(block)
+            keep = found if keep is None else keep & found
+        if self._tags is not None and not self._tags.takes_all and self._tags.tags:
+            found = _in(block.properties.value(codec.PROPERTY_TAGS), sorted(self._tags.tags))
+            keep = found if keep is None else keep & found
+        if self._selector is not None:
+            asked = sorted(set(names(self._selector)))
+            columns = {name: block.properties.value(name) for name in asked} or {"": pa.nulls(len(rows), pa.string())}
+            matched = match_arrow(self._selector, pa.RecordBatch.from_pydict(columns))
+            found = matched.to_numpy(zero_copy_only=False)
+            keep = found if keep is None else keep & found
+        return None if keep is None or keep.all() else keep
+
+    def _wanted_in_log(self, block: Block) -> Mask:
+        wanted = self._options.wanted
+        keep = np.ones(len(block), np.bool_)
+        if wanted.queue_ids is not None:
+            keep &= np.isin(block.field("queue_id"), sorted(wanted.queue_ids))
+        offsets = block.field("queue_offset")
+        keep &= (offsets >= wanted.begin_offset) & (offsets < wanted.end_offset)
+        if wanted.topics is not None or wanted.topic_pattern is not None or not wanted.internal:
+            topics = block.topic().dictionary_encode()
+            good = np.array([wanted.topic(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
+            keep &= good[topics.indices.to_numpy()] if len(good) else keep
+        return keep
+
+    def _batch(self, rows: _Rows, block: Block | None, bodies: pa.Array | None = None) -> pa.RecordBatch:
+        arrays = [self._array(field.name, rows, block, bodies) for field in self._schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _array(self, name: str, rows: _Rows, block: Block | None, bodies: pa.Array | None) -> pa.Array:
+        count = len(rows)
+        if name == "store":
+            return pa.repeat(pa.scalar(self._part.path, pa.string()), count)
+        if name == CORRUPT:
+            return pa.nulls(count, pa.string())
+        if name == "body" and bodies is not None:
+            return bodies
+        if self._part.walk is None:
+            if name == "topic":
+                return pa.array([one.topic for one in self._part.slices], pa.string()).take(pa.array(rows.queue))
+            if name == "queueId":
+                ids = np.array([one.queue_id for one in self._part.slices], np.int32)
+                return pa.array(ids[rows.queue])
+            if name == "queueOffset":
+                return pa.array(rows.queue_offsets)
+            if name == "tagsCode":
+                return pa.array(rows.codes)
+        if name == "physicalOffset":
+            return pa.array(rows.places)
+        if name == "size" and block is None:
+            return pa.array(rows.sizes.astype(np.int32))
+        assert block is not None
+        return block.column(name)
+
+    def _told(self, found: list[tuple[_Rows | None, str]]) -> Iterator[pa.RecordBatch]:
+        """What to do about rows that can't be had."""
+        mode = self._options.mode
+        if mode == "FAILFAST":
+            rows, text = found[0]
+            place = int(rows.places[0]) if rows is not None else 0
+            raise CorruptionError(self._part.path, place, "record", f"{text} (mode PERMISSIVE goes on)")
+        if mode == "DROPMALFORMED":
+            return
+        for begin in range(0, len(found), _MOST_TOLD):
+            yield pa.RecordBatch.from_pylist(
+                [self._damaged_row(rows, text) for rows, text in found[begin : begin + _MOST_TOLD]],
+                schema=self._schema,
+            )
+
+    def _damaged_row(self, rows: _Rows | None, text: str) -> dict[str, Any]:
+        known: dict[str, Any] = {CORRUPT: text, "store": self._part.path}
+        if rows is not None:
+            known["physicalOffset"] = int(rows.places[0])
+            if self._part.walk is None:
+                where = self._part.slices[int(rows.queue[0])]
+                known |= {"topic": where.topic, "queueId": where.queue_id, "queueOffset": int(rows.queue_offsets[0])}
+        return {name: known.get(name) for name in self._schema.names}
+
+    def _damage(self, place: int, why: RecordError | str, _kind: str = "record") -> str:
+        reason = why.reason if isinstance(why, RecordError) else why
+        start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
+        return f"{os.path.join(self._part.path, layout.COMMITLOG, file_name(start))}: at {place}: {reason}"
+
+    # ----------------------------------------------------------------------------------------------------- the files
+
+    def _log_file(self, start: int) -> npt.NDArray[np.uint8] | None:
+        if self._file is not None and self._file[0] == start:
+            return self._file[2]
+        path = os.path.join(self._part.path, layout.COMMITLOG, file_name(start))
+        self._file = None
+        try:
+            file = self._files.open(path)
+        except (StoreIOError, CorruptionError):
+            return None
+        self._file = start, file, np.frombuffer(file.buffer, np.uint8)
+        return self._file[2]
+
+    def _forget(self, _begin: int) -> None:
+        """Give back the pages of the log that were read so far: what is mapped stays bounded."""
+        if self._file is not None and isinstance(buffer := self._file[1].buffer, mmap.mmap):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # where there is no such call
+                buffer.madvise(mmap.MADV_DONTNEED)
+
+    def _entries(self) -> tuple[_Rows, list[str]]:
+        """The entries of all slices in the order of the log, and the files that are no longer there."""
+        gone: list[str] = []
+        found, queues, offsets = [], [], []
+        for number, one in enumerate(self._part.slices):
+            for first, entries in self._slice_entries(one, gone):
+                found.append(entries)
+                queues.append(np.full(len(entries), number, np.int32))
+                offsets.append(np.arange(first, first + len(entries)))
+        if not found:
+            empty = np.zeros(0, np.int64)
+            return _Rows(empty, empty, empty, np.zeros(0, np.int32), empty), gone
+        entries = np.concatenate(found)
+        rows = _Rows(
+            entries["physical_offset"].astype(np.int64),
+            entries["size"].astype(np.int64),
+            entries["tags_code"].astype(np.int64),
+            np.concatenate(queues),
+            np.concatenate(offsets).astype(np.int64),
+        )
+        if len(self._part.slices) > 1:
+            rows = rows.take(np.argsort(rows.places, kind="stable"))
+        return rows, gone
+
+    def _slice_entries(self, one: Slice, gone: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        per_file = self._part.queue_file_size // ENTRY_SIZE
+        at, stored_end = one.begin, min(one.end, one.late_from)
+        while at < stored_end:
+            start = at - at % per_file
+            upto = min(stored_end, start + per_file)
+            name = file_name(start * ENTRY_SIZE)
+            path = os.path.join(layout.queue_folder(self._part.path, one.topic, one.queue_id), name)
+            try:
+                file = self._files.open(path)
+            except StoreIOError:
+                gone.append(path)
+            else:
+                if file.size < (upto - start) * ENTRY_SIZE:
+                    raise CorruptionError(path, file.size, "size", f"expected {self._part.queue_file_size} bytes")
+                yield at, np.frombuffer(file.buffer, ENTRY_DTYPE, upto - at, (at - start) * ENTRY_SIZE)
+            at = upto
+        if one.late and at < one.end:
+            yield max(at, one.late_from), np.frombuffer(one.late, ENTRY_DTYPE)
+
+    # -------------------------------------------------------------------------------------------------- the log, whole
+
+    def _walk(self, known: _Rows, begin: int, end: int) -> tuple[_Rows, list[tuple[int, str]]]:
+        """Every record from ``begin`` to ``end``: those that entries lead to, and by walking what lies between them."""
+        inside = (known.places >= begin) & (known.places < end) & (known.sizes > 0)
+        places, first = np.unique(known.places[inside], return_index=True)
+        ends = places + known.sizes[inside][first]
+        found: list[Ints] = [places]
+        bad: list[tuple[int, str]] = []
+        # Between the end of one that is known and the begin of the next; and before the first, and behind the last.
+        gap_begins = np.concatenate(([begin], ends))
+        gap_ends = np.concatenate((places, [end]))
+        for at, upto in zip(
+            gap_begins[gap_begins != gap_ends].tolist(), gap_ends[gap_begins != gap_ends].tolist(), strict=True
+        ):
+            if at < upto:
+                found.append(self._chain(at, upto, bad))
+        every = np.sort(np.concatenate(found))
+        empty = np.zeros(len(every), np.int64)
+        return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
+
+    def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> Ints:
+        places: list[int] = []
+        size = self._part.log_file_size
+        while at < upto:
+            start = at - at % size
+            raw = self._log_file(start)
+            if raw is None:
+                if not self._options.fail_on_data_loss:
+                    at = start + size
+                    continue
+                raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} is gone")
+            assert self._file is not None
+            buffer, whole, limit = memoryview(self._file[1].buffer), len(raw), min(upto - start, len(raw))
+            place = at - start
+            unpack, found = _SIZE_AND_MAGIC.unpack_from, places.append
+            last, least, usual = min(limit, len(raw) - codec.FIXED_SIZE), codec.FIXED_SIZE, codec.MESSAGE_MAGIC
+            while place < limit:
+                while place < last:  # the usual record at once
+                    length, magic = unpack(buffer, place)
+                    if magic != usual or length < least or place + length > whole:
+                        break
+                    found(start + place)
+                    place += length
+                if place >= limit:
+                    break
+                if place + codec.BLANK_SIZE > len(raw):
+                    bad.append((start + place, "expected a record, found the end of the file"))
+                    place = limit
+                    break
+                length, magic = unpack(buffer, place)
+                if magic in _MAGICS and length >= codec.FIXED_SIZE and place + length <= len(raw):
+                    places.append(start + place)
+                    place += length
+                elif magic == codec.BLANK_MAGIC:
+                    place = limit if limit < len(raw) else len(raw)
+                elif not length and not magic and not any(buffer[place : min(place + 4096, limit)]):
+                    place = limit  # zeros behind the last record
+                else:
+                    try:
+                        codec.frame(buffer, place, len(raw))
+                        why = "expected a record"
+                    except RecordError as error:
+                        why = error.reason
+                    bad.append((start + place, why))
+                    place = limit
+            at = start + max(place, limit)
+        return np.array(places, np.int64)
+
+
+def _in(values: pa.Array, wanted: list[str]) -> Mask:
+    import pyarrow.compute as pc
+
+    found: Mask = pc.is_in(values, pa.array(wanted, pa.string())).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _candidates(codes: Ints, tags: TagFilter) -> Mask:
+    """Which entries may have one of the tags: by hash; an address of an extension unit tells nothing."""
+    known = np.array(sorted(tags.codes), np.int64)
+    found: Mask = np.isin(codes.astype(np.int32), known) | (codes <= LAST_EXT_ADDRESS)
+    return found
+
+
+def _chunks(rows: _Rows, file_size: int) -> Iterator[_Rows]:
+    """Rows cut where a file ends, or where a batch has rows or bytes enough."""
+    if not len(rows):
+        return
+    starts = rows.places // file_size
+    weights = np.cumsum(np.clip(rows.sizes, 0, BATCH_BYTES))
+    at, count = 0, len(rows)
+    while at < count:
+        upto = min(count, at + BATCH_ROWS)
+        before = weights[at - 1] if at else 0
+        upto = min(upto, max(at + 1, int(np.searchsorted(weights, before + BATCH_BYTES, "right"))))
+        changed = np.flatnonzero(starts[at:upto] != starts[at])
+        upto = at + int(changed[0]) if len(changed) else upto
+        yield rows.take(slice(at, upto))
+        at = upto

@@ -1,0 +1,245 @@
+"""The data source ``rocketmq``: what Spark calls, made of `plan` (on the driver) and `read` (in workers).
+
+::
+
+    DataSource.schema, reader      on the driver, in a Python process of Spark's planning: options and schema checked
+    Reader.partitions              there too: stores looked at, parts cut
+    Reader.read                    in a worker: a part as Arrow batches
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    IsNotNull,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from librmq.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import DataSourceStreamReader, DataSourceWriter
+    from pyspark.sql.types import StructType
+
+    from librmq.spark.options import ReadOptions, Wanted
+    from librmq.spark.plan import Part
+
+__all__ = ["PartPartition", "RocketMQDataSource", "arrow_schema", "schema_of"]
+
+_PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
+
+
+class RocketMQDataSource(DataSource):
+    """Stores of RocketMQ brokers as a data source; docs/spark.md lists its options and columns."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+        from librmq.spark.options import READ_OPTIONS, WRITE_OPTIONS, refuse_unknown
+
+        refuse_unknown(options, {*READ_OPTIONS, *WRITE_OPTIONS}, "format")
+
+    @classmethod
+    def name(cls) -> str:
+        return "rocketmq"
+
+    def _read_options(self) -> ReadOptions:
+        from librmq.spark.options import ReadOptions
+
+        return ReadOptions.parse(dict(self.options))
+
+    def schema(self) -> StructType:
+        from librmq.spark.read import default_columns
+
+        return schema_of(default_columns(self._read_options()))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        options = self._read_options()
+        # A reader that takes filters is refused where the session does not push any.
+        kind = PushingReader if _PUSHING in sys.modules else Reader
+        return kind(options, arrow_schema(schema, options))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
+        from librmq.spark.stream import StreamReader
+
+        options = self._read_options()
+        return StreamReader(options, arrow_schema(schema, options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from librmq.spark.options import WriteOptions
+        from librmq.spark.write import Writer
+
+        if overwrite:
+            raise ConfigError('a store is only appended to: write with mode("append")')
+        return Writer(WriteOptions.parse(dict(self.options)), schema)
+
+
+@dataclass
+class PartPartition(InputPartition):
+    """A part as Spark carries it."""
+
+    part: Part
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(None)
+        self.part = part
+
+
+class Reader(DataSourceReader):
+    def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[InputPartition]:
+        return [PartPartition(part) for part in plan_batch(self._options)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if not isinstance(partition, PartPartition):  # Spark's own, where there is nothing to read
+            return iter(())
+        from librmq.spark.read import Reading
+
+        return Reading(self._options, self._schema).read(partition.part)
+
+
+class PushingReader(Reader):
+    """A reader that takes filters from Spark; what it can't do to the last row it leaves to Spark as well."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
+        for filter_ in filters:
+            wanted, whole = _narrowed(
+                self._options.wanted, filter_, self._options.view, self._options.mode != "PERMISSIVE"
+            )
+            self._options = replace(self._options, wanted=wanted)
+            if not whole:
+                yield filter_
+
+
+def plan_batch(options: ReadOptions) -> list[Part]:
+    """The parts of a batch read."""
+    from librmq.spark.plan import PlannedStore
+
+    parts: list[Part] = []
+    least = -(-options.min_partitions // len(options.paths))
+    with ExitStack() as stack:
+        for path in options.paths:
+            wanted = options.wanted
+            if options.view == "log":
+                from librmq.spark.options import Wanted
+
+                wanted = Wanted(internal=True)  # all entries help to find the records between them
+            store = stack.enter_context(PlannedStore.open(path, wanted, options.mode))
+            if options.view == "log":
+                parts += store.log_parts(least)
+                continue
+            store.check_names(options.starting, "startingOffsets")
+            store.check_names(options.ending, "endingOffsets")
+            ranges = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
+            if options.view == "queues":  # 20 bytes each: far more of them go into a task
+                parts += store.parts(ranges, least, bytes_a_part=1 << 32)
+            else:
+                parts += store.parts(ranges, least)
+    return parts
+
+
+def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> tuple[Wanted, bool]:
+    """``wanted`` with a filter of Spark's taken in, and whether that is all of it."""
+    attribute: tuple[str, ...] = getattr(filter_, "attribute", ())
+    if len(attribute) != 1 or view == "log":
+        return wanted, False
+    name, value = attribute[0], getattr(filter_, "value", None)
+    if isinstance(filter_, IsNotNull):
+        return wanted, never_null and name in ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
+    values: tuple[Any, ...] | None = None
+    if isinstance(filter_, EqualTo | EqualNullSafe):
+        values = (value,)
+    elif isinstance(filter_, In):
+        values = tuple(filter_.value)
+    if name == "topic" and values is not None and all(isinstance(one, str) for one in values):
+        # Topics that the options leave out stay out.
+        return replace(wanted, topics=frozenset(one for one in values if wanted.topic(one)), topic_pattern=None), True
+    if name == "queueId" and values is not None and all(type(one) is int for one in values):
+        known = wanted.queue_ids
+        return replace(wanted, queue_ids=frozenset(one for one in values if known is None or one in known)), True
+    if name == "queueOffset" and (bounds := _bounds(filter_, value)) is not None:
+        begin, end = bounds
+        return replace(
+            wanted, begin_offset=max(wanted.begin_offset, begin), end_offset=min(wanted.end_offset, end)
+        ), True
+    if name == "storeTimestamp" and view == "messages" and isinstance(value, datetime):
+        moment = value.replace(tzinfo=value.tzinfo or UTC)
+        millis = int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1000)
+        if isinstance(filter_, GreaterThan | GreaterThanOrEqual | EqualTo):
+            wanted = replace(wanted, begin_ms=max(wanted.begin_ms or 0, millis - 1))
+        if isinstance(filter_, LessThan | LessThanOrEqual | EqualTo):
+            end = millis + 2
+            wanted = replace(wanted, end_ms=end if wanted.end_ms is None else min(wanted.end_ms, end))
+        return wanted, False
+    if name == "tags" and wanted.tags is None and values is not None and all(_is_tag(one) for one in values):
+        return replace(wanted, tags="||".join(values)), False
+    return wanted, False
+
+
+def _is_tag(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", "*") and "|" not in value and value == value.strip()
+
+
+def _bounds(filter_: Filter, value: Any) -> tuple[int, int] | None:
+    most = (1 << 63) - 1
+    if type(value) is not int:
+        return None
+    if isinstance(filter_, EqualTo):
+        return value, value + 1
+    if isinstance(filter_, GreaterThan | GreaterThanOrEqual):
+        return value + isinstance(filter_, GreaterThan), most
+    if isinstance(filter_, LessThan | LessThanOrEqual):
+        return 0, value + isinstance(filter_, LessThanOrEqual)
+    return None
+
+
+def schema_of(columns: list[str]) -> StructType:
+    """Columns by name as Spark types."""
+    from pyspark.sql.pandas.types import from_arrow_type
+    from pyspark.sql.types import StructField, StructType
+
+    from librmq.spark.read import TYPES
+
+    return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
+
+
+def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
+    """A schema given by Spark or the user as Arrow's; `ConfigError` for columns that are not read so."""
+    from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+
+    from librmq.spark.options import nearest
+    from librmq.spark.read import CORRUPT, TYPES
+
+    known = set(TYPES)
+    if options.view == "queues":
+        known = {"topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode", "store", CORRUPT}
+    elif options.view == "log":
+        known.discard("tagsCode")
+    for field in schema.fields:
+        if field.name not in known:
+            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {nearest(field.name, known)}")
+        wanted = from_arrow_type(TYPES[field.name])
+        if field.dataType.simpleString() != wanted.simpleString():
+            raise ConfigError(
+                f"column {field.name!r}: expected type {wanted.simpleString()}, found {field.dataType.simpleString()}"
+            )
+    return to_arrow_schema(schema, timezone="UTC")

@@ -1,0 +1,93 @@
+"""What a store knows beside its messages, as small DataFrames: queues, groups' progress, filters, files of the log.
+
+Read on the driver from the store's own files, without a lock; a cluster's brokers are several paths, and every frame
+says in ``store`` whose row it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq import layout
+from librmq.brokerconfig import BrokerConfig
+from librmq.files import DiskFiles
+from librmq.levels import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.spark.options import ReadOptions, Wanted
+from librmq.spark.plan import PlannedStore
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["DELAY_GROUP", "filters", "log_files", "messages", "offsets", "paths_of", "queues"]
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+DELAY_GROUP: Final = "delay levels"
+"""Whose progress in the schedule topic is the broker's own."""
+
+
+def paths_of(paths: Paths) -> tuple[str, ...]:
+    """Folders of stores; globs are resolved. `ConfigError` for one that matches nothing."""
+    each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    found = [one for path in each for one in ReadOptions.parse({"path": os.fspath(path)}).paths]
+    return tuple(dict.fromkeys(found))
+
+
+def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) -> DataFrame:
+    """Messages of stores, of all topics unless ``options`` name some, with ``columns`` (a schema) and nothing else."""
+    if options.get("view") != "log" and not {"topic", "topicPattern"} & set(options):
+        options["topicPattern"] = "(?s).*"
+    return spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths_of(paths)))
+
+
+def queues(spark: SparkSession, paths: Paths) -> DataFrame:
+    """store, topic, queueId, minOffset, maxOffset: of every queue."""
+    rows = []
+    for path in paths_of(paths):
+        with PlannedStore.open(path, Wanted(internal=True), "FAILFAST") as store:
+            rows += [(path, *name, queue.begin, queue.end) for name, queue in store.queues.items()]
+    return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
+
+
+def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
+    """store, group, topic, queueId, offset: where each group goes on; that of delay levels under `DELAY_GROUP`."""
+    rows: list[tuple[Any, ...]] = []
+    for path in paths_of(paths):
+        config = BrokerConfig.open(os.path.join(path, layout.CONFIG))
+        for name, of_queue in config.offsets.rows.items():
+            topic, _, group = name.rpartition("@")
+            rows += [(path, group, topic, queue_id, found) for queue_id, found in of_queue.items()]
+        rows += [
+            (path, DELAY_GROUP, SCHEDULE_TOPIC, queue_id_of_level(level), found)
+            for level, found in config.delays.rows.items()
+        ]
+    return _frame(spark, rows, "store string, group string, topic string, queueId int, offset bigint")
+
+
+def filters(spark: SparkSession, paths: Paths) -> DataFrame:
+    """store, group, topic, expression: the SQL filters that groups have registered."""
+    rows = []
+    for path in paths_of(paths):
+        config = BrokerConfig.open(os.path.join(path, layout.CONFIG))
+        rows += [
+            (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter is not None
+        ]
+    return _frame(spark, rows, "store string, group string, topic string, expression string")
+
+
+def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
+    """store, file, begin, size: the files of the log."""
+    rows = []
+    for path in paths_of(paths):
+        rows += [
+            (path, entry.name, int(entry.name), entry.size)
+            for entry in DiskFiles().list(os.path.join(path, layout.COMMITLOG))
+            if entry.name.isdigit()
+        ]
+    return _frame(spark, rows, "store string, file string, begin bigint, size bigint")
+
+
+def _frame(spark: SparkSession, rows: Iterable[tuple[Any, ...]], schema: str) -> DataFrame:
+    return spark.createDataFrame(list(rows), schema)

@@ -1,0 +1,128 @@
+"""``allocate``, held against what the original answered."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.cli import main
+from librmq.message import MessageQueue
+from librmq.rebalance import own_share
+from tests.reference import existing, folders, jsonl
+
+Row = dict[str, Any]
+Run = Callable[[Iterable[Row | str]], tuple[int, list[str], str]]
+
+OPTIONAL = ("name", "error_message", "hash_code")
+ANSWERS = ("result", "error_type")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command with rows (or lines) on standard input: exit status, lines, what was said."""
+
+    def run_(given: Iterable[Row | str]) -> tuple[int, list[str], str]:
+        text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        status = main(["allocate"])
+        shown = capsys.readouterr()
+        return status, shown.out.splitlines(), shown.err
+
+    return run_
+
+
+@pytest.mark.parametrize("left_out", [OPTIONAL + ANSWERS, ()], ids=["inputs only", "with the answers"])
+def test_every_case_is_answered_as_by_the_original(run: Run, left_out: tuple[str, ...]) -> None:
+    cases = jsonl(existing("allocate.jsonl"))
+    status, lines, err = run([{key: value for key, value in case.items() if key not in left_out} for case in cases])
+    assert (status, err) == (0, "")
+    assert [json.loads(line) for line in lines] == [
+        {key: value for key, value in case.items() if key not in OPTIONAL} for case in cases
+    ]
+
+
+SHARE: Row = {"strategy": "AVG", "cid": "c", "mqs": [["T", "b", 0]], "cids": ["c"]}
+CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_type": "String", "arg": "x"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{",
+        "[]",
+        {},
+        SHARE | CHOICE,
+        SHARE | {"strategy": "BEST"},
+        SHARE | {"strategy": 5},
+        SHARE | {"cid": 5},
+        {key: value for key, value in SHARE.items() if key != "cid"},
+        {key: value for key, value in SHARE.items() if key != "mqs"},
+        {key: value for key, value in SHARE.items() if key != "cids"},
+        SHARE | {"mqs": {}},
+        SHARE | {"mqs": [["T", "b"]]},
+        SHARE | {"mqs": [["T", "b", True]]},
+        SHARE | {"mqs": [["T", "b", 1 << 31]]},
+        SHARE | {"mqs": [["T", None, 0]]},
+        SHARE | {"cids": [None]},
+        SHARE | {"strategy": "CONFIG"},
+        SHARE | {"strategy": "MACHINE_ROOM"},
+        SHARE | {"strategy": "MACHINE_ROOM_NEARBY"},
+        SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "MACHINE_ROOM_NEARBY"},
+        SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "BEST"},
+        SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": "10"},
+        SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": 1 << 40},
+        CHOICE | {"selector": "BEST"},
+        CHOICE | {"arg_type": "Date"},
+        CHOICE | {"arg_type": "Integer"},
+        CHOICE | {"arg_type": "Integer", "arg": 1 << 31},
+        CHOICE | {"arg_type": "Long", "arg": 1 << 63},
+        CHOICE | {"arg_type": "Double", "arg": True},
+        CHOICE | {"arg_type": "Double", "arg": [1]},
+        CHOICE | {"arg_type": "Double", "arg": 10**400},
+        CHOICE | {"arg_type": "null"},
+        {key: value for key, value in CHOICE.items() if key != "arg"},
+    ],
+)
+def test_bad_input_ends_with_the_answers_before_it(run: Run, row: Row | str) -> None:
+    status, lines, err = run([SHARE, row, SHARE])
+    assert (status, len(lines)) == (2, 1)
+    assert err.startswith("librmq allocate: line 2: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        (CHOICE | {"arg_type": "Double", "arg": "NaN"}, {"result": ["T", "b", 0]}),
+        (CHOICE | {"arg_type": "Double", "arg": 2}, {"result": ["T", "b", 0]}),
+        (CHOICE | {"mqs": None}, {"error_type": "NullPointerException"}),
+        (SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "AVG"}, {"error_type": "IllegalArgumentException"}),
+    ],
+)
+def test_cases_beside_those_of_the_original(run: Run, row: Row, answer: Row) -> None:
+    status, lines, err = run([row])
+    assert (status, err) == (0, "")
+    assert json.loads(lines[0]) == row | answer
+
+
+@pytest.mark.parametrize("folder", folders("clients-"))
+def test_a_client_owns_what_a_real_one_did(folder: Path) -> None:
+    """Real clients of 4.9.4 with the default strategy; most folders have them rebalance."""
+    events = folder / "events.jsonl"
+    for event in jsonl(events) if events.exists() else ():
+        if event["kind"] == "allocate":
+            queues, share = (
+                [recorded_queue(event["topic"], queue) for queue in event[name]] for name in ("queuesAll", "result")
+            )
+            assert own_share(event["cid"], queues[::-1], event["cidAll"][::-1]) == share, event
+
+
+def recorded_queue(topic: str, recorded: int | str) -> MessageQueue:
+    """A queue as it was written down: its number, or broker and number for brokers other than the first."""
+    broker, _, number = str(recorded).rpartition(":")
+    return MessageQueue(topic, broker or "broker-a", int(number))

@@ -1,0 +1,199 @@
+"""A broker opens the folders of real ones, and stores what real clients sent as the real broker did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import brokerjson, codec
+from librmq.broker import Broker, BrokerSettings
+from librmq.config import StoreConfig
+from librmq.errors import MessageIllegalError
+from librmq.files import MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.protocol import SendBack, SendBatch, SendMessage
+from librmq.runner import ManualRunner
+from librmq.topics import HALF_TOPIC
+from tests.conftest import StoreCopy
+from tests.reference import Row, folders, jsonl
+
+CLIENT_FOLDERS = folders("clients-")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return {path.name: brokerjson.loads(path.read_bytes()) for path in (folder / "config").glob("*.json")}
+
+
+@pytest.mark.parametrize("folder", [*CLIENT_FOLDERS, *folders("store-")])
+def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: StoreCopy) -> None:
+    copy = store_copy(folder)
+    before = read_config(copy)
+    runner = ManualRunner()
+    with Broker.open(copy, runner=runner, config=BrokerSettings()) as broker:
+        assert broker.topics().keys() >= before["topics.json"]["topicConfigTable"].keys()
+        for name, row in before["topics.json"]["topicConfigTable"].items():
+            data = broker.topics()[name]
+            assert (data.read_queues, data.write_queues, data.permission) == (
+                row["readQueueNums"],
+                row["writeQueueNums"],
+                row["perm"],
+            )
+        for name, offsets in before.get("consumerOffset.json", {"offsetTable": {}})["offsetTable"].items():
+            topic, group = name.split("@")
+            assert broker.consumer_offsets(group, topic) == offsets
+    after = read_config(copy)
+    for name in ("consumerOffset.json", "delayOffset.json"):
+        if name in before:
+            assert after[name] == before[name]
+    for name, table in (("topics.json", "topicConfigTable"), ("subscriptionGroup.json", "subscriptionGroupTable")):
+        assert after[name][table].items() >= before.get(name, {table: {}})[table].items()
+    if "consumerFilter.json" in before:
+        assert after["consumerFilter.json"].keys() == before["consumerFilter.json"].keys()
+        expected = before["consumerFilter.json"]["filterDataByTopic"]
+        assert after["consumerFilter.json"]["filterDataByTopic"].keys() <= expected.keys()
+
+
+def delay_levels(folder: Path) -> str:
+    for line in (folder / "scenario.md").read_text().splitlines():
+        if line.strip().startswith("messageDelayLevel="):
+            return line.strip().partition("=")[2]
+    return StoreConfig().message_delay_level
+
+
+def born(row: Row) -> tuple[int, tuple[str, int]]:
+    host, port = row["bornHost"].rsplit(":", 1)
+    return row["bornTimestamp"], (host, int(port))
+
+
+def message_of(row: Row, topic: str, *without: str) -> Message:
+    """What the client sent: the record's properties but for those that a broker adds."""
+    message = Message(topic, row["body"].encode(), flag=row["flag"])
+    message.properties = codec.decode_properties(row["properties_raw"])
+    for name in ("CLUSTER", *without):
+        message.properties.pop(name, None)
+    if row["topic"] != SCHEDULE_TOPIC:  # there it is stored as it was sent
+        message.properties.setdefault("WAIT", "true")
+    return message
+
+
+def send(broker: Broker, row: Row, topic: str, queue_id: int, *without: str, **fields: Any) -> None:
+    broker.call(SendMessage("g", message_of(row, topic, *without), queue_id, *born(row), **fields))
+
+
+def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
+    """Let a consumer fail on what ``row`` was made of; the id that stands for the first record's, None if unknown."""
+    properties = row["properties"]
+    times, origin = row["reconsumeTimes"], properties["ORIGIN_MESSAGE_ID"]
+    source = next(
+        one
+        for one in rows
+        if one["kind"] == "message"
+        and one["reconsumeTimes"] == times - 1
+        and one["topic"] != SCHEDULE_TOPIC
+        and origin in (one["offsetMsgId"], one["properties"].get("ORIGIN_MESSAGE_ID"))
+    )
+    stored = broker.store.append(
+        Message(source["topic"], source["body"].encode(), flag=source["flag"]),
+        source["queueId"],
+        properties_raw=source["properties_raw"].encode(),
+        born_timestamp_ms=born(source)[0],
+        born_host=born(source)[1],
+        sys_flag=source["sysFlag"] & ~codec.COMPRESSED,
+        reconsume_times=source["reconsumeTimes"],
+    )
+    topic = properties["REAL_TOPIC"] if row["topic"] == SCHEDULE_TOPIC else row["topic"]
+    if topic.startswith("%DLQ%"):
+        broker.call(SendBack(topic.removeprefix("%DLQ%"), stored.physical_offset, -1))
+    else:
+        broker.call(SendBack(topic.removeprefix("%RETRY%"), stored.physical_offset, int(properties["DELAY"])))
+    return None if "ORIGIN_MESSAGE_ID" in source["properties"] else stored.offset_id
+
+
+@pytest.mark.parametrize("folder", CLIENT_FOLDERS)
+def test_what_real_clients_sent_is_stored_alike(folder: Path) -> None:
+    rows = jsonl(folder / "messages.jsonl")
+    runner = ManualRunner()
+    config = StoreConfig.embedded(message_delay_level=delay_levels(folder))
+    compared = 0
+    with Broker.open("/broker", runner=runner, files=MemoryFiles(), store_config=config) as broker:
+        for row in rows:
+            if row["kind"] != "message" or "bodyCutFrom" in row or row["sysFlag"] & codec.TRANSACTION_MASK:
+                continue
+            topic, properties, raw = row["topic"], row["properties"], row["properties_raw"]
+            is_copy = "REAL_TOPIC" in properties and topic not in (SCHEDULE_TOPIC, HALF_TOPIC)
+            if "CLUSTER" not in properties or is_copy or "TRANSACTION_CHECK_TIMES" in properties:
+                continue  # what the broker wrote by itself, by time
+            sent_to = properties.get("REAL_TOPIC", topic)
+            if sent_to not in broker.topics() and not sent_to.startswith("%"):
+                broker.create_topic(sent_to, 64)
+            if sent_to in broker.topics() and is_system(broker, sent_to):
+                with pytest.raises(MessageIllegalError):
+                    send(broker, row, sent_to, row["queueId"])
+                continue
+            end, first_id = broker.store.log.end, None
+            if "RECONSUME_TIME" in properties:
+                group = sent_to.removeprefix("%DLQ%")
+                times, most = int(properties["RECONSUME_TIME"]), int(properties["MAX_RECONSUME_TIMES"])
+                fields = {"reconsume_times": times, "max_reconsume_times": most}
+                send(broker, row, f"%RETRY%{group}", 0, "REAL_TOPIC", "REAL_QID", **fields)
+            elif "ORIGIN_MESSAGE_ID" in properties:
+                first_id = send_back(broker, row, rows)
+                end += row_size(broker, end)
+            elif raw.count("WAIT\1") == 2:
+                message = message_of(row, topic)
+                message.properties = codec.decode_properties(raw[: raw.rindex("\2CLUSTER")])
+                broker.call(SendBatch("g", (message,), row["queueId"], *born(row)))
+            else:
+                queue_id = int(properties.get("REAL_QID", row["queueId"]))
+                send(broker, row, sent_to, queue_id, "REAL_TOPIC", "REAL_QID")
+            stored = broker.store.message_at(end)
+            assert stored is not None
+            found = stored.properties_raw.decode()
+            if first_id is not None:
+                found = found.replace(first_id, properties["ORIGIN_MESSAGE_ID"])
+            assert found == raw
+            assert (stored.topic, stored.queue_id, stored.flag) == (topic, row["queueId"], row["flag"])
+            assert stored.reconsume_times == row["reconsumeTimes"]
+            assert (stored.born_timestamp_ms, stored.born_host) == born(row)
+            compared += 1
+            if topic == SCHEDULE_TOPIC:
+                check_delivery(broker, runner, stored)
+    assert compared
+
+
+def is_system(broker: Broker, topic: str) -> bool:
+    return topic in ("TBW102", broker.name, broker.cluster_name)
+
+
+def row_size(broker: Broker, physical_offset: int) -> int:
+    message = broker.store.message_at(physical_offset)
+    assert message is not None
+    return message.size
+
+
+def check_delivery(broker: Broker, runner: ManualRunner, waiting: StoredMessage) -> None:
+    """What waits is delivered in its time, unchanged."""
+    end = broker.store.log.end
+    runner.advance(3_600_000)
+    delivered = broker.store.message_at(end)
+    assert delivered is not None
+    assert delivered.topic == waiting.properties["REAL_TOPIC"]
+    assert delivered.properties_raw == waiting.properties_raw
+    due_ms = broker.store.levels.deliver_timestamp_ms(waiting.queue_id + 1, waiting.store_timestamp_ms)
+    assert due_ms <= delivered.store_timestamp_ms < due_ms + 100
+
+
+@pytest.mark.parametrize("folder", CLIENT_FOLDERS)
+def test_a_new_broker_has_the_tables_of_a_real_one(folder: Path) -> None:
+    real = read_config(folder / "store")
+    files = MemoryFiles()
+    Broker.open("/broker", runner=ManualRunner(), files=files, store_config=StoreConfig.tiny()).close()
+    for name, table in (("topics.json", "topicConfigTable"), ("subscriptionGroup.json", "subscriptionGroupTable")):
+        text = files.read(f"/broker/config/{name}")
+        made = brokerjson.loads(text)[table]
+        assert made.items() <= real[name][table].items()
+        assert text.decode() == brokerjson.dumps(brokerjson.loads(text))

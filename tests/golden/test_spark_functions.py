@@ -1,0 +1,138 @@
+"""Every recorded filter case, allocation and bloom position inside Spark, through columns and through SQL text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq.rebalance import allocate_by_config
+from tests.golden.test_filter import DIALECTS, compiling
+from tests.reference import Row, document, existing, jsonl
+
+pytestmark = pytest.mark.spark
+pytest.importorskip("pyspark")
+
+from pyspark.sql import functions as F  # noqa: E402, N812
+
+from librmq.errors import FilterSyntaxError  # noqa: E402
+from librmq.javahash import string_hash  # noqa: E402
+from librmq.message import MessageQueue  # noqa: E402
+from librmq.spark import register  # noqa: E402
+from librmq.spark.functions import allocate, match_sql, match_tags, tags_code  # noqa: E402
+from tests.spark import shared_session  # noqa: E402
+
+NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
+
+
+@pytest.fixture(scope="module")
+def spark() -> Any:
+    register(shared_session())
+    return shared_session()
+
+
+def test_every_filter_case_in_sql_text(spark: Any, figure: Callable[[str], None]) -> None:
+    answered = 0
+    for file, dialect in DIALECTS:
+        rows = [row for row, _ in compiling(file, dialect)]
+        schema = "number int, expr string, props map<string,string>"
+        frame = spark.createDataFrame([(n, row["expr"], row["props"]) for n, row in enumerate(rows)], schema)
+        frame.createOrReplaceTempView("cases")
+        found = dict(map(tuple, spark.sql(f"select number, {NAMES[dialect]}(props, expr) from cases").collect()))
+        assert [found[n] for n in range(len(rows))] == [row["match"] for row in rows]
+        answered += len(rows)
+    figure(f"filter, Spark SQL text: {answered} compiling cases answered by the Arrow back-end")
+
+
+def test_every_expression_that_does_not_compile_is_refused_at_once() -> None:
+    refused = 0
+    for file, dialect in DIALECTS:
+        for row in jsonl(existing("filter", file)):
+            if row["result"] == "PARSE_ERROR":
+                with pytest.raises(FilterSyntaxError, match=r"\^"):
+                    match_sql("props", row["expr"], dialect=dialect)
+                refused += 1
+    assert refused
+
+
+def test_an_expression_too_large_for_catalyst_runs_over_arrow(spark: Any) -> None:
+    terms = " AND ".join(f"(a{n} > 1 OR (b{n} > 2 AND (c{n} > 3 OR d{n} > 4)))" for n in range(600))
+    frame = spark.createDataFrame([({f"a{n}": "5" for n in range(600)},), ({"a0": "5"},)], "props map<string,string>")
+    column = match_sql("props", terms)
+    assert [row[0] for row in frame.select(column).collect()] == [True, False]
+
+
+def test_every_allocation(spark: Any) -> None:
+    rows = [row for row in jsonl(existing("allocate.jsonl")) if "strategy" in row and _is_askable(row)]
+    schema = (
+        "number int, queues array<struct<topic:string,brokerName:string,queueId:int>>, clients array<string>, "
+        "client string"
+    )
+    frame = spark.createDataFrame(
+        [(n, row["mqs"] and list(map(tuple, row["mqs"])), row["cids"], row["cid"]) for n, row in enumerate(rows)],
+        schema,
+    ).cache()
+    by_strategy: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_strategy.setdefault(_strategy(row), []).append(number)
+    columns = [
+        F.when(F.col("number").isin(numbers), allocate(
+            allocate_by_config(MessageQueue(*one) for one in strategy) if isinstance(strategy, tuple) else strategy,
+            "queues", "clients", "client"))
+        for strategy, numbers in by_strategy.items()
+    ]  # fmt: skip
+    found = dict(map(tuple, frame.select("number", F.coalesce(*columns)).collect()))
+    for number, row in enumerate(rows):
+        share = found[number]
+        assert (None if share is None else [list(one) for one in share]) == row.get("result"), row
+    frame.unpersist()
+
+
+def _is_askable(row: Row) -> bool:
+    return not (row["strategy"] == "CONFIG" and row["config"] is None)
+
+
+def _strategy(row: Row) -> Any:
+    match row["strategy"]:
+        case "CONFIG":
+            return tuple(map(tuple, row["config"]))
+        case "CONSISTENT_HASH" if "virtual_nodes" in row:
+            return f"CONSISTENT_HASH:{row['virtual_nodes']}"
+        case "MACHINE_ROOM":
+            return f"MACHINE_ROOM:{','.join(row['consumer_idcs'])}"
+        case "MACHINE_ROOM_NEARBY":
+            return f"MACHINE_ROOM_NEARBY:{row['inner']}"
+        case name:
+            return name
+
+
+def test_shares_of_all_clients_in_sql_text(spark: Any) -> None:
+    queues = "transform(sequence(0, 4), i -> named_struct('topic', 'T', 'brokerName', 'b', 'queueId', i))"
+    found = spark.sql(f"select allocate('AVG', {queues}, array('c0', 'c1'))").first()[0]
+    assert {client: [one["queueId"] for one in share] for client, share in found.items()} == {
+        "c0": [0, 1, 2],
+        "c1": [3, 4],
+    }
+
+
+def test_every_bloom_position(spark: Any) -> None:
+    cases = [
+        (filter_["f"], filter_["n"], one["str"], one["bits"])
+        for filter_ in document(existing("bloom.json"))["filters"]
+        for one in filter_["positions"]
+    ]
+    rows = [(n, text, float(f), count) for n, (f, count, text, _) in enumerate(cases)]
+    spark.createDataFrame(rows, "number int, t string, f double, n int").createOrReplaceTempView("texts")
+    found = dict(map(tuple, spark.sql("select number, bloom_positions(t, f, n) from texts").collect()))
+    assert [found[n] for n in range(len(cases))] == [bits for *_, bits in cases]
+
+
+def test_tags(spark: Any) -> None:
+    texts = ["TagA", "标签", "x" * 300, "\U0001d4b3", ""]
+    frame = spark.createDataFrame([(text,) for text in texts] + [(None,)], "tags string")
+    found = frame.select(tags_code("tags"), match_tags("tags", f"{texts[0]} || other")).collect()
+    assert [row[0] for row in found] == [*map(string_hash, texts), 0]
+    assert [row[1] for row in found] == [text == texts[0] for text in texts] + [False]
+    frame.createOrReplaceTempView("tagged")
+    assert [row[0] for row in spark.sql("select match_tags(tags, '*') from tagged").collect()] == [True] * len(found)

@@ -1,0 +1,320 @@
+"""Pipelines over recorded stores, held against the same worked out in plain Python."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import MessageStore, StoredMessage
+from librmq.brokerconfig import BrokerConfig
+from librmq.consumequeueext import is_ext_address
+from librmq.filter import SqlFilter
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import MessageQueue
+from librmq.rebalance import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
+from librmq.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
+from tests.reference import reference
+
+pytestmark = pytest.mark.spark
+pytest.importorskip("pyspark")
+
+from pyspark.sql import functions as F  # noqa: E402, N812
+
+from librmq.spark.pipelines import run  # noqa: E402
+from librmq.spark.pipelines.reconciliation import reconcile  # noqa: E402
+from tests.spark import shared_session  # noqa: E402
+
+Name = tuple[str, str, int]
+
+
+@pytest.fixture(scope="module")
+def stores() -> list[str]:
+    """Recorded stores of 4.9, all that have something of their own, as if they were the brokers of a cluster."""
+    found = sorted(path / "store" for path in reference().folder.iterdir() if (path / "store" / "commitlog").is_dir())
+    chosen: list[str] = []
+    seen: set[str] = set()
+    for path in sorted(found, key=lambda one: one.parent.name, reverse=True):
+        if not path.parent.name.startswith(("store-", "clients-")):
+            continue
+        # Many are alike: those are left out that have nothing which those before had not.
+        topics = [topic.name for topic in (path / "consumequeue").iterdir()]
+        kinds = {topic.rpartition("%")[0] or (topic if is_system_topic(topic) else "") for topic in topics}
+        filters = path / "config" / "consumerFilter.json"
+        if filters.exists() and "groupFilterData" in filters.read_text():
+            kinds.add("filters")
+        if path.parent.name.startswith("store-") or kinds - seen:
+            chosen.append(str(path))
+            seen |= kinds
+    return chosen
+
+
+class Plain:
+    """The messages of the stores, by queue, with everything the pipelines ask for."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.queues: dict[Name, tuple[int, int]] = {}
+        self.messages: dict[Name, dict[int, StoredMessage]] = {}
+        self.codes: dict[Name, dict[int, int]] = {}
+        self.offsets: dict[tuple[str, str, str, int], int] = {}
+        self.delays: dict[tuple[str, int], int] = {}
+        self.filters: list[tuple[str, str, str, str]] = []
+        for path in paths:
+            with MessageStore.open(path, read_only=True) as store:
+                for (topic, queue_id), queue in store.queues.items():
+                    name = path, topic, queue_id
+                    self.queues[name] = queue.min_offset, queue.max_offset
+                    self.messages[name] = {}
+                    self.codes[name] = {}
+                    for at in range(queue.min_offset, queue.max_offset):
+                        entry = queue.entry(at)
+                        assert entry is not None
+                        message = store.message_at(entry.physical_offset)
+                        assert message is not None
+                        self.messages[name][at] = message
+                        due = message.store_timestamp_ms + store.levels.delay_ms(queue_id + 1)
+                        self.codes[name][at] = due if is_ext_address(entry.tags_code) else entry.tags_code
+            config = BrokerConfig.open(os.path.join(path, "config"))
+            for key, rows in config.offsets.rows.items():
+                topic, _, group = key.rpartition("@")
+                for queue_id, found in rows.items():
+                    self.offsets[path, group, topic, queue_id] = found
+            for level, found in config.delays.rows.items():
+                self.delays[path, level] = found
+            self.filters += [
+                (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter
+            ]
+
+    def of(self, topic: str) -> list[tuple[str, int, StoredMessage]]:
+        return [
+            (path, at, message)
+            for (path, name, _), found in self.messages.items() if name == topic for at, message in found.items()
+        ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(stores: list[str]) -> Plain:
+    return Plain(stores)
+
+
+def millis(value: Any) -> int | None:
+    return None if value is None else round(value.timestamp() * 1000)
+
+
+def test_backlog(stores: list[str], plain: Plain) -> None:
+    rows = run(shared_session(), "backlog", stores).where(f"topic != '{SCHEDULE_TOPIC}'").collect()
+    newest: dict[str, int] = defaultdict(int)
+    for (path, _, _), messages in plain.messages.items():
+        newest[path] = max([newest[path], *(one.store_timestamp_ms for one in messages.values())])
+    wanted = {}
+    for (path, group, topic, queue_id), offset in plain.offsets.items():
+        if (path, topic, queue_id) in plain.queues:
+            begin, end = plain.queues[path, topic, queue_id]
+            first = plain.messages[path, topic, queue_id].get(max(begin, offset))
+            oldest = None if first is None else first.store_timestamp_ms
+            age = 0.0 if oldest is None else (newest[path] - oldest) / 1000
+            wanted[path, group, topic, queue_id] = max(0, end - max(begin, offset)), max(0, begin - offset), oldest, age
+    assert {
+        (row["store"], row["group"], row["topic"], row["queueId"]): (
+            row["lag"], row["lost"], millis(row["oldest"]), row["ageSeconds"],
+        )
+        for row in rows
+    } == wanted  # fmt: skip
+    assert any(lag for lag, *_ in wanted.values())
+
+
+def test_skew(stores: list[str], plain: Plain) -> None:
+    found = {
+        (row["store"], row["topic"], row["queueId"]): (row["messages"], row["ratio"])
+        for row in run(shared_session(), "skew", stores).collect()
+    }
+    counts = {name: len(messages) for name, messages in plain.messages.items() if messages}
+    topics: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for (path, topic, _), count in counts.items():
+        topics[path, topic].append(count)
+    for name, count in counts.items():
+        of_topic = topics[name[:2]]
+        assert found[name] == (count, pytest.approx(count / (sum(of_topic) / len(of_topic))))
+    assert len(found) == len(counts)
+
+
+def own(plain: Plain) -> list[tuple[str, str, int, int, str, StoredMessage]]:
+    """Every key of every message that a producer sent."""
+    return [
+        (key, topic, message.store_timestamp_ms, message.physical_offset, path, message)
+        for (path, topic, _), messages in plain.messages.items()
+        if not is_system_topic(topic) and not topic.startswith(("%RETRY%", "%DLQ%"))
+        for message in messages.values()
+        for key in message.properties.get("KEYS", "").split(" ")
+        if key
+    ]
+
+
+def test_duplicates(stores: list[str], plain: Plain) -> None:
+    rows = run(shared_session(), "duplicates", stores, {"window": "100000000"}).collect()
+    groups: dict[tuple[str, str], list[tuple[int, str, int]]] = defaultdict(list)
+    for key, topic, time, place, path, _ in own(plain):
+        groups[topic, key].append((time, path, place))
+    wanted: Counter[tuple[str, str]] = Counter()
+    for name, found in groups.items():
+        times = sorted(found)
+        wanted[name] += sum(b[0] - a[0] <= 100_000_000_000 for a, b in pairwise(times))
+    assert Counter((row["topic"], row["key"]) for row in rows) == +wanted
+    few = run(shared_session(), "duplicates", stores, {"window": "0.05"}).collect()
+    assert all(row["secondsAfter"] <= 0.05 for row in few)
+    approximate = Counter(
+        (row["topic"], row["key"]) for row in run(shared_session(), "duplicates-approximate", stores).collect()
+    )
+    exact = Counter({name: len(found) - 1 for name, found in groups.items() if len(found) > 1})
+    assert not exact - approximate
+    assert (approximate - exact).total() <= 2 + 0.01 * len(groups)
+
+
+def test_what_if(stores: list[str], plain: Plain) -> None:
+    settings = {"clients": "1,3", "rate": "10", "queue_rate": "7"}
+    rows = run(shared_session(), "what-if", stores, settings).collect()
+    strategies = {
+        "AVG": allocate_averagely, "AVG_BY_CIRCLE": allocate_averagely_by_circle,
+        "CONSISTENT_HASH": allocate_consistent_hash,
+    }  # fmt: skip
+    lags: dict[tuple[str, str], dict[MessageQueue, int]] = defaultdict(dict)
+    for (path, group, topic, queue_id), offset in plain.offsets.items():
+        if (path, topic, queue_id) in plain.queues:
+            begin, end = plain.queues[path, topic, queue_id]
+            lags[group, topic][MessageQueue(topic, path, queue_id)] = max(0, end - max(begin, offset))
+    checked = 0
+    for row in rows:
+        if row["topic"] == SCHEDULE_TOPIC:
+            continue
+        queues = lags[row["group"], row["topic"]]
+        ordered = sorted(queues, key=lambda one: (one.topic, one.broker_name, one.queue_id))
+        clients = [f"client-{n:06d}" for n in range(row["clients"])]
+        shares = [strategies[row["strategy"]](client, ordered, clients) for client in clients]
+        sums = [sum(queues[one] for one in share) for share in shares]
+        assert (row["queues"], row["lag"]) == (len(queues), sum(queues.values()))
+        assert (row["idleClients"], row["mostQueues"], row["mostLag"]) == (
+            sum(not share for share in shares), max(map(len, shares)), max(sums),
+        )  # fmt: skip
+        assert row["drainSeconds"] == pytest.approx(max(max(sums) / 10, max(queues.values()) / 7))
+        checked += 1
+    assert checked
+
+
+def test_pending_transactions(stores: list[str], plain: Plain) -> None:
+    found = {
+        (row["store"], row["queueOffset"], row["group"], row["topic"])
+        for row in run(shared_session(), "transactions", stores).collect()
+    }
+    ended = {(path, int(message.body)) for path, _, message in plain.of(OP_TOPIC)}
+    wanted = {
+        (path, at, message.properties.get("PGROUP"), message.properties.get("REAL_TOPIC"))
+        for path, at, message in plain.of(HALF_TOPIC)
+        if at >= plain.offsets.get((path, "CID_RMQ_SYS_TRANS", HALF_TOPIC, 0), 0) and (path, at) not in ended
+    }
+    assert found == wanted
+
+
+def test_pending_timers(stores: list[str], plain: Plain) -> None:
+    found = {
+        (row["store"], row["level"], row["queueOffset"], row["topic"], millis(row["due"]))
+        for row in run(shared_session(), "timers", stores).collect()
+    }
+    wanted = {
+        (path, queue_id + 1, at, message.properties.get("REAL_TOPIC"), plain.codes[path, topic, queue_id][at])
+        for (path, topic, queue_id), messages in plain.messages.items() if topic == SCHEDULE_TOPIC
+        for at, message in messages.items() if at >= plain.delays.get((path, queue_id + 1), 0)
+    }  # fmt: skip
+    assert found == wanted
+
+
+def test_dead_letters(stores: list[str], plain: Plain) -> None:
+    found = {
+        (row["store"], row["group"], row["topic"], row["cause"]): (row["messages"], millis(row["last"]))
+        for row in run(shared_session(), "dead-letters", stores).collect()
+    }
+    wanted: dict[Any, list[int]] = defaultdict(list)
+    for (path, topic, _), messages in plain.messages.items():
+        if topic.startswith("%DLQ%"):
+            for message in messages.values():
+                properties = message.properties
+                cause = (
+                    "ordered, retries used up" if "RECONSUME_TIME" in properties
+                    else "never retried" if message.reconsume_times <= 1 else "retries used up"
+                )  # fmt: skip
+                key = path, topic.removeprefix("%DLQ%"), properties.get("RETRY_TOPIC", topic), cause
+                wanted[key].append(message.store_timestamp_ms)
+    assert found == {key: (len(times), max(times)) for key, times in wanted.items()}
+
+
+def test_filters(stores: list[str], plain: Plain) -> None:
+    found = {
+        (row["store"], row["group"], row["topic"]): (row["messages"], row["matched"], row["bytes"], row["savedBytes"])
+        for row in run(shared_session(), "filters", stores).collect()
+    }
+    wanted = {}
+    for path, group, topic, expression in plain.filters:
+        filter_ = SqlFilter(expression)
+        messages = [message for where, _, message in plain.of(topic) if where == path]
+        matched = [message for message in messages if filter_.matches(message.properties)]
+        size = sum(message.size for message in messages)
+        wanted[path, group, topic] = len(messages), len(matched), size, size - sum(one.size for one in matched)
+    assert found == wanted
+
+
+def test_reconciliation(stores: list[str], plain: Plain) -> None:
+    spark = shared_session()
+    keys = Counter(key for key, *_ in own(plain))
+    names = sorted(keys)
+    business = names[:-3] + names[:2] + ["nobody sent this"]
+    frame = spark.createDataFrame([(key,) for key in business], "id string")
+    messages = spark.read.format("rocketmq").load(stores).where("topic not like '\\\\%%'")
+    found = Counter(
+        tuple(row) for row in reconcile(messages, frame, business_key="id").select("verdict", "key").collect()
+    )
+    rows = Counter(business)
+    wanted: Counter[tuple[str, str]] = Counter()
+    for key in {*keys, *rows}:
+        if not keys[key]:
+            wanted["missing", key] += 1
+        elif not rows[key]:
+            wanted["extra", key] += 1
+        elif keys[key] > rows[key]:
+            wanted["repeated", key] += 1
+    assert found == wanted
+    late = reconcile(
+        messages, frame.withColumn("at", F.lit("2020-01-01").cast("timestamp")),
+        business_key="id", business_time="at", late_seconds=60,
+    )  # fmt: skip
+    assert late.where("verdict = 'late'").count() == len(set(business) & set(keys))
+
+
+def test_retention(stores: list[str], plain: Plain) -> None:
+    hours = (0.0, 0.0001, 72.0)
+    rows = run(shared_session(), "retention", stores, {"hours": ",".join(map(str, hours))}).collect()
+    found = {(row["store"], row["hours"]): (row["files"], row["bytes"], row["messages"]) for row in rows}
+    for path in stores:
+        with MessageStore.open(path, read_only=True) as store:
+            size = store.config.commitlog_file_size
+            by_file: dict[int, list[StoredMessage]] = defaultdict(list)
+            for message in store:
+                by_file[message.physical_offset // size].append(message)
+        if not by_file:
+            continue
+        now = max(message.store_timestamp_ms for messages in by_file.values() for message in messages)
+        for one in hours:
+            gone = [
+                messages for number, messages in by_file.items()
+                if now - max(message.store_timestamp_ms for message in messages) > one * 3_600_000
+                and number < max(by_file)
+            ]  # fmt: skip
+            assert found[path, one] == (len(gone), len(gone) * size, sum(map(len, gone))), (path, one)
+
+
+def test_a_store_alone(stores: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "backlog"
+    run(shared_session(), "backlog", stores[0]).write.parquet(str(target))
+    assert shared_session().read.parquet(str(target)).columns[0] == "store"

@@ -1,0 +1,91 @@
+"""The recorded stores through the data source: the rows that the original told."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference import Row, rows, store_folders
+
+pytestmark = pytest.mark.spark
+pytest.importorskip("pyspark")
+
+from tests.spark import shared_session  # noqa: E402
+
+RECORD = (
+    "topic string, queueId int, queueOffset bigint, physicalOffset bigint, size int, bornTimestamp timestamp, "
+    "storeTimestamp timestamp, tags string, keys string, uniqueKey string, properties map<string,string>, body binary, "
+    "storedBody binary, propertiesString string, reconsumeTimes int, sysFlag int, flag int, bornHost string, "
+    "storeHost string, preparedTransactionOffset bigint, bodyCrc bigint"
+)
+
+
+def read(store: Path, **options: str) -> Any:
+    return shared_session().read.format("rocketmq").options(**options)
+
+
+def of_record(row: Any) -> Row:
+    body = row["body"]
+    found = {
+        "topic": row["topic"],
+        "queue_id": row["queueId"],
+        "queue_offset": row["queueOffset"],
+        "phys": row["physicalOffset"],
+        "size": row["size"],
+        "born_timestamp": round(row["bornTimestamp"].timestamp() * 1000),
+        "store_timestamp": round(row["storeTimestamp"].timestamp() * 1000),
+        "properties": row["properties"],
+        "properties_raw": row["propertiesString"],
+        "body_b64": base64.b64encode(body).decode() if body else None,
+        "reconsume_times": row["reconsumeTimes"],
+        "sys_flag": row["sysFlag"],
+        "flag": row["flag"],
+        "born_host": row["bornHost"],
+        "store_host": row["storeHost"],
+        "prepared_transaction_offset": row["preparedTransactionOffset"],
+        "body_crc": row["bodyCrc"],
+        "dispatch_uniq_key": row["uniqueKey"],
+        "dispatch_keys": row["keys"] if row["propertiesString"] else "",
+    }
+    if row["sysFlag"] & 1:
+        found["stored_body_b64"] = base64.b64encode(row["storedBody"]).decode()
+    return found
+
+
+def expected(row: Row, like: Row) -> Row:
+    return {name: row[name] for name in like}
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_the_log_is_the_recorded_one(folder: Path) -> None:
+    frame = read(folder, view="log", minPartitions="3").schema(RECORD).load(str(folder / "store"))
+    found = sorted(map(of_record, frame.collect()), key=lambda row: row["phys"])
+    wanted = rows(folder, "message")
+    assert [row["phys"] for row in found] == [row["phys"] for row in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == expected(theirs, ours)
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_the_queues_are_the_recorded_ones(folder: Path) -> None:
+    frame = read(folder, view="queues", minPartitions="3").load(str(folder / "store"))
+    found = sorted(frame.collect(), key=lambda row: (row["topic"], row["queueId"], row["queueOffset"]))
+    wanted = sorted(rows(folder, "cq"), key=lambda row: (row["topic"], row["queue_id"], row["offset"]))
+    assert [tuple(row) for row in found] == [
+        (row["topic"], row["queue_id"], row["offset"], row["phys"], row["size"], row["tags_code"]) for row in wanted
+    ]
+
+
+@pytest.mark.parametrize("folder", store_folders())
+def test_messages_are_what_the_queues_lead_to(folder: Path) -> None:
+    frame = read(folder, topicPattern=".*", minPartitions="3").schema(RECORD).load(str(folder / "store"))
+    found = {(row["topic"], row["queue_id"], row["queue_offset"]): row for row in map(of_record, frame.collect())}
+    by_place = {row["phys"]: row for row in rows(folder, "message")}
+    wanted = rows(folder, "cq")
+    assert len(found) == len(wanted)
+    for entry in wanted:
+        ours = found[entry["topic"], entry["queue_id"], entry["offset"]]
+        assert ours == expected(by_place[entry["phys"]], ours)

@@ -1,0 +1,100 @@
+"""What holds for shares of queues, whatever the queues and clients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from librmq.message import MessageQueue
+from librmq.rebalance import (
+    AllocationStrategy,
+    allocate_averagely,
+    allocate_averagely_by_circle,
+    allocate_by_machine_room,
+    allocate_consistent_hash,
+    allocate_machine_room_nearby,
+    group_differences,
+    own_share,
+    unowned_queues,
+)
+
+ROOMS = ("r1", "r2", "r3")
+QUEUES = st.lists(
+    st.builds(MessageQueue, st.just("T"), st.sampled_from([f"{room}@b" for room in ROOMS]), st.integers(0, 30)),
+    min_size=1,
+    max_size=40,
+    unique=True,
+)
+CLIENTS = st.lists(
+    st.builds("{}@{}".format, st.sampled_from(ROOMS), st.integers(0, 20)), min_size=1, max_size=12, unique=True
+)
+
+
+def room(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def nearby(inner: AllocationStrategy) -> AllocationStrategy:
+    return allocate_machine_room_nearby(inner, lambda queue: room(queue.broker_name), room)
+
+
+STRATEGIES: dict[str, AllocationStrategy] = {
+    "averagely": allocate_averagely,
+    "circle": allocate_averagely_by_circle,
+    "rooms": allocate_by_machine_room(ROOMS),
+    "hash": allocate_consistent_hash,
+    "hash with one node": partial(allocate_consistent_hash, virtual_nodes=1),
+    "nearby": nearby(allocate_averagely),
+    "nearby, hash": nearby(allocate_consistent_hash),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+@given(queues=QUEUES, clients=CLIENTS, data=st.data())
+def test_each_queue_has_exactly_one_owner_whoever_asks_and_in_whatever_order(
+    strategy: AllocationStrategy, queues: list[MessageQueue], clients: list[str], data: st.DataObject
+) -> None:
+    shares = []
+    for client in clients:
+        shares += own_share(client, data.draw(st.permutations(queues)), data.draw(st.permutations(clients)), strategy)
+    assert sorted(shares) == sorted(queues)
+
+
+@pytest.mark.parametrize("name", ["averagely", "circle", "rooms"])
+@given(queues=QUEUES, clients=CLIENTS)
+def test_equal_shares_differ_by_one_at_most(name: str, queues: list[MessageQueue], clients: list[str]) -> None:
+    sizes = [len(own_share(client, queues, clients, STRATEGIES[name])) for client in clients]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(queues=QUEUES, clients=CLIENTS)
+def test_with_consistent_hash_only_queues_of_a_leaving_client_move(
+    queues: list[MessageQueue], clients: list[str]
+) -> None:
+    rest = clients[1:]
+    for client in rest:
+        before = set(own_share(client, queues, clients, allocate_consistent_hash))
+        assert before <= set(own_share(client, queues, rest, allocate_consistent_hash))
+
+
+@given(queues=QUEUES, clients=CLIENTS)
+def test_queues_stay_in_their_room_where_it_has_clients(queues: list[MessageQueue], clients: list[str]) -> None:
+    manned = set(map(room, clients))
+    for client in clients:
+        for queue in own_share(client, queues, clients, STRATEGIES["nearby"]):
+            assert room(queue.broker_name) == room(client) or room(queue.broker_name) not in manned
+
+
+@given(
+    group=st.dictionaries(
+        st.sampled_from([f"c{number}" for number in range(6)]),
+        st.dictionaries(st.sampled_from("ABC"), st.sampled_from(["*", "x"])),
+    )
+)
+def test_a_group_leaves_queues_to_nobody_only_where_its_instances_differ(group: dict[str, dict[str, str]]) -> None:
+    queues = [MessageQueue(topic, "b", number) for topic in "ABC" for number in range(8)]
+    differing = {difference.topic for difference in group_differences(group) if difference.without}
+    assert {queue.topic for queue in unowned_queues(group, queues)} == differing

@@ -1,0 +1,157 @@
+"""The columnar decoder gives what the plain decoder gives, for every record and for bytes that are none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pyarrow")
+
+import numpy as np
+import pyarrow as pa
+
+from librmq import codec
+from librmq.errors import RecordError
+from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
+
+PIECES = st.sampled_from(
+    [b"\1", b"\2", b"TAGS", b"KEYS", b"UNIQ_KEY", b"a", b"TAGS\1x", b"UNIQ_KEY\1id", b"UNIQ_KEX\1no", b"KEYS\1k1 k2",
+     "消息".encode(), b"\xff", b"\xe6\xb6", b"\xed\xa0\x80", b"longer name than eight\1value", b"a\1" + b"v" * 40]
+)  # fmt: skip
+RAW_PROPERTIES = st.lists(PIECES, max_size=60).map(b"".join)
+V4 = st.tuples(st.sampled_from(["10.0.0.1", "192.168.1.10", "255.255.255.255"]), st.integers(0, 65535))
+V6 = st.tuples(st.sampled_from(["fe80::1:2", "::1", "2001:db8::ff"]), st.integers(0, 65535))
+INT, LONG = st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1)
+MOMENTS = st.integers(0, 4_000_000_000_000)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> bytes:
+    born, stored = draw(V4 | V6), draw(V4 | V6)
+    body = draw(st.binary(max_size=80))
+    flags = draw(st.sampled_from([0, 2, 4, 8, 12]))
+    if draw(st.integers(0, 3)) == 0:
+        flags |= codec.COMPRESSED | codec.COMPRESSION_ZLIB
+        if draw(st.booleans()):
+            body = codec.compress_body(body)
+    record = codec.Record(
+        topic=draw(st.sampled_from(["TopicA", "消息", "t" * 127, "%RETRY%g"])),
+        queue_id=draw(INT),
+        flag=draw(INT),
+        queue_offset=draw(LONG),
+        physical_offset=draw(LONG),
+        sys_flag=flags | codec.host_flags(born, stored),
+        born_timestamp_ms=draw(MOMENTS),
+        born_host=born,
+        store_timestamp_ms=draw(MOMENTS),
+        store_host=stored,
+        reconsume_times=draw(INT),
+        prepared_transaction_offset=draw(LONG),
+        body=body,
+        body_crc=codec.body_checksum(body),
+        properties_raw=draw(RAW_PROPERTIES),
+        magic=draw(st.sampled_from([codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2])),
+    )
+    return codec.encode_record(record)
+
+
+def block_of(raws: list[bytes], gap: bytes = b"") -> Block:
+    places = np.cumsum([len(gap), *(len(raw) + len(gap) for raw in raws)])[: len(raws)].astype(np.int64)
+    data = np.frombuffer(gap + gap.join(raws), np.uint8)
+    return Block(data, places, np.array([len(raw) for raw in raws], np.int64))
+
+
+@settings(max_examples=60)
+@given(st.lists(records(), max_size=6), st.binary(max_size=3))
+def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes) -> None:
+    block = block_of(raws, gap)
+    assert block.sound.all()
+    columns = {name: block.column(name).to_pylist() for name in COLUMNS if not name.endswith("Timestamp")}
+    bodies, bad = block.body()
+    born, stored = block.field("born_timestamp").tolist(), block.field("store_timestamp").tolist()
+    for row, raw in enumerate(raws):
+        plain = codec.decode_record(raw)
+        properties = codec.decode_properties(plain.properties_raw)
+        assert dict(columns["properties"][row]) == properties
+        assert list(dict(columns["properties"][row])) == list(properties)
+        assert len(columns["properties"][row]) == len(properties)
+        for name, key in (("tags", "TAGS"), ("keys", "KEYS"), ("uniqueKey", "UNIQ_KEY")):
+            assert columns[name][row] == properties.get(key)
+        assert columns["topic"][row] == plain.topic
+        assert columns["storedBody"][row] == plain.body
+        assert columns["queueId"][row] == plain.queue_id
+        assert columns["queueOffset"][row] == plain.queue_offset
+        assert columns["physicalOffset"][row] == plain.physical_offset
+        assert columns["flag"][row] == plain.flag
+        assert columns["sysFlag"][row] == plain.sys_flag
+        assert columns["reconsumeTimes"][row] == plain.reconsume_times
+        assert columns["preparedTransactionOffset"][row] == plain.prepared_transaction_offset
+        assert columns["bornHost"][row] == codec.format_host(plain.born_host)
+        assert columns["storeHost"][row] == codec.format_host(plain.store_host)
+        assert columns["size"][row] == len(raw)
+        assert (born[row], stored[row]) == (plain.born_timestamp_ms, plain.store_timestamp_ms)
+        try:
+            body: bytes | None = codec.decompress_body(plain.body, plain.sys_flag, 1 << 26)
+        except RecordError:
+            body = None
+        assert bodies[row].as_py() == body
+        assert (row in bad) is (body is None)
+
+
+@settings(max_examples=150)
+@given(st.lists(records(), min_size=1, max_size=4), st.data())
+def test_what_is_no_record_is_told_as_the_plain_decoder_tells_it(raws: list[bytes], data: st.DataObject) -> None:
+    whole = bytearray(b"".join(raws))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    places = data.draw(st.lists(st.integers(-5, len(whole) + 5), max_size=4))
+    places += np.cumsum([0, *map(len, raws)])[: len(raws)].tolist()
+    block = Block(np.frombuffer(bytes(whole), np.uint8), np.array(places, np.int64))
+    for row, place in enumerate(places):
+        try:
+            assert 0 <= place <= len(whole) - codec.FIXED_SIZE
+            codec.frame(whole, place, len(whole))
+        except (RecordError, AssertionError):
+            assert not block.sound[row]
+            assert isinstance(block.reason(row), RecordError)
+        else:
+            assert block.sound[row]
+    loose = Block(np.frombuffer(bytes(whole), np.uint8), np.array(places, np.int64), frames=False)
+    assert not (block.sound & ~loose.sound).any()
+    for name in FIXED_COLUMNS:
+        kind = pa.int64() if name.endswith("Timestamp") else COLUMNS[name][0]
+        both = block.column(name).cast(kind).to_pylist(), loose.column(name).cast(kind).to_pylist()
+        same = zip(*both, block.sound, strict=True)
+        assert all(ours == theirs for ours, theirs, sound in same if sound)
+    for name in COLUMNS:  # rows that are none are not looked at: they only must do no harm
+        assert len(block.column(name)) == len(places)
+
+
+@settings(max_examples=200)
+@given(st.lists(RAW_PROPERTIES, max_size=8), st.sampled_from(["TAGS", "a", "UNIQ_KEY", "longer name than eight", "消息",
+                                                             "", "a\1b"]))  # fmt: skip
+def test_properties(stored: list[bytes], name: str) -> None:
+    data = np.frombuffer(b"".join(stored), np.uint8)
+    ends = np.cumsum(list(map(len, stored)), dtype=np.int64)
+    begins = ends - np.array(list(map(len, stored)), np.int64)
+    properties = Properties(data, begins, ends)
+    plain = list(map(codec.decode_properties, stored))
+    assert [list(dict(row).items()) for row in properties.map().to_pylist()] == [list(row.items()) for row in plain]
+    assert properties.value(name).to_pylist() == [row.get(name) for row in plain]
+    properties.map().validate(full=True)
+    properties.value(name).validate(full=True)
+
+
+def test_a_row_with_very_many_properties() -> None:
+    raw = b"\2".join(b"n%d\1v" % (number % 90) for number in range(100))
+    data = np.frombuffer(raw, np.uint8)
+    found = Properties(data, np.array([0]), np.array([len(raw)])).map().to_pylist()[0]
+    assert found == list(codec.decode_properties(raw).items())
+
+
+def test_a_changed_body_is_found() -> None:
+    record = codec.Record(topic="T", body=b"sound", body_crc=codec.body_checksum(b"sound"))
+    good = codec.encode_record(record)
+    block = block_of([good, good.replace(b"sound", b"zound")])
+    assert list(block.bad_checksums()) == [1]

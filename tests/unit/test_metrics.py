@@ -1,0 +1,161 @@
+"""Counters and gauges, and how they are shown elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from librmq.errors import ConfigError, MissingExtraError
+from librmq.metrics import METRICS, Metrics, export_to_opentelemetry, export_to_prometheus
+from tests.reference import CHECKOUT
+
+
+def test_counts_add_up_by_labels() -> None:
+    metrics = Metrics()
+    metrics.count("sends", topic="a", status="SEND_OK")
+    metrics.count("sends", 2, status="SEND_OK", topic="a")
+    metrics.count("sends", topic="a", status="ERROR")
+    metrics.count("send_seconds", 0.25, topic="a")
+    assert metrics.snapshot() == {
+        "sends": {("a", "SEND_OK"): 3, ("a", "ERROR"): 1},
+        "send_seconds": {("a",): 0.25},
+    }
+
+
+def test_a_gauge_is_a_number_or_asked_or_gone() -> None:
+    metrics = Metrics()
+    held = [1]
+    metrics.gauge("held_pulls", 7)
+    metrics.gauge("queues", lambda: len(held), topic="a", group="g")
+    assert metrics.snapshot() == {"held_pulls": {(): 7}, "queues": {("a", "g"): 1}}
+    held.append(2)
+    metrics.gauge("held_pulls", 8)
+    assert metrics.snapshot() == {"held_pulls": {(): 8}, "queues": {("a", "g"): 2}}
+    metrics.gauge("queues", None, group="g", topic="a")
+    metrics.gauge("queues", None, group="g", topic="never set")
+    assert metrics.snapshot() == {"held_pulls": {(): 8}}
+
+
+def test_what_a_gauge_raises_goes_through() -> None:
+    metrics = Metrics()
+    metrics.gauge("log_bytes", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        metrics.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("sent", {}),
+        ("queues", {"topic": "a", "group": "g"}),  # a gauge
+        ("sends", {"topic": "a"}),
+        ("sends", {"topic": "a", "status": "b", "group": "c"}),
+        ("sends", {"topic": "a", "state": "b"}),
+        ("sends", {"topic": "a", "status": 1}),
+    ],
+)
+def test_what_is_no_counter_is_refused(name: str, labels: dict[str, Any]) -> None:
+    metrics = Metrics()
+    with pytest.raises(ConfigError):
+        metrics.count(name, **labels)
+    assert metrics.snapshot() == {}
+
+
+@pytest.mark.parametrize(("name", "labels"), [("depth", {}), ("sends", {}), ("queues", {"topic": "a"})])
+def test_what_is_no_gauge_is_refused(name: str, labels: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Metrics().gauge(name, 1, **labels)
+
+
+def test_no_count_is_lost_among_threads() -> None:
+    metrics = Metrics()
+    gate = threading.Barrier(4)
+
+    def work() -> None:
+        gate.wait()
+        for number in range(2000):
+            metrics.count("messages_in", topic=str(number % 3))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(metrics.snapshot()["messages_in"].values()) == 8000
+
+
+@pytest.fixture
+def filled() -> Metrics:
+    metrics = Metrics()
+    metrics.count("sends", 3, topic='a"b', status="SEND_OK")
+    metrics.gauge("queues", lambda: 4, topic="a", group="g")
+    metrics.gauge("held_pulls", 2)
+    return metrics
+
+
+def test_prometheus_shows_them(filled: Metrics) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    remove = export_to_prometheus(filled, registry)
+    shown = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    assert shown == [
+        r'librmq_sends_total{status="SEND_OK",topic="a\"b"} 3.0',
+        "librmq_held_pulls 2.0",
+        'librmq_queues{group="g",topic="a"} 4.0',
+    ]
+    remove()
+    assert generate_latest(registry) == b""
+
+
+def test_opentelemetry_shows_them(filled: Metrics) -> None:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint, Sum
+
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    export_to_opentelemetry(filled, provider.get_meter("test"))
+    data = reader.get_metrics_data()
+    assert data is not None
+    shown = {}
+    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
+        points = [point for point in metric.data.data_points if isinstance(point, NumberDataPoint)]
+        shown[metric.name] = [(dict(point.attributes or {}), point.value) for point in points]
+        if isinstance(metric.data, Sum):
+            assert metric.data.is_monotonic
+            assert (metric.name, metric.unit) == ("librmq.sends", "{send}")
+    assert shown == {
+        "librmq.sends": [({"topic": 'a"b', "status": "SEND_OK"}, 3)],
+        "librmq.queues": [({"topic": "a", "group": "g"}, 4)],
+        "librmq.held_pulls": [({}, 2)],
+    }
+    provider.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("package", "export"),
+    [("prometheus_client", export_to_prometheus), ("opentelemetry.metrics", export_to_opentelemetry)],
+)
+def test_without_the_extra_it_is_named(package: str, export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=r"librmq\[metrics\]"):
+        export(Metrics())
+
+
+def test_counting_loads_neither() -> None:
+    code = "import sys, librmq.metrics; print([m for m in sys.modules if m.startswith(('prom', 'opentel'))])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_documentation_lists_every_name() -> None:
+    text = (CHECKOUT / "docs" / "metrics.md").read_text("utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| (.*) \|$", text, re.MULTILINE)
+    assert listed == [
+        (name, metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
+        for name, metric in METRICS.items()
+    ]

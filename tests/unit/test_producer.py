@@ -1,0 +1,322 @@
+"""Producers: where sends go, what is tried again, what is refused, and their life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from librmq import selectors
+from librmq.broker import Broker
+from librmq.client import Client
+from librmq.clock import ManualClock
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerError,
+    BrokerUnreachableError,
+    ClientStateError,
+    ConfigError,
+    MessageIllegalError,
+    NoRouteError,
+    SendTimeoutError,
+)
+from librmq.message import Message, MessageQueue, split_batch
+from librmq.metrics import Metrics
+from librmq.producer import Producer, SendResult
+from librmq.protocol import (
+    PERM_READ,
+    CreateTopic,
+    Endpoint,
+    QueueData,
+    Request,
+    ResponseCode,
+    SendBatch,
+    SendMessage,
+    SendStatus,
+)
+from librmq.runner import ManualRunner, Runner
+
+R = TypeVar("R")
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        yield broker
+
+
+class Cluster:
+    """A route over brokers of which sends may fail first: ``fail(broker_name)`` tells how."""
+
+    def __init__(self, *brokers: Broker, fail: Callable[[str], Exception | None] = lambda name: None) -> None:
+        self.brokers = {broker.name: broker for broker in brokers}
+        self.fail = fail
+        self.tried: list[str] = []
+        self.runner: Runner = brokers[0].runner
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        return tuple(data for broker in self.brokers.values() for data in broker.topic_route(topic))
+
+    def broker_names(self) -> tuple[str, ...]:
+        return tuple(sorted(self.brokers))
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        return FailingEndpoint(self, broker_name)
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+
+class FailingEndpoint:
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster, self.name = cluster, name
+
+    def call(self, request: Request[R], /) -> R:
+        if isinstance(request, SendMessage | SendBatch):
+            self.cluster.tried.append(self.name)
+            failure = self.cluster.fail(self.name)
+            if failure is not None:
+                raise failure
+        return self.cluster.brokers[self.name].call(request)
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Broker, Broker]]:
+    runner = ManualRunner()
+    with (
+        Broker.temporary(name="broker-a", runner=runner) as first,
+        Broker.temporary(name="broker-b", runner=runner) as second,
+    ):
+        for broker in (first, second):
+            broker.call(CreateTopic("T", 2, 2))
+        yield first, second
+
+
+def bodies(broker: Broker) -> list[bytes]:
+    return [message.body for message in broker.store]
+
+
+def test_sends_go_to_the_queues_in_turn(broker: Broker) -> None:
+    broker.call(CreateTopic("T", 3, 3))
+    producer = Producer(broker, "shop")
+    results = [producer.send("T", b"%d" % number, tags="a", keys=["k"]) for number in range(6)]
+    assert [result.queue.queue_id for result in results] == [0, 1, 2, 0, 1, 2]
+    assert [result.queue_offset for result in results] == [0, 0, 0, 1, 1, 1]
+    stored = list(broker.store)
+    assert [message.unique_key for message in stored] == [result.message_id for result in results]
+    assert [message.offset_id for message in stored] == [result.offset_id for result in results]
+    assert {(message.tags, message.keys) for message in stored} == {("a", ("k",))}
+
+
+def test_a_message_is_not_changed_and_each_send_is_another(broker: Broker) -> None:
+    producer = Producer(broker, "shop")
+    message = Message("T", b"x", properties={"a": "1"})
+    first, second = producer.send(message), producer.send(message)
+    assert first.message_id != second.message_id
+    assert message.properties == {"a": "1"}
+
+
+def test_large_bodies_are_compressed_from_4096_bytes_on(broker: Broker) -> None:
+    producer = Producer(broker, "shop")
+    for size in (4095, 4096):
+        producer.send("T", b"x" * size)
+    plain, packed = broker.store
+    assert (plain.sys_flag, packed.sys_flag) == (0, 0x301)
+    assert packed.body == b"x" * 4096
+    assert len(packed.stored_body) < 100
+
+
+def test_a_selector_chooses_and_nothing_else_is_tried(two: tuple[Broker, Broker]) -> None:
+    failing = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
+    producer = Producer(failing, "shop")
+    with pytest.raises(BrokerUnreachableError):
+        producer.send("T", b"x", selector=selectors.select_by_hash, arg="order-1")
+    assert len(failing.tried) == 1
+    failing.fail = lambda name: None
+    results = {producer.send("T", b"x", selector=selectors.select_by_hash, arg="order-1").queue for _ in range(5)}
+    assert len(results) == 1
+    with pytest.raises(MessageIllegalError, match="none of 4 queues"):
+        producer.send("T", b"x", selector=lambda queues, message, arg: MessageQueue("T", "elsewhere", 0))
+
+
+def test_a_failed_try_goes_to_another_broker(two: tuple[Broker, Broker]) -> None:
+    cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone") if name == "broker-a" else None)
+    result = Producer(cluster, "shop").send("T", b"x")
+    assert result.queue.broker_name == "broker-b"
+    assert cluster.tried == ["broker-a", "broker-b"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "tries"),
+    [
+        (BrokerUnreachableError("gone"), 3),
+        (BrokerError(ResponseCode.SYSTEM_ERROR, "no"), 3),
+        (BrokerError(ResponseCode.NO_PERMISSION, "no"), 3),
+        (BrokerError(ResponseCode.MESSAGE_ILLEGAL, "no"), 1),
+        (BrokerBusyError(ResponseCode.SYSTEM_BUSY, "busy"), 1),
+    ],
+)
+def test_what_is_tried_again(two: tuple[Broker, Broker], failure: Exception, tries: int) -> None:
+    cluster = Cluster(*two, fail=lambda name: failure)
+    with pytest.raises(type(failure)):
+        Producer(cluster, "shop").send("T", b"x")
+    assert len(cluster.tried) == tries
+    assert bodies(two[0]) + bodies(two[1]) == []
+
+
+def test_an_answer_that_is_lost_leads_to_a_visible_duplicate(two: tuple[Broker, Broker]) -> None:
+    cluster = Cluster(*two)
+
+    def lose_the_first(name: str) -> Exception | None:
+        if len(cluster.tried) == 1:
+            producer_side = cluster.brokers[name]
+            producer_side.call(SendMessage("shop", Message("T", b"x", unique_key="U"), 0, 0, ("127.0.0.1", 0)))
+            return BrokerUnreachableError("the answer was lost")
+        return None
+
+    cluster.fail = lose_the_first
+    Producer(cluster, "shop").send(Message("T", b"x", unique_key="U"))
+    stored = [*two[0].store, *two[1].store]
+    assert [message.unique_key for message in stored] == ["U", "U"]
+    assert len({message.offset_id for message in stored}) == 2 or len(stored) == 2
+
+
+def test_the_timeout_covers_all_tries(two: tuple[Broker, Broker]) -> None:
+    clock = two[0].runner.clock
+    assert isinstance(clock, ManualClock)
+
+    def slow(name: str) -> Exception:
+        clock.advance(seconds=2)
+        return BrokerUnreachableError("no answer")
+
+    cluster = Cluster(*two, fail=slow)
+    with pytest.raises(SendTimeoutError, match="2 tries"):
+        Producer(cluster, "shop").send("T", b"x")
+    assert len(cluster.tried) == 2
+
+
+def test_slow_brokers_are_avoided_if_asked(two: tuple[Broker, Broker]) -> None:
+    clock = two[0].runner.clock
+    assert isinstance(clock, ManualClock)
+
+    def slow(name: str) -> None:
+        clock.advance(ms=600 if name == "broker-a" else 0)
+
+    cluster = Cluster(*two, fail=slow)
+    producer = Producer(cluster, "shop", avoid_slow_brokers=True)
+    names = [producer.send("T", b"x").queue.broker_name for _ in range(6)]
+    assert names[0] == "broker-a"
+    assert set(names[1:]) == {"broker-b"}
+    clock.advance(seconds=31)
+    assert "broker-a" in {producer.send("T", b"x").queue.broker_name for _ in range(4)}
+
+
+def test_one_way_messages_are_tried_once_and_failures_are_logged(
+    two: tuple[Broker, Broker], caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
+    producer = Producer(cluster, "shop")
+    producer.send_oneway("T", b"x")
+    assert len(cluster.tried) == 1
+    assert "was not stored" in caplog.text
+    cluster.fail = lambda name: None
+    producer.send_oneway("T", b"y")
+    assert bodies(two[0]) + bodies(two[1]) == [b"y"]
+
+
+def test_a_batch_is_stored_side_by_side(broker: Broker) -> None:
+    producer = Producer(broker, "shop")
+    result = producer.send_batch([Message("T", b"1", tags="a"), Message("T", b"2", tags="b"), Message("T", b"3")])
+    stored = list(broker.store)
+    assert [message.body for message in stored] == [b"1", b"2", b"3"]
+    assert result.message_id == ",".join(str(message.unique_key) for message in stored)
+    assert result.offset_id == ",".join(message.offset_id for message in stored)
+    assert {message.queue_id for message in stored} == {result.queue.queue_id}
+    for wrong, why in (
+        ([], "at least one"),
+        ([Message("T", b"1"), Message("U", b"2")], "one topic"),
+        ([Message("T", b"1"), Message("T", b"2", wait_store_ok=False)], "wait flag"),
+        ([Message("T", b"1", delay_level=1)], "delayed"),
+        ([Message("T", b"1" * (3 << 20)), Message("T", b"2" * (2 << 20))], "split_batch"),
+    ):
+        with pytest.raises(MessageIllegalError, match=why):
+            producer.send_batch(wrong)
+    for part in split_batch([Message("T", b"x" * 30_000) for _ in range(4)], 80_000):
+        producer.send_batch(part)
+    assert len(bodies(broker)) == 7
+
+
+@pytest.mark.parametrize(
+    ("topic", "body", "why"),
+    [
+        ("", b"x", "empty"),
+        ("bad topic!", b"x", "may only contain"),
+        ("T" * 128, b"x", "127"),
+        ("SCHEDULE_TOPIC_XXXX", b"x", "broker alone"),
+        ("RMQ_SYS_TRANS_HALF_TOPIC", b"x", "broker alone"),
+        ("T", b"", "no body"),
+        ("T", b"x" * ((4 << 20) + 1), "at most"),
+    ],
+)
+def test_what_is_refused_before_it_is_sent(broker: Broker, topic: str, body: bytes, why: str) -> None:
+    with pytest.raises(MessageIllegalError, match=why):
+        Producer(broker, "shop").send(topic, body)
+    assert bodies(broker) == []
+
+
+def test_topics_that_cannot_be_written(broker: Broker) -> None:
+    broker.call(CreateTopic("ReadOnly", 2, 2, PERM_READ))
+    producer = Producer(broker, "shop")
+    with pytest.raises(NoRouteError, match="'ReadOnly', asked for by producer group 'shop'"):
+        producer.send("ReadOnly", b"x")
+    with pytest.raises(BrokerError):
+        producer.send("ReadOnly", b"x", queue=99)
+
+
+def test_life(broker: Broker) -> None:
+    client = Client(broker, instance_name="one")
+    producer = Producer(broker, "shop", client=client)
+    producer.start()
+    with pytest.raises(ClientStateError, match="starts once"):
+        producer.start()
+    with pytest.raises(ClientStateError, match="has a producer of group 'shop' already"):
+        Producer(broker, "shop", client=client).start()
+    producer.send("T", b"x")
+    producer.shutdown()
+    producer.shutdown()
+    with pytest.raises(ClientStateError, match="shut down"):
+        producer.send("T", b"x")
+    Producer(broker, "shop", client=client).send("T", b"y")
+    assert bodies(broker) == [b"x", b"y"]
+    with pytest.raises(MessageIllegalError, match="group"):
+        Producer(broker, "a b")
+    with pytest.raises(ConfigError, match="known are"):
+        Producer(broker, "shop", tries=3)
+    with pytest.raises(ConfigError, match="retries"):
+        Producer(broker, "shop", retries=-1)
+
+
+def test_hooks_see_each_try(two: tuple[Broker, Broker]) -> None:
+    seen: list[Any] = []
+
+    def hook(context: Any) -> Callable[[SendResult | None, Exception | None], None]:
+        seen.append((context.attempt, context.queue.broker_name))
+        return lambda result, error: seen.append(type(error) if error else result and result.status)
+
+    metrics = Metrics()
+    cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone") if name == "broker-a" else None)
+    Producer(cluster, "shop", hooks=[hook], metrics=metrics).send("T", b"xyz")
+    assert seen == [(0, "broker-a"), BrokerUnreachableError, (1, "broker-b"), SendStatus.SEND_OK]
+    counted = metrics.snapshot()
+    assert counted["sends"] == {("T", "ERROR"): 1, ("T", "SEND_OK"): 1}
+    assert counted["send_retries"] == {("T",): 1}
+
+
+def test_awaited(broker: Broker) -> None:
+    async def send() -> SendResult:
+        return await Producer(broker, "shop").send_async("T", b"x", tags="a")
+
+    assert asyncio.run(send()).status is SendStatus.SEND_OK
+    assert bodies(broker) == [b"x"]

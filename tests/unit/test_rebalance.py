@@ -1,0 +1,191 @@
+"""Shares of queues, and groups whose instances differ. All cases of the original stand in ``tests/golden``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from librmq import rebalance
+from librmq.errors import AllocationError, ConfigError, GroupMismatchError
+from librmq.message import MessageQueue
+from librmq.rebalance import (
+    AllocationStrategy,
+    allocate_averagely,
+    allocate_averagely_by_circle,
+    allocate_by_config,
+    allocate_by_machine_room,
+    allocate_consistent_hash,
+    allocate_machine_room_nearby,
+    group_differences,
+    own_share,
+    refuse_differences,
+    unowned_queues,
+)
+
+
+def queues(count: int, broker: str = "b", topic: str = "T") -> list[MessageQueue]:
+    return [MessageQueue(topic, broker, number) for number in range(count)]
+
+
+def ids(share: Sequence[MessageQueue]) -> list[int]:
+    return [queue.queue_id for queue in share]
+
+
+def room(name: str) -> str:
+    return name[:2]
+
+
+NEARBY = allocate_machine_room_nearby(allocate_averagely, lambda queue: room(queue.broker_name), room)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares"),
+    [
+        (allocate_averagely, [[0, 1, 2], [3, 4]]),
+        (allocate_averagely_by_circle, [[0, 2, 4], [1, 3]]),
+        (allocate_by_config(queues(1)), [[0], [0]]),
+    ],
+)
+def test_five_queues_and_two_clients(strategy: AllocationStrategy, shares: list[list[int]]) -> None:
+    assert [ids(strategy(client, queues(5), ["c0", "c1"])) for client in ("c0", "c1")] == shares
+
+
+def test_what_is_left_in_a_machine_room_is_dealt_out_from_the_end() -> None:
+    strategy = allocate_by_machine_room({"r1"})
+    given = [*queues(5, "r1@b"), *queues(5, "r2@b"), *queues(5, "r1")]
+    assert [ids(strategy(client, given, ["c0", "c1"])) for client in ("c0", "c1")] == [[0, 1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("broker", "counts"), [("r@b", True), ("r@b@", True), ("r@", False), ("r@@b", False), ("@b", False)]
+)
+def test_a_machine_room_stands_before_the_only_at_as_the_original_splits_names(broker: str, counts: bool) -> None:
+    assert bool(allocate_by_machine_room({"r"})("c", queues(1, broker), ["c"])) is counts
+
+
+def test_nearby_rooms_without_clients_are_shared_by_all() -> None:
+    given = [*queues(2, "r1-b"), *queues(2, "r3-b"), *queues(2, "r2-b")]
+    clients = ["r1-c", "r4-c"]
+    assert [str(queue.broker_name) for queue in NEARBY("r1-c", given, clients)] == ["r1-b", "r1-b", "r2-b", "r3-b"]
+    assert [(queue.broker_name, queue.queue_id) for queue in NEARBY("r4-c", given, clients)] == [
+        ("r2-b", 1),
+        ("r3-b", 1),
+    ]
+
+
+def test_names_of_rooms_are_in_the_order_of_utf_16() -> None:
+    strategy = allocate_machine_room_nearby(allocate_averagely, lambda queue: queue.broker_name, lambda client: client)
+    given = [*queues(1, "\uffee"), *queues(1, "\U0001f600")]
+    assert [queue.broker_name for queue in strategy("c", given, ["c"])] == ["\U0001f600", "\uffee"]
+
+
+STRATEGIES = [
+    allocate_averagely,
+    allocate_averagely_by_circle,
+    allocate_by_machine_room({"r1"}),
+    NEARBY,
+    allocate_consistent_hash,
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_no_strategy_takes_in_this_order(strategy: AllocationStrategy) -> None:
+    with pytest.raises(AllocationError, match="client id"):
+        strategy("", [], [])
+    with pytest.raises(AllocationError, match="no queues"):
+        strategy("c", [], [])
+    with pytest.raises(AllocationError, match="no clients") as caught:
+        strategy("c", queues(1), [])
+    assert caught.value.java_name == "IllegalArgumentException"
+    assert strategy("zz", queues(3), ["c"]) == []
+
+
+def test_a_ring_is_kept_and_so_are_hashes_of_queues() -> None:
+    rebalance._ring.cache_clear()
+    rebalance._queue_hash.cache_clear()
+    clients = [f"c{number}" for number in range(7)]
+    for client in clients:
+        allocate_consistent_hash(client, queues(100), clients)
+    assert rebalance._ring.cache_info().misses == 1
+    assert rebalance._queue_hash.cache_info().misses == 100
+
+
+def test_a_ring_too_large_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="too large"):
+        allocate_consistent_hash("c", queues(1), ["c"], virtual_nodes=1 << 62)
+    with pytest.raises(AllocationError, match="0 or more"):
+        allocate_consistent_hash("c", queues(1), ["c"], virtual_nodes=-1)
+    assert allocate_consistent_hash("c", queues(1), ["c"], virtual_nodes=0) == []
+
+
+def test_a_client_listed_twice_has_twice_the_nodes() -> None:
+    rebalance._ring.cache_clear()
+    once, twice = rebalance._ring(("a", "b"), 20), rebalance._ring(("a", "b", "a"), 10)
+    assert len(twice.hashes) == 30
+    of_a = [node for node, owner in zip(once.hashes, once.owners, strict=False) if owner == once.numbers["a"]]
+    of_a_twice = [node for node, owner in zip(twice.hashes, twice.owners, strict=False) if owner == twice.numbers["a"]]
+    assert of_a == of_a_twice
+
+
+def test_a_later_equal_hash_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalance, "_text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
+    ring = rebalance._ring.__wrapped__(("a", "b"), 1)
+    assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["b"]] * 2)
+    # a holds no node any more, so its second occurrence begins at 0 again, and takes the place back
+    ring = rebalance._ring.__wrapped__(("a", "b", "a"), 1)
+    assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["a"]] * 2)
+
+
+def test_own_share_sorts_first_and_gives_each_queue_once() -> None:
+    given = queues(10) + queues(3)
+    random.Random(1).shuffle(given)
+    assert ids(own_share("c2", given, ["c9", "c2"])) == [0, 1, 2, 3, 4]
+    assert ids(own_share("\U0001f600", queues(2), ["\uffee", "\U0001f600"])) == [0]  # UTF-16 again
+    assert ids(own_share("c", given, [], allocate_by_config(queues(2) * 2))) == [0, 1]
+
+
+def test_more_virtual_nodes_by_partial() -> None:
+    strategy = partial(allocate_consistent_hash, virtual_nodes=200)
+    clients = [f"c{number}" for number in range(4)]
+    sizes = [len(own_share(client, queues(4000), clients, strategy)) for client in clients]
+    assert sum(sizes) == 4000
+    assert min(sizes) > 700
+
+
+# --- groups that do not agree
+
+
+def test_a_topic_of_one_of_two_instances_is_left_half_to_nobody() -> None:
+    group = {"c1": {"A": "*"}, "c2": {"A": "*", "B": "*"}}
+    both = queues(2, topic="A") + queues(2, topic="B")
+    assert unowned_queues(group, both) == [MessageQueue("B", "b", 0)]
+    (difference,) = group_differences(group)
+    assert (difference.topic, difference.without, difference.subscriptions) == ("B", ("c1",), (("*", ("c2",)),))
+
+
+def test_two_instances_with_a_topic_each_leave_half_of_each() -> None:
+    group = {"c1": {"A": "*"}, "c2": {"B": "*"}}
+    both = queues(2, topic="A") + queues(2, topic="B")
+    assert unowned_queues(group, both) == [MessageQueue("A", "b", 1), MessageQueue("B", "b", 0)]
+    assert [difference.topic for difference in group_differences(group)] == ["A", "B"]
+
+
+def test_differing_tags_leave_no_queue_but_are_told() -> None:
+    group = {"c2": {"A": "x"}, "c1": {"A": "y"}, "c3": {"A": "x"}}
+    assert unowned_queues(group, queues(6, topic="A")) == []
+    (difference,) = group_differences(group)
+    assert difference.subscriptions == (("y", ("c1",)), ("x", ("c2", "c3")))
+    with pytest.raises(GroupMismatchError) as caught:
+        refuse_differences("CG", group)
+    assert "instances of group CG differ on A (c1: y; c2, c3: x)." in str(caught.value)
+
+
+def test_an_equal_group_is_left_alone() -> None:
+    group = {client: {"A": "x", "B": "*"} for client in ("c1", "c2")}
+    assert group_differences(group) == []
+    assert group_differences({}) == []
+    refuse_differences("CG", group)
+    assert unowned_queues(group, queues(3, topic="A") + queues(3, topic="other")) == []
