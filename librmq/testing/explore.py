@@ -117,7 +117,10 @@ class Exploration:
             lines += [f"  {decision}" for decision in found.decisions]
         if not found.trace.replayable:
             lines.append("listeners waited for each other under it: it may not come out the same again")
-        return "\n".join([*lines, "what happened:", found.history, f"run it again with the seed {found.seed}"])
+        lines += ["what happened:", found.history]
+        if found.decisions:
+            lines.append(f"run it again with the seed {found.seed}")
+        return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------- schedules

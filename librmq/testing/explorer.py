@@ -31,7 +31,7 @@ from librmq.clock import ManualClock
 from librmq.runner import Step, Turn, Work
 from librmq.testing.batons import Baton, Piece
 from librmq.testing.process import Process, ProcessDied
-from librmq.testing.turns import KitRunner, is_dead
+from librmq.testing.turns import KitRunner, current_work, is_dead
 
 __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
@@ -274,6 +274,8 @@ class Explorer(KitRunner):
         piece = self._baton.current()
         work = self._inline if piece is None else self._pieces[piece]
         if work is None:
+            if current_work() is not None:
+                return  # a coroutine in the test's own event loop, which decides who is next
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self.kit.let_others_run()
             return

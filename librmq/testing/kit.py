@@ -30,6 +30,7 @@ from librmq.verify import verify
 __all__ = ["Elapsed", "Kit", "UnsoundStoreError"]
 
 _SETTLE_MS: Final = 120_000
+_SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
 _LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -81,7 +82,7 @@ class Kit:
         self.processes: list[Process] = []
         """All that have been, dead ones too."""
         self._settings = settings
-        self._store_config = store_config or StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+        self._store_config = store_config or _SMALL_FILES
         self._check = check
         self._history = History(self.clock.now_ms())
         self._tolerated: set[str] = set()
