@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.clock import Clock, SystemClock
+from librmq.consumer import OrderlyResult
 from librmq.dedupstore import (
     Claim,
     DedupRecord,
@@ -42,6 +43,7 @@ from librmq.dedupstore import (
 )
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.listener import ReconsumeLater
+from librmq.metrics import Metrics
 
 __all__ = [
     "Claim",
@@ -108,13 +110,23 @@ class _Held(NamedTuple):
 
 _UNGUARDED: Final = _Held("", "")
 
+_OUTCOMES: Final = {
+    "duplicates": "skip",
+    "busy": "wait",
+    "taken_over": "take over",
+    "unguarded": "no store",
+    "postponed": "no store",
+}
+"""What `Metrics` calls what is counted."""
+
 
 class DedupListener:
     """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
 
-    ``listener`` is concurrent or orderly, sync or async, of one message; with ``batch`` it takes a list. Called with a
-    list, a listener of one message gets them one by one, up to the first failure. `ReconsumeLater` then tells how many
-    were consumed.
+    ``listener`` is concurrent or orderly, sync or async, of one message; with ``batch`` it takes a list, and with
+    ``must_return`` only True means consumed, as for `librmq.consumer.PushConsumer.subscribe`. Called with a list, a
+    listener of one message gets them one by one, up to the first failure. `ReconsumeLater`, or the index that is
+    returned, then tells how many were consumed.
 
     ``key`` gives what a message is known by (its unique id; better a business key), None or "" for no guard. A record
     is scoped by ``application``, topic, ``group`` and tag. A claim not ended after ``consuming_timeout`` may be taken
@@ -122,8 +134,8 @@ class DedupListener:
     Both are seconds or a ``timedelta``.
 
     Where the store can't be asked, ``when_store_fails`` decides: "consume" all the same (at least once), or "retry"
-    later. Either is counted in `counts` and logged. Without a ``clock`` of the caller's, a thread purges the store;
-    with one, `purge_step` is for whoever moves the clock.
+    later. Either is counted in `counts` (and in ``metrics``) and logged. Without a ``clock`` of the caller's, a thread
+    purges the store; with one, `purge_step` is for whoever moves the clock.
     """
 
     def __init__(
@@ -138,6 +150,8 @@ class DedupListener:
         keep_consumed: float | timedelta = KEEP_CONSUMED,
         when_store_fails: Literal["consume", "retry"] = "consume",
         batch: bool = False,
+        must_return: bool = False,
+        metrics: Metrics | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`ConfigError` for settings that make no sense."""
@@ -155,6 +169,8 @@ class DedupListener:
         self._keep_ms = milliseconds("keep_consumed", keep_consumed)
         self._consumes_unguarded = when_store_fails == "consume"
         self._batch = batch
+        self._must_return = must_return
+        self._metrics = metrics
         self._clock = clock or SystemClock()
         self._purges = clock is None
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
@@ -180,14 +196,19 @@ class DedupListener:
     def _one(self, message: Any) -> _Flow:
         held = yield from self._claim(message)
         if held is None:
-            return None
+            return True
         try:
             result = yield _Ask(lambda: self.listener(message), False)
+            if result is OrderlyResult.HOLD:
+                raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
         except (Exception, asyncio.CancelledError):
             yield from self._release(held)
             raise
         # Any other exception ends the process: as after a crash, the claim expires.
-        yield from self._finish(held)
+        if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+            yield from self._release(held)
+        else:
+            yield from self._finish(held)
         return result
 
     def _claim(self, message: Any) -> Generator[_Ask, Any, _Held | None]:
@@ -204,20 +225,20 @@ class DedupListener:
             claim = yield _Ask(lambda: self.store.claim(key, owner, now_ms, now_ms + self._consuming_ms), True)
         except DedupStoreError as error:
             if self._consumes_unguarded:
-                self._count("unguarded")
+                self._count("unguarded", message.topic)
                 _log.warning("%s: consumed without a guard: %s", key, error)
                 return _UNGUARDED
-            self._count("postponed")
+            self._count("postponed", message.topic)
             _log.warning("%s: delivered again later: %s", key, error)
             raise ReconsumeLater(f"the dedup store could not be asked: {error}") from error
         if claim is Claim.CONSUMED:
-            self._count("duplicates")
+            self._count("duplicates", message.topic)
             return None
         if claim is Claim.CONSUMING:
-            self._count("busy")
+            self._count("busy", message.topic)
             raise ReconsumeLater(f"{key}: is being consumed")
         if claim is Claim.TAKEN_OVER:
-            self._count("taken_over")
+            self._count("taken_over", message.topic)
             _log.warning("%s: taken over from a holder that did not end in time", key)
         return _Held(key, owner)
 
@@ -269,16 +290,17 @@ class DedupListener:
 
     def _each(self, messages: Sequence[Any]) -> _Flow:
         """One after the other; those before the first failure stay consumed."""
-        result = None
         for index, message in enumerate(messages):
             try:
                 result = yield from self._one(message)
+                if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+                    return index - 1
             except Exception as error:
                 if not index:
                     raise
                 level = error.delay_level if isinstance(error, ReconsumeLater) else 0
                 raise ReconsumeLater(str(error), delay_level=level, consumed=index) from error
-        return result
+        return True
 
     def _list(self, messages: Sequence[Any]) -> _Flow:
         """All that can be claimed at once, up to the first that can't."""
@@ -296,28 +318,44 @@ class DedupListener:
                 raise
             if held is not None:
                 passed.append((index, message, held))
-        done, result, failure = len(passed), None, None
+        done, failure = len(passed), None
+        result: object = True
         if passed:
             try:
                 result = yield _Ask(lambda: self.listener([message for _, message, _ in passed]), False)
+                done = self._consumed(result, len(passed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
                 done = min(max(0, error.consumed), len(passed)) if isinstance(error, ReconsumeLater) else 0
         for number, (_, _, held) in enumerate(passed):
             yield from self._finish(held) if number < done else self._release(held)
-        if failure is not None:
-            consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
-            if not consumed or not isinstance(failure, Exception):
-                raise failure
-            level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
-            raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
-        if later is not None:
+        if failure is None and done == len(passed):
+            if later is None:
+                return True
             raise ReconsumeLater(str(later), delay_level=later.delay_level, consumed=until) from later
-        return result
+        consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
+        if failure is None:
+            return result if result is OrderlyResult.ROLLBACK else consumed - 1
+        if not consumed or not isinstance(failure, Exception):
+            raise failure
+        level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
+        raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
 
-    def _count(self, what: str) -> None:
+    def _consumed(self, result: object, count: int) -> int:
+        """How many of ``count`` messages are consumed by what a listener of lists returned."""
+        if isinstance(result, int) and not isinstance(result, bool):
+            if result < -1:
+                raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
+            return min(result + 1, count)
+        if result is OrderlyResult.HOLD:
+            raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
+        return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
+
+    def _count(self, what: str, topic: str = "") -> None:
         with self._counting:
             setattr(self.counts, what, getattr(self.counts, what) + 1)
+        if topic and self._metrics is not None:
+            self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
 def deduplicated(store: DedupStore, *, group: str, **settings: Any) -> Callable[[Callable[..., Any]], DedupListener]:

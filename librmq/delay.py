@@ -96,16 +96,23 @@ def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
         raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
     if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
         raise MessageIllegalError(f"nothing is delivered to {topic}")
-    return store.submit(
-        Message(topic, waiting.stored_body, flag=waiting.flag),
+    raw = waiting.raw
+    header = codec.HEADERS[raw[39] & 48]
+    _, _, _, _, flag, _, _, sys_flag, born_ms, born_at, _, stored_at, times, _, body_size = header.unpack_from(raw)
+    message = object.__new__(Message)  # of parts that were checked when it was stored
+    message.topic, message.flag, message.body = topic, flag, raw[header.size : header.size + body_size]
+    message.properties = dict(properties)
+    return store.append(
+        message,
         queue_id,
-        born_timestamp_ms=waiting.born_timestamp_ms,
-        born_host=waiting.born_host,
-        store_host=waiting.store_host,
-        sys_flag=waiting.sys_flag,
-        reconsume_times=waiting.reconsume_times,
-        properties_raw=codec.encode_properties(properties),
-    ).result
+        born_timestamp_ms=born_ms,
+        born_host=born_at,
+        store_host=stored_at,
+        sys_flag=sys_flag,
+        reconsume_times=times,
+        properties_raw=codec.encode_properties(message.properties),
+        _wait=False,
+    )
 
 
 class _Level:
@@ -329,5 +336,4 @@ class DelaySchedule:
             raise RecordError(str(error)) from error
         if raw is None:
             return None
-        codec.check_record(raw, 0, size, check_body=False)
-        return StoredMessage(raw)
+        return StoredMessage(raw)  # whose parts are checked when they are asked for

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -318,7 +319,7 @@ def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
         SqliteDedupStore(tmp_path / "no" / "folder.db")
 
 
-def test_a_value_of_somebody_else_is_told(place: Callable[[str], Place], key: str) -> None:
+def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place], key: str) -> None:
     store = place("redis").open()
     assert isinstance(store, RedisDedupStore)
     store.client.set(store.prefix + key, "mine")
@@ -389,7 +390,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             SqliteDedupStore(tmp_path / "x.db", table=table)
 
 
-def test_the_server_clears_away_what_has_expired(place: Callable[[str], Place], key: str) -> None:
+def test_redis_clears_away_what_has_expired(place: Callable[[str], Place], key: str) -> None:
     """A minute after its time, so that clocks may differ: until then the time in the record decides."""
     store = place("redis").open()
     assert isinstance(store, RedisDedupStore)
@@ -403,7 +404,7 @@ def test_the_server_clears_away_what_has_expired(place: Callable[[str], Place], 
     assert store.claim(key, "b1", NOW, UNTIL) is Claim.NEW
 
 
-def test_a_server_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Place], key: str) -> None:
+def test_redis_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Place], key: str) -> None:
     store = place("redis").open()
     assert isinstance(store, RedisDedupStore)
     store.client.script_flush()
@@ -412,7 +413,7 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(place: Callable[[str],
     assert store.finish(key, "a1", NOW, KEPT)
 
 
-def test_names_of_keys_and_tables_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:
+def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:
     ours = place("redis").open()
     assert isinstance(ours, RedisDedupStore)
     theirs = RedisDedupStore(ours.client, prefix="OTHER:")
@@ -424,18 +425,43 @@ def test_names_of_keys_and_tables_can_be_chosen(place: Callable[[str], Place], t
         assert two.claim(key, "a1", NOW, UNTIL) is Claim.NEW
 
 
-def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], key: str) -> None:
+@pytest.mark.parametrize("name", ["postgresql", "mysql"])
+def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], name: str, key: str) -> None:
     """One that commits transactions, with a pool that resets its connections."""
-    for name in ("postgresql", "mysql"):
-        where = place(name)
-        assert where.server is not None
-        engine = sqlalchemy.create_engine(where.server.url)
-        store = SqlDedupStore(engine).create()
-        assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
-        assert where.open().claim(key, "b1", NOW, UNTIL) is Claim.CONSUMING
-        store.close()  # which leaves the engine alone
-        assert store.finish(key, "a1", NOW, KEPT)
-        engine.dispose()
+    where = place(name)
+    assert where.server is not None
+    engine = sqlalchemy.create_engine(where.server.url)
+    store = SqlDedupStore(engine).create()
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert where.handle.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMING
+    store.close()  # which leaves the engine alone
+    assert store.finish(key, "a1", NOW, KEPT)
+    with engine.connect() as connection:  # and its connections commit transactions as before
+        connection.execute(sqlalchemy.text("UPDATE rmq_dedup SET owner = 'x' WHERE dedup_key = :key"), {"key": key})
+        connection.rollback()
+    assert store.look(key, NOW) == DedupRecord(True, "a1", KEPT)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["postgresql", "mysql"])
+def test_a_connection_that_broke_is_made_anew(place: Callable[[str], Place], name: str, key: str) -> None:
+    where = place(name)
+    store = where.open()
+    assert isinstance(store, SqlDedupStore)
+    store.claim(key, "a1", NOW, UNTIL)
+    pooled = store.engine.raw_connection()
+    driver: Any = pooled.dbapi_connection
+    number = driver.info.backend_pid if name == "postgresql" else driver.thread_id()
+    pooled.close()
+    assert where.server is not None
+    engine = sqlalchemy.create_engine(where.server.url)
+    with engine.connect() as connection:
+        kill = "SELECT pg_terminate_backend({})" if name == "postgresql" else "KILL {}"
+        connection.execute(sqlalchemy.text(kill.format(number)))
+    engine.dispose()
+    with pytest.raises(DedupStoreError):
+        store.finish(key, "a1", NOW, KEPT)
+    assert store.finish(key, "a1", NOW, KEPT)
 
 
 def test_a_memory_store_forgets_what_was_released(key: str) -> None:
