@@ -97,7 +97,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         return error
 
     try:
-        result = search(run, runs, seed, replay)
+        result = search(run, runs, seed, replay, lines=marker.kwargs.get("lines", False))
     except _NothingToExplore:
         pass
     else:
