@@ -17,8 +17,11 @@ import sqlalchemy
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from librmq.clock import ManualClock
 from librmq.dedup import (
     Claim,
+    DedupCounts,
+    DedupListener,
     DedupRecord,
     DedupStore,
     MemoryDedupStore,
@@ -31,6 +34,7 @@ from librmq.dedup_sql import SqlDedupStore
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
 from librmq.sqltables import upgrade_tables
 from tests.dedup.conftest import STORES, Place
+from tests.dedup.test_listener import delivery
 from tests.reference import CHECKOUT
 
 NOW = 1_700_000_000_000
@@ -323,11 +327,12 @@ def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place]
     store = place("redis").open()
     assert isinstance(store, RedisDedupStore)
     store.client.set(store.prefix + key, "mine")
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: store.claim(key, "a1", NOW, UNTIL),
         lambda: store.finish(key, "a1", NOW, UNTIL),
         lambda: store.look(key, NOW),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(DedupStoreError, match="no record"):
             call()
     store.client.delete(store.prefix + key)
@@ -411,6 +416,58 @@ def test_redis_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Pl
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     store.client.script_flush()
     assert store.finish(key, "a1", NOW, KEPT)
+
+
+def test_a_list_costs_redis_two_round_trips(
+    place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One for all claims and one for all marks; each call is as atomic as by itself."""
+    sends = []
+    send = redis.connection.AbstractConnection.send_packed_command
+
+    def counted(self: Any, command: Any, check_health: bool = True) -> None:
+        sends.append(command)
+        send(self, command, check_health)
+
+    store = place("redis").handle
+    assert isinstance(store, RedisDedupStore)
+    guard = DedupListener(
+        lambda messages: None, store, group=name, key=lambda message: message.keys[0], batch=True, clock=ManualClock()
+    )
+    guard([delivery(98), delivery(99)])  # connected, scripts loaded
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    assert guard([delivery(number) for number in range(20)]) is True
+    assert len(sends) == 2
+    assert guard([delivery(number) for number in range(21)]) is True
+    assert len(sends) == 4
+    assert guard.counts == DedupCounts(consumed=23, duplicates=20)
+
+
+def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[str], Place], key: str) -> None:
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    store.client.set(f"{store.prefix}{key}.x", "mine")
+    store.claim(f"{key}.busy", "b1", NOW, UNTIL)
+    store.client.script_flush()
+    for again in range(2):  # without the scripts, and with them
+        answers = store.many(
+            [
+                ("claim", (f"{key}.new", "a1", NOW, UNTIL)),
+                ("claim", (f"{key}.busy", "a1", NOW, UNTIL)),
+                ("claim", (f"{key}.x", "a1", NOW, UNTIL)),
+                ("look", (f"{key}.x", NOW)),
+                ("look", (f"{key}.busy", NOW)),
+                ("finish", (f"{key}.busy", "b1", NOW, KEPT)),
+                ("release", (f"{key}.new", "a1", NOW)),
+            ]
+        )
+        assert answers[:2] == [Claim.NEW, Claim.CONSUMED if again else Claim.CONSUMING]
+        assert [type(answer) for answer in answers[2:4]] == [DedupStoreError, DedupStoreError]
+        assert isinstance(answers[4], DedupRecord)
+        assert answers[5:] == [True, True]
+    nobody = RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
+    with pytest.raises(DedupStoreError):
+        nobody.many([("claim", (key, "a1", NOW, UNTIL))])
 
 
 def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:
