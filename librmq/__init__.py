@@ -2,78 +2,176 @@
 
 from __future__ import annotations
 
-from librmq.broker import Broker, BrokerSettings
-from librmq.checkpoint import Checkpoint
-from librmq.clock import Clock, ManualClock, SystemClock
-from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
-from librmq.consumequeue import ConsumeQueue
-from librmq.errors import (
-    BodyCompressionError,
-    ConfigError,
-    CorruptionError,
-    DiskFullError,
-    FilterError,
-    FilterEvaluationError,
-    FilterSyntaxError,
-    FlushFailedError,
-    MessageIllegalError,
-    MissingExtraError,
-    NotAStoreError,
-    ReadOnlyError,
-    RecordError,
-    RmqError,
-    StoreClosedError,
-    StoreError,
-    StoreIOError,
-    StoreLockedError,
-)
-from librmq.files import DiskFiles, MemoryFiles
-from librmq.flushing import Acknowledgement
-from librmq.indexfile import IndexFile
-from librmq.keyindex import KeyIndex
-from librmq.message import Message, StoredMessage, split_batch
-from librmq.store import AppendResult, GetStatus, MessageFilter, MessageStore, ReadResult
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Acknowledgement",
-    "AppendResult",
-    "BodyCompressionError",
-    "Broker",
-    "BrokerSettings",
-    "Checkpoint",
-    "Clock",
-    "CommitLog",
-    "ConfigError",
-    "ConsumeQueue",
-    "CorruptionError",
-    "DiskFiles",
-    "DiskFullError",
-    "FilterError",
-    "FilterEvaluationError",
-    "FilterSyntaxError",
-    "FlushFailedError",
-    "GetStatus",
-    "IndexFile",
-    "KeyIndex",
-    "ManualClock",
-    "MemoryFiles",
-    "Message",
-    "MessageFilter",
-    "MessageIllegalError",
-    "MessageStore",
-    "MissingExtraError",
-    "NotAStoreError",
-    "ReadOnlyError",
-    "ReadResult",
-    "RecordError",
-    "RmqError",
-    "StoreClosedError",
-    "StoreConfig",
-    "StoreError",
-    "StoreIOError",
-    "StoreLockedError",
-    "StoredMessage",
-    "SystemClock",
-    "split_batch",
-]
+if TYPE_CHECKING:
+    from librmq.broker import Broker as Broker
+    from librmq.broker import BrokerSettings as BrokerSettings
+    from librmq.checkpoint import Checkpoint as Checkpoint
+    from librmq.client import Client as Client
+    from librmq.clock import Clock as Clock
+    from librmq.clock import ManualClock as ManualClock
+    from librmq.clock import SystemClock as SystemClock
+    from librmq.cluster import RouteTable as RouteTable
+    from librmq.commitlog import CommitLog as CommitLog
+    from librmq.config import StoreConfig as StoreConfig
+    from librmq.consumequeue import ConsumeQueue as ConsumeQueue
+    from librmq.consumer import ConsumerConfig as ConsumerConfig
+    from librmq.consumer import DeliveredMessage as DeliveredMessage
+    from librmq.consumer import PullConsumer as PullConsumer
+    from librmq.consumer import PullConsumerConfig as PullConsumerConfig
+    from librmq.consumer import PushConsumer as PushConsumer
+    from librmq.dedup import DedupListener as DedupListener
+    from librmq.dedup import MemoryDedupStore as MemoryDedupStore
+    from librmq.dedup import SqliteDedupStore as SqliteDedupStore
+    from librmq.dedup import deduplicated as deduplicated
+    from librmq.errors import AllocationError as AllocationError
+    from librmq.errors import BodyChecksumError as BodyChecksumError
+    from librmq.errors import BodyCompressionError as BodyCompressionError
+    from librmq.errors import BrokerBusyError as BrokerBusyError
+    from librmq.errors import BrokerError as BrokerError
+    from librmq.errors import BrokerUnreachableError as BrokerUnreachableError
+    from librmq.errors import ClientError as ClientError
+    from librmq.errors import ClientStateError as ClientStateError
+    from librmq.errors import ConfigError as ConfigError
+    from librmq.errors import CorruptionError as CorruptionError
+    from librmq.errors import DedupStoreError as DedupStoreError
+    from librmq.errors import DiskFullError as DiskFullError
+    from librmq.errors import EndlessLoopError as EndlessLoopError
+    from librmq.errors import FilterError as FilterError
+    from librmq.errors import FilterEvaluationError as FilterEvaluationError
+    from librmq.errors import FilterSyntaxError as FilterSyntaxError
+    from librmq.errors import FlushFailedError as FlushFailedError
+    from librmq.errors import GroupMismatchError as GroupMismatchError
+    from librmq.errors import InputError as InputError
+    from librmq.errors import LargeBodyError as LargeBodyError
+    from librmq.errors import MalformedError as MalformedError
+    from librmq.errors import MessageIllegalError as MessageIllegalError
+    from librmq.errors import MissingExtraError as MissingExtraError
+    from librmq.errors import NoRouteError as NoRouteError
+    from librmq.errors import NotAStoreError as NotAStoreError
+    from librmq.errors import NotIdleError as NotIdleError
+    from librmq.errors import ReadOnlyError as ReadOnlyError
+    from librmq.errors import RecordError as RecordError
+    from librmq.errors import RmqError as RmqError
+    from librmq.errors import RunnerClosedError as RunnerClosedError
+    from librmq.errors import RunnerError as RunnerError
+    from librmq.errors import SendTimeoutError as SendTimeoutError
+    from librmq.errors import StoreClosedError as StoreClosedError
+    from librmq.errors import StoreError as StoreError
+    from librmq.errors import StoreIOError as StoreIOError
+    from librmq.errors import StoreLockedError as StoreLockedError
+    from librmq.errors import TransactionRefusedError as TransactionRefusedError
+    from librmq.files import DiskFiles as DiskFiles
+    from librmq.files import MemoryFiles as MemoryFiles
+    from librmq.flushing import Acknowledgement as Acknowledgement
+    from librmq.indexfile import IndexFile as IndexFile
+    from librmq.keyindex import KeyIndex as KeyIndex
+    from librmq.listener import DeadLetter as DeadLetter
+    from librmq.listener import ReconsumeLater as ReconsumeLater
+    from librmq.listener import SuspendQueue as SuspendQueue
+    from librmq.message import Message as Message
+    from librmq.message import MessageQueue as MessageQueue
+    from librmq.message import StoredMessage as StoredMessage
+    from librmq.message import split_batch as split_batch
+    from librmq.metrics import Metrics as Metrics
+    from librmq.outbox import Outbox as Outbox
+    from librmq.outbox import OutboxSender as OutboxSender
+    from librmq.producer import Producer as Producer
+    from librmq.producer import ProducerConfig as ProducerConfig
+    from librmq.producer import SendResult as SendResult
+    from librmq.protocol import ConsumeFrom as ConsumeFrom
+    from librmq.protocol import MessageModel as MessageModel
+    from librmq.protocol import SendStatus as SendStatus
+    from librmq.protocol import TransactionState as TransactionState
+    from librmq.runner import ManualRunner as ManualRunner
+    from librmq.runner import ThreadRunner as ThreadRunner
+    from librmq.selectors import select_by_hash as select_by_hash
+    from librmq.selectors import select_by_remainder as select_by_remainder
+    from librmq.store import AppendResult as AppendResult
+    from librmq.store import GetStatus as GetStatus
+    from librmq.store import MessageFilter as MessageFilter
+    from librmq.store import MessageStore as MessageStore
+    from librmq.store import ReadResult as ReadResult
+
+_HOMES = {
+    "broker": ("Broker", "BrokerSettings"),
+    "checkpoint": ("Checkpoint",),
+    "client": ("Client",),
+    "clock": ("Clock", "ManualClock", "SystemClock"),
+    "cluster": ("RouteTable",),
+    "commitlog": ("CommitLog",),
+    "config": ("StoreConfig",),
+    "consumequeue": ("ConsumeQueue",),
+    "consumer": ("ConsumerConfig", "DeliveredMessage", "PullConsumer", "PullConsumerConfig", "PushConsumer"),
+    "dedup": ("DedupListener", "MemoryDedupStore", "SqliteDedupStore", "deduplicated"),
+    "errors": (
+        "AllocationError",
+        "BodyChecksumError",
+        "BodyCompressionError",
+        "BrokerBusyError",
+        "BrokerError",
+        "BrokerUnreachableError",
+        "ClientError",
+        "ClientStateError",
+        "ConfigError",
+        "CorruptionError",
+        "DedupStoreError",
+        "DiskFullError",
+        "EndlessLoopError",
+        "FilterError",
+        "FilterEvaluationError",
+        "FilterSyntaxError",
+        "FlushFailedError",
+        "GroupMismatchError",
+        "InputError",
+        "LargeBodyError",
+        "MalformedError",
+        "MessageIllegalError",
+        "MissingExtraError",
+        "NoRouteError",
+        "NotAStoreError",
+        "NotIdleError",
+        "ReadOnlyError",
+        "RecordError",
+        "RmqError",
+        "RunnerClosedError",
+        "RunnerError",
+        "SendTimeoutError",
+        "StoreClosedError",
+        "StoreError",
+        "StoreIOError",
+        "StoreLockedError",
+        "TransactionRefusedError",
+    ),
+    "files": ("DiskFiles", "MemoryFiles"),
+    "flushing": ("Acknowledgement",),
+    "indexfile": ("IndexFile",),
+    "keyindex": ("KeyIndex",),
+    "listener": ("DeadLetter", "ReconsumeLater", "SuspendQueue"),
+    "message": ("Message", "MessageQueue", "StoredMessage", "split_batch"),
+    "metrics": ("Metrics",),
+    "outbox": ("Outbox", "OutboxSender"),
+    "producer": ("Producer", "ProducerConfig", "SendResult"),
+    "protocol": ("ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
+    "runner": ("ManualRunner", "ThreadRunner"),
+    "selectors": ("select_by_hash", "select_by_remainder"),
+    "store": ("AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> object:
+    """A name is imported when it is first used: whoever wants a filter needs neither store nor broker."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'librmq' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"librmq.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

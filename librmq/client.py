@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from librmq.errors import BrokerError, ClientStateError, NoRouteError
+from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
 from librmq.protocol import (
     ConsumerData,
@@ -32,6 +32,7 @@ from librmq.uniqueids import UniqueIds
 __all__ = ["Client", "LifeCycle", "Member", "State"]
 
 R = TypeVar("R")
+FIRST_HEARTBEAT_MS: Final = 1_000
 HEARTBEAT_MS: Final = 30_000
 
 _log = logging.getLogger("librmq.client")
@@ -96,8 +97,13 @@ class Client:
     """
 
     def __init__(
-        self, route: Route, *, instance_name: str | None = None, host: Host = ("127.0.0.1", 0), unit: str | None = None
+        self, route: Route, *, instance_name: str | None = None, host: Host | None = None, unit: str | None = None
     ) -> None:
+        identity = getattr(route, "identity", None)  # a test's route names its clients, the same from run to run
+        if identity is not None:
+            host_of_route, name_of_route = identity()
+            host, instance_name = host or host_of_route, instance_name or name_of_route
+        host = host or ("127.0.0.1", 0)
         self.route = route
         self.runner: Runner = route.runner
         self.host = host
@@ -110,6 +116,9 @@ class Client:
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), number)
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
+        self.times_forgotten = 0
+        """How often a broker has forgotten this client, and with it the pulls that it held."""
+        self._joined_ms = 0
         self._told: set[str] = set()  # the brokers that know this client
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
@@ -128,7 +137,12 @@ class Client:
             members[member.group] = member
             if self._unwatch is None:
                 self._unwatch = self.route.watch(self._route_changed)
+                self._joined_ms = self.runner.now_ms()
             self.beat()
+
+    def members(self) -> list[Member]:
+        """The producers and consumers of this client that have joined."""
+        return [*self._producers.values(), *self._consumers.values()]
 
     def leave(self, member: Member) -> None:
         """Let a member go and tell the brokers."""
@@ -157,16 +171,22 @@ class Client:
     def forgotten_by(self, broker_name: str) -> None:
         """A broker does not know this client any more (it was opened anew, or heard nothing): told at the next 30 s."""
         with self.runner.lock:
+            self.times_forgotten += 1
             self._told.discard(broker_name)
             now = self.runner.now_ms()
-            self.runner.wake(self._beat, now - now % HEARTBEAT_MS + HEARTBEAT_MS)
+            self.runner.wake(self._beat, self._next_beat(now))
+
+    def _next_beat(self, now_ms: int) -> int:
+        """The next of the times at which the original repeats its heartbeat: 1 s after the start, then every 30 s."""
+        first_ms = self._joined_ms + FIRST_HEARTBEAT_MS
+        return first_ms if now_ms < first_ms else now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
 
     def tell_all(self, request: Request[None]) -> None:
         """Send a request to each broker that can be reached; one that fails is logged."""
         for name in self.route.broker_names():
             try:
                 self.route.endpoint(name).call(request)
-            except (BrokerError, NoRouteError) as error:
+            except ClientError as error:
                 _log.warning("%s: %s refused %s: %s", self.client_id, name, type(request).__name__, error)
 
     def endpoint(self, broker_name: str) -> Endpoint:
@@ -191,7 +211,7 @@ class Client:
             if name not in self._told:
                 try:
                     self.route.endpoint(name).call(beat)
-                except (BrokerError, NoRouteError) as error:
+                except ClientError as error:
                     _log.warning("%s: no heartbeat to %s: %s", self.client_id, name, error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:
@@ -202,7 +222,7 @@ class Client:
         self._told &= names
         if names - self._told:
             now = self.runner.now_ms()
-            self.runner.wake(self._beat, now - now % HEARTBEAT_MS + HEARTBEAT_MS)
+            self.runner.wake(self._beat, self._next_beat(now))
         for group, member in list(self._consumers.items()):
             member.answer(ConsumersChanged(group))
 

@@ -42,6 +42,7 @@ __all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings", "deliver"]
 _log = logging.getLogger("librmq.delay")
 
 _LOOKED_AT: Final = 64  # entries that are read together
+_HASHES: Final = -(1 << 31), 1 << 31  # a time in ms of this century is none of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,25 +96,34 @@ def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
         raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
     if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
         raise MessageIllegalError(f"nothing is delivered to {topic}")
-    return store.submit(
-        Message(topic, waiting.stored_body, flag=waiting.flag),
+    raw = waiting.raw
+    header = codec.HEADERS[raw[39] & 48]
+    _, _, _, _, flag, _, _, sys_flag, born_ms, born_at, _, stored_at, times, _, body_size = header.unpack_from(raw)
+    message = object.__new__(Message)  # of parts that were checked when it was stored
+    message.topic, message.flag, message.body = topic, flag, raw[header.size : header.size + body_size]
+    message.properties = dict(properties)
+    return store.append(
+        message,
         queue_id,
-        born_timestamp_ms=waiting.born_timestamp_ms,
-        born_host=waiting.born_host,
-        store_host=waiting.store_host,
-        sys_flag=waiting.sys_flag,
-        reconsume_times=waiting.reconsume_times,
-        properties_raw=codec.encode_properties(properties),
-    ).result
+        born_timestamp_ms=born_ms,
+        born_host=born_at,
+        store_host=stored_at,
+        sys_flag=sys_flag,
+        reconsume_times=times,
+        properties_raw=codec.encode_properties(message.properties),
+        _wait=False,
+    )
 
 
 class _Level:
     """One level: its queue, and when to look at it next."""
 
-    __slots__ = ("delay_ms", "level", "look_ms", "queue_id")
+    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset")
 
-    def __init__(self, level: int, delay_ms: int | None) -> None:
+    def __init__(self, level: int, delay_ms: int | None, queue_offset: int) -> None:
         self.level = level
+        self.next_offset = self.saved_offset = queue_offset
+        """The queue offset of the next message, and what was saved of it."""
         self.queue_id = queue_id_of_level(level)
         self.delay_ms = delay_ms
         """None for a level that the settings no longer have."""
@@ -164,9 +174,14 @@ class DelaySchedule:
         there = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
         known = range(1, store.levels.max_level + 1)
         self._levels = [
-            _Level(level, store.levels.delay_ms(level) if level in known else None)
+            _Level(level, store.levels.delay_ms(level) if level in known else None, offsets.delay_offset(level))
             for level in sorted(there | set(known))
         ]
+
+    @property
+    def progress(self) -> dict[int, int]:
+        """By level the queue offset of the next message to deliver, where there were any."""
+        return {level.level: level.next_offset for level in self._levels if level.next_offset}
 
     def due_for(self, level: int, store_timestamp_ms: int) -> int:
         """When to call `run_due` for a message of ``level`` stored then, at the latest.
@@ -211,10 +226,15 @@ class DelaySchedule:
 
         Raises what `MessageStore.flush` does. Does nothing where nothing was delivered since.
         """
-        if self._unsaved:
+        unsaved = [level for level in self._levels if level.next_offset != level.saved_offset]
+        if unsaved:
             self._store.flush()
+            for level in unsaved:
+                self._offsets.set_delay_offset(level.level, level.next_offset)
             self._offsets.persist(now_ms)
-            self._unsaved, self._save_ms = False, None
+            for level in unsaved:
+                level.saved_offset = level.next_offset
+        self._unsaved, self._save_ms = False, None
 
     def _save_or_retry(self, now_ms: int) -> None:
         try:
@@ -259,15 +279,14 @@ class DelaySchedule:
                 if look_ms is None or (due_ms > look_ms and not too_far):
                     return self._begin_ms if too_far else self._look_for(due_ms)
                 self._deliver(level, queue_offset, physical_offset, size)
-                queue_offset += 1
-                self._offsets.set_delay_offset(level.level, queue_offset)
+                level.next_offset = queue_offset = queue_offset + 1
                 self._unsaved = True
             count = min(_LOOKED_AT, 2 * count)
         return self._last_ms
 
     def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
         """The queue offset of the next message, corrected where the queue does not have it."""
-        stored = self._offsets.delay_offset(level.level)
+        stored = level.next_offset
         low, high = (0, 0) if queue is None else (queue.min_offset, queue.max_offset)
         corrected = min(max(stored, low), high)
         if corrected != stored:
@@ -275,20 +294,22 @@ class DelaySchedule:
                 "delay level %d: the progress was %d, and is set to %d: its queue goes from %d to %d",
                 level.level, stored, corrected, low, high,
             )  # fmt: skip
-            self._offsets.set_delay_offset(level.level, corrected)
+            level.next_offset = corrected
             self._unsaved = True
         return corrected
 
     def _due(self, level: _Level, queue: ConsumeQueue, physical_offset: int, size: int, code: int) -> int:
         """When the message of an entry is due."""
-        if queue.ext is None or not is_ext_address(code):
+        if queue.ext is not None and is_ext_address(code):
+            unit = queue.ext_unit(code)
+            if unit is None:
+                _log.error("delay level %d: no extension unit at %d: the record tells the time", level.level, code)
+            code = 0 if unit is None else unit.tags_code
+        if not _HASHES[0] <= code < _HASHES[1]:
             return code
-        unit = queue.ext_unit(code)
-        if unit is not None:
-            return unit.tags_code
-        _log.error("delay level %d: no extension unit at %d: the store time tells when it is due", level.level, code)
-        stored_ms = self._store.log.store_timestamp_ms(physical_offset, size) or 0  # it is gone: delivering shows it
-        return stored_ms + (level.delay_ms or 0)
+        # After an unclean exit the original makes entries with the hash of the tags in the place of the time.
+        stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
+        return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
     def _deliver(self, level: _Level, queue_offset: int, physical_offset: int, size: int) -> None:
         """Deliver a message, or say why it is dropped; one that is gone with the log's begin is passed over."""
@@ -315,5 +336,4 @@ class DelaySchedule:
             raise RecordError(str(error)) from error
         if raw is None:
             return None
-        codec.check_record(raw, 0, size, check_body=False)
-        return StoredMessage(raw)
+        return StoredMessage(raw)  # whose parts are checked when they are asked for

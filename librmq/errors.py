@@ -23,6 +23,7 @@
     ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
     ├── GroupMismatchError          instances of one consumer group subscribe to different things
     ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
+    ├── DedupStoreError             a dedup store can't be reached, or refuses; nothing is known of the record
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -55,6 +56,7 @@ __all__ = [
     "ClientStateError",
     "ConfigError",
     "CorruptionError",
+    "DedupStoreError",
     "DiskFullError",
     "EndlessLoopError",
     "FilterError",
@@ -134,6 +136,10 @@ class GroupMismatchError(RmqError):
 
 class LargeBodyError(RmqError, ValueError):
     """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
+
+
+class DedupStoreError(RmqError):
+    """A dedup store can't be reached, or refuses: whether the record was written is not known."""
 
 
 class FilterError(RmqError):

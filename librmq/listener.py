@@ -7,19 +7,53 @@ any other exception does by the group's policy; `SuspendQueue` lets an orderly q
 
 from __future__ import annotations
 
-__all__ = ["DeadLetter", "ReconsumeLater", "SuspendQueue"]
+from collections.abc import Mapping
+from typing import Protocol
+
+__all__ = ["DeadLetter", "Delivered", "ReconsumeLater", "SuspendQueue"]
+
+
+class Delivered(Protocol):
+    """What those who stand between a consumer and a listener look at of a message."""
+
+    @property
+    def topic(self) -> str:
+        """The topic that the message was sent to."""
+        ...
+
+    @property
+    def tags(self) -> str | None:
+        """The tag."""
+        ...
+
+    @property
+    def properties(self) -> Mapping[str, str]:
+        """All properties."""
+        ...
+
+    @property
+    def unique_key(self) -> str | None:
+        """The unique id that the producer gave the message."""
+        ...
+
+    @property
+    def message_id(self) -> str:
+        """The unique id if there is one, else the broker's."""
+        ...
 
 
 class ReconsumeLater(Exception):
     """Deliver the message again later.
 
     ``delay_level`` 0 lets the broker choose by how often it was delivered (10 s, 30 s, 1 min, …), above 0 names a
-    level, below 0 makes it a dead letter at once.
+    level, below 0 makes it a dead letter at once. Of a batch, the first ``consumed`` messages are consumed all the
+    same, and those behind them come again.
     """
 
-    def __init__(self, reason: str = "", *, delay_level: int = 0) -> None:
+    def __init__(self, reason: str = "", *, delay_level: int = 0, consumed: int = 0) -> None:
         super().__init__(reason)
         self.delay_level = delay_level
+        self.consumed = consumed
 
 
 class DeadLetter(ReconsumeLater):

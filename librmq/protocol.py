@@ -287,6 +287,13 @@ class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
 
 
 @_value
+class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
+    """The groups that subscribe to a topic or have progress in it, as they are now; None where nobody is there."""
+
+    topic: str
+
+
+@_value
 class PullResponse:
     """What a pull found; ``next_offset`` is where to go on, whatever the status."""
 
@@ -413,7 +420,7 @@ class CreateTopic(Request[None]):
 
 @_value
 class DeleteTopic(Request[None]):
-    """Remove a topic: its configuration and its queues; the log keeps the messages until retention."""
+    """Forget a topic: its queue counts and permission. Its messages stay until retention, for one made of its name."""
 
     topic: str
 

@@ -584,8 +584,6 @@ class _Recovery:
             begin = min(begin, index.end_physical_offset)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
-        if not index.files:
-            begin = log.begin
         return max(begin, log.begin)
 
     def _unvouched_index(self) -> list[IndexFile]:

@@ -78,6 +78,7 @@ class Retention:
         timezone: tzinfo | None = None,
         lock: AbstractContextManager[Any] | None = None,
         settled: Callable[[], int] | None = None,
+        watch_disk: bool = True,
     ) -> None:
         """Take the parts of the store in folder ``path``, open for writing.
 
@@ -85,7 +86,8 @@ class Retention:
         ``lock`` is what producers hold while they write; none is needed where nobody writes meanwhile.
         ``settled()`` is a physical offset below which all records, and the queue entries that follow from them, have
         reached the device; files that reach beyond it stay. Without it log and queues are flushed before anything is
-        deleted.
+        deleted. Without ``watch_disk`` the disk is looked at only when something else is due, or while it is too full
+        for messages: where a test moves the clock, nobody fills it between two moments.
         """
         self._log = log
         self._queues = queues
@@ -96,6 +98,7 @@ class Retention:
         self._lock = lock or nullcontext()
         self._settled = settled or self._flush
         self._settled_upto = 0
+        self._watch_disk = watch_disk
         self._hours = parse_hours(config.delete_when)
         self._reserved_ms = config.file_reserved_hours * _HOUR_MS
         self._max_total_size = config.max_total_size
@@ -246,7 +249,8 @@ class Retention:
         return None
 
     def _next_due(self, now_ms: int) -> int | None:
-        due = [] if self.used_ratio <= 0 else [now_ms + _ROUND_MS]
+        watched = self.used_ratio > 0 if self._watch_disk else self.refuses_writes
+        due = [now_ms + _ROUND_MS] if watched else []
         oldest = self._oldest_due(now_ms)
         if oldest is not None:
             due.append(oldest)

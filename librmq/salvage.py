@@ -277,8 +277,8 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
             "cut_timestamp_ms": now_ms,
             "records": count,
         }
+        # Brings the names of the others to the device as well, being the last.
         files.write(os.path.join(part, MANIFEST), json.dumps(told, indent=1).encode())
-        files.flush_folder(part)
         files.rename(part, folder)
         files.flush_folder(parent)
     except BaseException:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import codec, layout, recovery
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -61,12 +61,7 @@ _MAGIC: Final = codec.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
-# The record up to its body, by the two bits of sysFlag that say which hosts have 16 bytes.
-_pack_header = {
-    (born << 4) | (store << 5): struct.Struct(f">IIIiiqqiq{20 if born else 8}sq{20 if store else 8}siqi").pack
-    for born in (0, 1)
-    for store in (0, 1)
-}
+_pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
 
 
 class AppendResult(NamedTuple):
@@ -254,6 +249,7 @@ class MessageStore:
             self.path,
             lock=self._lock,
             settled=lambda: self._settled,
+            watch_disk=not isinstance(self.clock, ManualClock),
         )
         self._housekeeping = Housekeeping(
             self.config,
@@ -273,8 +269,8 @@ class MessageStore:
         queue_id: int = 0,
         *,
         born_timestamp_ms: int | None = None,
-        born_host: codec.Host | None = None,
-        store_host: codec.Host | None = None,
+        born_host: codec.Host | bytes | None = None,
+        store_host: codec.Host | bytes | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
         prepared_transaction_offset: int = 0,
@@ -287,9 +283,10 @@ class MessageStore:
         reached the device (it survives the machine); producers that wait together share one flush.
 
         A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords are
-        the record's fields that a broker fills in: the times in ms, hosts as (address, port); both hosts are the
-        store's and the born time is now unless given. ``properties_raw`` stores the bytes as they are instead of
-        encoding the message's properties.
+        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as a record has them;
+        both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes as they
+        are instead of encoding the message's properties; a message that has properties all the same vouches that the
+        bytes say them.
 
         `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
         range.
@@ -304,7 +301,7 @@ class MessageStore:
             raw = codec.encode_properties(properties)
         else:
             raw = properties_raw
-            properties = codec.decode_properties(raw)
+            properties = properties or codec.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
         if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
             body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
@@ -315,9 +312,9 @@ class MessageStore:
         tags_code = codec.tags_code(tags) if tags else 0
         stored_at = born_at = self._host
         if store_host is not None:
-            stored_at = codec.encode_host(store_host)
+            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
         if born_host is not None:
-            born_at = codec.encode_host(born_host)
+            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
         counted = True
         if sys_flag & _TRANSACTION_MASK:
             counted = has_queue_entry(sys_flag)
@@ -476,6 +473,10 @@ class MessageStore:
         result = self.append(message, queue_id, _wait=False, **fields)
         return Acknowledgement(result, self._commit, result.physical_offset + result.size)
 
+    def wait_for(self, result: AppendResult) -> None:
+        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        self._commit.reach(result.physical_offset + result.size)
+
     def is_writing(self) -> bool:
         """Whether somebody appends at this moment."""
         return self._lock.locked()
@@ -580,6 +581,18 @@ class MessageStore:
         self._check_open()
         self._drain()
         return self.queues.find((topic, queue_id))
+
+    def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
+
+        What was appended counts at once, entries that are not written yet among it.
+        """
+        self._check_open()
+        queue = self.queues.find((topic, queue_id))
+        if queue is None:
+            return 0, 0
+        lane = self._lanes.get((topic, queue_id))
+        return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
         """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""

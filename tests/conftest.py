@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -24,6 +25,8 @@ from tests.reference import (
     rows,
     store_folders,
 )
+
+pytest_plugins = ("pytest_librmq", "pytester")
 
 __all__ = ["Row", "document", "encoding", "existing", "folders", "jsonl", "rows", "store_folders"]
 
@@ -142,6 +145,8 @@ _slow_tests = 0
 def pytest_collection_finish(session: pytest.Session) -> None:
     global _slow_tests
     _slow_tests = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
+    gc.collect()
+    gc.freeze()  # thousands of tests, which each collection of garbage would look at again
 
 
 @pytest.fixture(scope="session")
@@ -193,12 +198,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a Spark session go to one process."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("spark"):
-                item.add_marker(pytest.mark.xdist_group("spark"))
+    for item in items:
+        if item.get_closest_marker("spark"):
+            item.add_marker(pytest.mark.xdist_group("spark"))
 
 
 # --- in CI a skip is a failure

@@ -27,7 +27,7 @@ DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 STAMP = "librmq-stamp.json"
 
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
-CHECK_EXTRAS = frozenset({"arrow", "bloom", "cli", "compression", "dev", "jvm", "metrics", "report", "spark", "test"})
+CHECK_EXTRAS = DEMO_EXTRAS | {"bloom", "dev", "metrics", "redis", "sql", "test"}
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
 """A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
@@ -218,7 +218,7 @@ def check(arguments: Sequence[str]) -> int:
     place = environment(wheel)
     place.prepare(CHECK_EXTRAS)
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
-    typed = [
+    typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
     marks = LEFT_OUT_QUICK if options.quick else LEFT_OUT

@@ -17,27 +17,29 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
 from librmq.broker.groups import Groups
 from librmq.broker.holds import Holds
 from librmq.broker.locks import QueueLocks
-from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.progress import Progress
 from librmq.broker.pulling import Pulling
 from librmq.broker.registry import Registry
+from librmq.broker.saving import DelayProgress, Saving
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
+from librmq.broker.transactions import BrokerTransactions, DiscardHook
 from librmq.brokerconfig import BrokerConfig
+from librmq.checkpoint import has_abort
 from librmq.clock import Clock, ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
-    CorruptionError,
     DiskFullError,
     FlushFailedError,
     NoRouteError,
@@ -45,7 +47,9 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files import DiskFiles, Files
+from librmq.levels import level_of_queue_id
 from librmq.message import StoredMessage, dead_letter_topic
+from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
@@ -54,6 +58,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteTopic,
     Endpoint,
+    EndTransaction,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -71,6 +76,7 @@ from librmq.protocol import (
     SendBatch,
     SendMessage,
     SetGroup,
+    TopicGroups,
     UnlockQueues,
     Unregister,
     UpdateOffset,
@@ -78,11 +84,11 @@ from librmq.protocol import (
 )
 from librmq.runner import Runner, Step, ThreadRunner
 from librmq.store import AppendResult, MessageStore
+from librmq.topics import HALF_TOPIC
 
 __all__ = ["Broker"]
 
 R = TypeVar("R")
-_SAVE_FILTERS_MS: Final = 10_000
 
 
 class Broker:
@@ -96,6 +102,7 @@ class Broker:
     """Takes the turns of the broker and of its clients."""
     store: MessageStore
     config: BrokerSettings
+    metrics: Metrics | None
 
     def __init__(self) -> None:
         raise TypeError("use Broker.open(path)")
@@ -112,12 +119,13 @@ class Broker:
         runner: Runner | None = None,
         clock: Clock | None = None,
         files: Files | None = None,
+        metrics: Metrics | None = None,
     ) -> Self:
         """Open the broker whose store is in ``path``; a new one is made where there is nothing.
 
-        Without a ``runner`` it has threads of its own, under ``clock`` (the system's), which end with it. The errors
-        are those of `MessageStore.open`; `CorruptionError` for a damaged file of its configuration, `ConfigError` for
-        settings out of range.
+        Without a ``runner`` it has threads of its own, under ``clock`` (the system's), which end with it. ``metrics``
+        counts what happens. The errors are those of `MessageStore.open`; `CorruptionError` for a damaged file of its
+        configuration, `ConfigError` for settings out of range.
         """
         broker = object.__new__(cls)
         with ExitStack() as undo:
@@ -126,6 +134,7 @@ class Broker:
                 own = runner = ThreadRunner(clock)
                 undo.callback(own.close)
             broker._own_runner = own
+            broker.metrics = metrics
             broker._open(os.fspath(path), config or BrokerSettings(), name, cluster_name, store_config, runner, files)
             undo.pop_all()
         return broker
@@ -140,6 +149,7 @@ class Broker:
         store_config: StoreConfig | None = None,
         runner: Runner | None = None,
         clock: Clock | None = None,
+        metrics: Metrics | None = None,
     ) -> Self:
         """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
         folder = TemporaryDirectory(prefix="librmq-")
@@ -152,6 +162,7 @@ class Broker:
                 store_config=store_config or StoreConfig.embedded(commitlog_file_size=4 << 20, max_total_size=1 << 30),
                 runner=runner,
                 clock=clock,
+                metrics=metrics,
             )
         except BaseException:
             folder.cleanup()
@@ -176,11 +187,13 @@ class Broker:
         self.dead = self.was_killed = False
         self._temporary: TemporaryDirectory[str] | None = None
         self._watchers: list[Callable[[], None]] = []
-        files = files or DiskFiles()
         now_ms = runner.now_ms()
         by_hand = isinstance(runner.clock, ManualClock)
-        tables = self._tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
+        if files is None or (by_hand and type(files) is DiskFiles):
+            files = _DiskByHand() if by_hand else DiskFiles()
+        tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
         self._registrations = tables.registrations(now_ms)
+        was_killed = has_abort(files, path)
         self.store = MessageStore.open(
             path,
             store_config,
@@ -190,21 +203,27 @@ class Broker:
             filters=self._registrations,
         )
         try:
-            self._compose(tables, by_hand, now_ms)
+            self._compose(tables, by_hand, was_killed, now_ms)
         except BaseException:
             self.store.close()
             raise
 
-    def _compose(self, tables: BrokerConfig, by_hand: bool, now_ms: int) -> None:
+    def _compose(self, tables: BrokerConfig, by_hand: bool, was_killed: bool, now_ms: int) -> None:
+        self._by_hand = by_hand
         name, runner, config, store = self.name, self.runner, self.config, self.store
         self._topics = Topics(tables.topics, config, name, self.cluster_name, runner.now_ms, self._changed)
         self._groups = Groups(tables.groups, config.auto_create_group, runner.now_ms)
         self._registry = Registry()
-        self._save_ms: int | None = None
-        self._save_filters_ms: int | None = None
-        self._offsets = ConsumerOffsets(tables.offsets, self._offsets_changed)
-        self._schedule = DelaySchedule(store, _DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
-        self._saving = Step(f"{name} saves progress", self._save_due, self)
+        self._saving = Saving(
+            tables,
+            self._registrations,
+            round(1000 * config.save_offsets_every_s),
+            runner.now_ms,
+            lambda at: runner.wake(saving, at),
+        )
+        saving = Step(f"{name} saves progress", self._saving.run_due, self)
+        self._offsets = self._saving.offsets
+        self._schedule = DelaySchedule(store, DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
         self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
         self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
         holds = Holds(round(1000 * config.hold_s), lambda at: runner.wake(self._holding, at))
@@ -219,7 +238,9 @@ class Broker:
             config,
             self.cluster_name,
             self._delayed,
+            lambda: transactions.prepared(),
             self._wake_housekeeping if by_hand else None,
+            self.metrics,
         )
         self._pulling = Pulling(
             runner,
@@ -232,19 +253,43 @@ class Broker:
             holds,
             self._sending,
             name,
+            self.metrics,
         )
         sending, pulling = self._sending, self._pulling
         registry, topics = self._registry, self._topics
         locks = QueueLocks(round(1000 * config.lock_expiry_s))
         clients = Clients(
-            runner, topics, self._groups, registry, self._registrations, holds, locks, self._filters_changed
+            runner,
+            topics,
+            self._groups,
+            registry,
+            self._registrations,
+            holds,
+            locks,
+            self._saving.filters_changed,
+            self.metrics,
+        )
+        transactions = self._transactions = BrokerTransactions(
+            runner,
+            store,
+            topics,
+            self._offsets,
+            registry,
+            sending,
+            config.transactions,
+            config.original_transactions,
+            name,
+            lambda run_due: Step(f"{name} checks transactions", run_due, self),
+            self.metrics,
         )
         progress = Progress(store, topics, self._offsets, registry, name)
+        administration = Administration(store, topics, self._groups)
         locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
             SendMessage: sending.send,
             SendBatch: sending.send_batch,
             SendBack: sending.send_back,
+            EndTransaction: transactions.end,
             PullMessage: pulling.pull,
             Heartbeat: locked(clients.heartbeat),
             Unregister: locked(clients.unregister),
@@ -259,16 +304,22 @@ class Broker:
             MinOffset: progress.begin,
             OffsetByTime: progress.by_time,
             ResetGroup: locked(progress.reset),
-            CreateTopic: locked(self._create_topic),
-            DeleteTopic: locked(lambda request: topics.delete(request.topic)),
-            SetGroup: locked(self._set_group),
-            ViewMessage: self._view_message,
-            QueryMessages: self._query_messages,
+            TopicGroups: locked(progress.groups),
+            CreateTopic: locked(administration.create_topic),
+            DeleteTopic: locked(administration.delete_topic),
+            SetGroup: locked(administration.set_group),
+            ViewMessage: administration.view_message,
+            QueryMessages: administration.query_messages,
         }
+        self._show_gauges()
         with runner.lock:
             due = self._schedule.run_due(now_ms)
             if due is not None:
                 runner.wake(self._delay, due)
+            if (HALF_TOPIC, 0) in store.queues:
+                transactions.prepared()
+            if was_killed:
+                self._offsets.hold_back(lambda topic, queue_id: progress.end(MaxOffset(topic, queue_id)))
 
     # ---- endpoint and route
 
@@ -342,24 +393,6 @@ class Broker:
 
     # ---- for people
 
-    def _create_topic(self, request: CreateTopic) -> None:
-        self._topics.set(request.topic, request.read_queues, request.write_queues, request.permission)
-
-    def _set_group(self, request: SetGroup) -> None:
-        self._groups.set(request.group, request.retry_max_times)
-
-    def _view_message(self, request: ViewMessage) -> StoredMessage | None:
-        try:
-            return self.store.message_at(request.physical_offset)
-        except CorruptionError:
-            return None  # no record begins there
-
-    def _query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
-        found = self.store.find_by_key(
-            request.topic, request.key, request.begin_ms, request.end_ms, request.max_messages
-        )
-        return tuple(found)
-
     def create_topic(
         self, topic: str, queues: int = 8, *, write_queues: int | None = None, permission: int = PERM_READ | PERM_WRITE
     ) -> None:
@@ -405,6 +438,11 @@ class Broker:
         for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
             yield from self.store.messages(name, queue_id)
 
+    @property
+    def discard_hooks(self) -> list[DiscardHook]:
+        """Called with each half message that a check gives up, and how often it had been checked."""
+        return self._transactions.discard_hooks
+
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """What a consumer group has given up."""
         return list(self.messages(dead_letter_topic(group)))
@@ -416,34 +454,17 @@ class Broker:
 
     def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        if self.metrics is not None:
+            self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
+        self._wake_housekeeping()
 
     def _wake_housekeeping(self) -> None:
-        if self._housekeeping.at is None:
+        """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""
+        if self._by_hand and self._housekeeping.at is None:
+            at = self.runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
             with self.runner.lock:
-                self.runner.wake(self._housekeeping)
-
-    def _offsets_changed(self) -> None:
-        self._save_ms = self.runner.now_ms() + round(1000 * self.config.save_offsets_every_s)
-        self.runner.wake(self._saving, self._save_ms)
-
-    def _filters_changed(self) -> None:
-        if self._save_filters_ms is None and (any(True for _ in self._registrations) or self._tables.filters):
-            self._save_filters_ms = self.runner.now_ms() + _SAVE_FILTERS_MS
-            self.runner.wake(self._saving, self._save_filters_ms)
-
-    def _save_due(self, now_ms: int) -> int | None:
-        if self._save_ms is not None and self._save_ms <= now_ms:
-            self._offsets.save(now_ms)
-            self._save_ms = None
-        if self._save_filters_ms is not None and self._save_filters_ms <= now_ms:
-            self._save_filters(now_ms)
-            self._save_filters_ms = None
-        return min((due for due in (self._save_ms, self._save_filters_ms) if due is not None), default=None)
-
-    def _save_filters(self, now_ms: int) -> None:
-        self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
-        self._tables.filter_table.persist(now_ms)
+                self.runner.wake(self._housekeeping, at)
 
     def close(self) -> None:
         """Save all and close the store; clients have been shut down before. Closing again does nothing."""
@@ -452,12 +473,13 @@ class Broker:
         now_ms = self.runner.now_ms()
         with ExitStack() as last:
             last.callback(self._release)
+            if self._temporary is not None:
+                last.callback(self.store.abandon)  # nobody opens it again
+                return
             last.callback(self.store.close)
             with self.runner.lock:
                 self._schedule.save(now_ms)
-                self._offsets.save(now_ms)
-                self._save_filters(now_ms)
-                self._tables.persist(now_ms)
+                self._saving.save_all(now_ms)
 
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
@@ -467,6 +489,19 @@ class Broker:
             finally:
                 self._release()
 
+    def _show_gauges(self) -> None:
+        metrics = self.metrics
+        if metrics is not None:
+            store, held = self.store, self._holds.by_queue
+            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
+            metrics.gauge("log_bytes", lambda: store.log.end)
+            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
+
+    def _hide_gauges(self) -> None:
+        if self.metrics is not None:
+            for name in ("held_pulls", "log_bytes", "disk_used"):
+                self.metrics.gauge(name, None)
+
     def _end(self, *, was_killed: bool) -> bool:
         """Take no more calls; false if that was so already."""
         with self.runner.lock:
@@ -474,6 +509,7 @@ class Broker:
                 return False
             self.dead, self.was_killed = True, was_killed
             self._holds.by_queue.clear()
+            self._hide_gauges()
             self._changed()
             return True
 
@@ -492,17 +528,8 @@ class Broker:
         self.close()
 
 
-class _DelayProgress:
-    """Where the delay schedule keeps how far it has come."""
+class _DiskByHand(DiskFiles):
+    """Files on a disk of which nobody looks how full it is: that is not a matter of a clock that is moved by hand."""
 
-    def __init__(self, tables: BrokerConfig) -> None:
-        self._tables = tables
-
-    def delay_offset(self, level: int) -> int:
-        return self._tables.delay_offset(level)
-
-    def set_delay_offset(self, level: int, queue_offset: int) -> None:
-        self._tables.set_delay_offset(level, queue_offset)
-
-    def persist(self, now_ms: int) -> None:
-        self._tables.delays.persist(now_ms)
+    def used_ratio(self, path: str) -> float:
+        return 0.0

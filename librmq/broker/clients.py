@@ -6,6 +6,7 @@ Called under the runner's lock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from librmq.broker.registry import Changes, Registry
 from librmq.broker.topics import Topics
 from librmq.errors import RmqError
 from librmq.message import MessageQueue, retry_topic
+from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     ConsumerIds,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Clients"]
 
+_log = logging.getLogger("librmq.broker")
+
 
 class Clients:
     """The clients of one broker: who is there, which filters they need, which queues they have locked."""
@@ -48,6 +52,7 @@ class Clients:
         holds: Holds,
         locks: QueueLocks,
         filters_changed: Callable[[], None],
+        metrics: Metrics | None,
     ) -> None:
         self._runner = runner
         self._topics = topics
@@ -57,6 +62,7 @@ class Clients:
         self._holds = holds
         self._locks = locks
         self._filters_changed = filters_changed
+        self._metrics = metrics
 
     def heartbeat(self, request: Heartbeat) -> None:
         """Take what a client consists of; the groups of its consumers and their retry topics are made."""
@@ -109,10 +115,16 @@ class Clients:
         for name in changes.ended:
             self._registrations.unregister(name, now)
             self._filters_changed()
+            if self._metrics is not None:
+                self._metrics.gauge("clients", None, group=name)
         for name in changes.changed:
-            group = self._registry.consumers.get(name)
-            for client in [] if group is None else list(group.clients.values()):
+            if name not in self._registry.consumers:
+                continue  # what it was told has made the last one leave
+            clients = list(self._registry.consumers[name].clients.items())
+            if self._metrics is not None:
+                self._metrics.gauge("clients", len(clients), group=name)
+            for client_id, client in clients:
                 try:
                     client.call(ConsumersChanged(name))
-                except RmqError:
-                    continue  # it is about to leave: nobody is there to share anew
+                except RmqError as error:  # it is about to leave: nobody is there to share anew
+                    _log.info("group %s: %s is not told of the change: %s", name, client_id, error)

@@ -44,32 +44,31 @@ class Holds:
     def add(
         self,
         queue: _QueueName,
-        client_id: str,
-        group: str,
+        holder: _Holder,
         selection: Selection,
         notify: Callable[[], None],
         now_ms: int,
     ) -> None:
         """Hold a pull; an earlier one of the same client, group and queue is forgotten."""
-        self.by_queue.setdefault(queue, {})[client_id, group] = _Hold(selection, notify, now_ms)
+        self.by_queue.setdefault(queue, {})[holder] = _Hold(selection, notify, now_ms)
 
-    def remove(self, queue: _QueueName, client_id: str, group: str) -> None:
+    def remove(self, queue: _QueueName, holder: _Holder) -> None:
         """Forget a pull, if it is held."""
         held = self.by_queue.get(queue)
-        if held is not None and held.pop((client_id, group), None) is not None and not held:
+        if held is not None and held.pop(holder, None) is not None and not held:
             del self.by_queue[queue]
 
     def forget(self, client_id: str, group: str | None = None) -> None:
         """Forget what a client waits for, in a group or (None) in all of them."""
         for queue, held in list(self.by_queue.items()):
             for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
-                self.remove(queue, *holder)
+                self.remove(queue, holder)
 
     def arrived(self, queue: _QueueName, properties: Mapping[str, str]) -> None:
         """A message with these properties has come: answer the pulls that take it."""
         for holder, hold in list(self.by_queue.get(queue, {}).items()):
             if hold.selection.takes(properties):
-                self.remove(queue, *holder)
+                self.remove(queue, holder)
                 hold.notify()
             elif not hold.is_passed:
                 hold.is_passed = True
@@ -83,7 +82,7 @@ class Holds:
         while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
             _, _, queue, holder, hold = heapq.heappop(due)
             if self._is_held(queue, holder, hold):
-                self.remove(queue, *holder)
+                self.remove(queue, holder)
                 hold.notify()
         return due[0][0] if due else None
 

@@ -31,6 +31,11 @@ class ConsumerOffsets:
         """A group's queue offsets in a topic, by queue id; empty where it has none."""
         return self._of.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
 
+    def groups(self, topic: str) -> list[str]:
+        """The groups that have progress in a topic."""
+        rows = (name.rpartition("@") for name in self._table.rows)
+        return [group for of, _, group in rows if of == topic]
+
     def get(self, group: str, topic: str, queue_id: int) -> int | None:
         """A group's queue offset, None if never stored."""
         return self.of_topic(group, topic).get(queue_id)
@@ -53,6 +58,25 @@ class ConsumerOffsets:
         if not self._dirty:
             self._dirty = True
             self._changed()
+
+    def hold_back(self, end_of: Callable[[str, int], int]) -> None:
+        """Put progress that is ahead of its queue's end back to it: after a crash of the machine messages may be gone
+        of which it was known that they had been consumed, and those that come next get their queue offsets.
+        """
+        for name, row in self._table.rows.items():
+            topic, _, group = name.rpartition("@")
+            for queue_id, queue_offset in list(row.items()):
+                end = end_of(topic, queue_id)
+                if queue_offset > end:
+                    _log.warning(
+                        "group %s: progress in %s/%d was %d, behind its end, and is set to %d",
+                        group,
+                        topic,
+                        queue_id,
+                        queue_offset,
+                        end,
+                    )
+                    self.set(group, topic, queue_id, end)
 
     def save(self, now_ms: int) -> None:
         """Write what has changed; durable when it returns."""

@@ -17,6 +17,7 @@ from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError
 from librmq.message import Message
+from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     MessageModel,
@@ -53,6 +54,7 @@ class Pulling:
         holds: Holds,
         sending: Sending,
         broker_name: str,
+        metrics: Metrics | None,
     ) -> None:
         self._runner = runner
         self._store = store
@@ -64,42 +66,33 @@ class Pulling:
         self._holds = holds
         self._sending = sending
         self._broker_name = broker_name
+        self._metrics = metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
 
     def pull(self, request: PullMessage) -> PullResponse:
         """Read, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
+        name = (topic, queue_id)
         with self._runner.lock:
             selection = self._check(request)
-            result = self._read(request, selection)
-            status = _status(result, queue_offset)
-            if status is PullStatus.NO_NEW_MESSAGE and request.notify is not None:
-                self._holds.add(
-                    (topic, queue_id),
-                    request.client_id,
-                    request.group,
-                    selection,
-                    request.notify,
-                    self._runner.now_ms(),
-                )
-                result = self._read(request, selection)  # once more: who appends looks for holds without the lock
-                status = _status(result, queue_offset)
-                if status is PullStatus.NO_NEW_MESSAGE:
-                    status = PullStatus.HELD
-                else:
-                    self._holds.remove((topic, queue_id), request.client_id, request.group)
-            elif request.notify is not None:
-                self._holds.remove((topic, queue_id), request.client_id, request.group)
             if request.commit_offset is not None:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
+            if request.notify is not None:
+                # Before looking: who appends looks for holds without the lock, behind the append.
+                holder = request.client_id, request.group
+                self._holds.add(name, holder, selection, request.notify, self._runner.now_ms())
+                begin, end = self._store.queue_range(topic, queue_id)
+                if queue_offset == end:
+                    return PullResponse(PullStatus.HELD, end, begin, end)
+                self._holds.remove(name, holder)
+            result = self._store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+        status = _status(result, queue_offset)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
+        if result.messages and self._metrics is not None:
+            self._metrics.count("messages_out", len(result.messages), topic=topic, group=request.group)
+            self._metrics.count("bytes_out", result.total_size, topic=topic, group=request.group)
         return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, tuple(result.messages))
-
-    def _read(self, request: PullMessage, selection: Selection) -> ReadResult:
-        return self._store.read(
-            request.topic, request.queue_id, request.queue_offset, request.max_messages, selection.matching
-        )
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse what can't be read; else what the group takes."""
@@ -180,7 +173,7 @@ class Pulling:
         body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
         message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
-        self._sending.put(message, 0, wait=False)
+        self._sending.put(message, 0)
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

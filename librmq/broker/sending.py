@@ -15,9 +15,10 @@ from librmq.broker.holds import Holds
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.dispatch import parse_level
-from librmq.errors import BrokerBusyError, BrokerError, CorruptionError
+from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
 from librmq.hosts import Host
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
+from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runner import Runner
 from librmq.store import AppendResult, MessageStore
@@ -48,10 +49,12 @@ class Sending:
         settings: BrokerSettings,
         cluster_name: str,
         delayed: Callable[[int, int], None],
+        prepared: Callable[[], None],
         stored: Callable[[], None] | None,
+        metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``stored()``, unless None, of each message at all.
+        ``prepared()`` of each half message; ``stored()``, unless None, of each message at all.
         """
         self._runner = runner
         self._store = store
@@ -62,7 +65,11 @@ class Sending:
         self._holds = holds
         self._cluster = cluster_name
         self._delayed = delayed
+        self._prepared = prepared
         self._stored = stored
+        self._metrics = metrics
+        self._waits = store.config.durability == "sync"
+        self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * settings.busy_after_s)
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
@@ -88,7 +95,8 @@ class Sending:
         made = object.__new__(Message)  # of parts that were checked when the client made them
         made.topic, made.body, made.flag, made.properties = name, message.body, message.flag, properties
         stored_queue_id = queue_id
-        if _PREPARED in properties and properties[_PREPARED].lower() == "true":
+        is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
+        if is_half:
             stored_queue_id = 0
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
@@ -102,10 +110,17 @@ class Sending:
             request.born_host,
             sys_flag,
             request.reconsume_times,
-            wait is None or wait == "true" or wait.lower() == "true",
         )
+        if is_half:
+            self._prepared()
+        status = _OK
+        if self._waits and (wait is None or wait.lower() == "true"):
+            try:
+                self._store.wait_for(result)
+            except FlushFailedError:
+                status = SendStatus.FLUSH_DISK_TIMEOUT  # it stands in the log: it may survive, or not
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
-        return SendResponse(_OK, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
+        return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
     def send_batch(self, request: SendBatch) -> SendResponse:
         """Store messages of one topic, side by side."""
@@ -117,7 +132,7 @@ class Sending:
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
         if self._store.is_writing():
-            self._check_busy()
+            self._check_busy(first.topic)
         results = self._store.append_batch(
             request.messages,
             queue_id,
@@ -126,10 +141,8 @@ class Sending:
             born_host=request.born_host,
             sys_flag=codec.MULTI_TAGS if topic.is_multi_tag else 0,
         )
-        if (first.topic, queue_id) in self._held:
-            with self._runner.lock:
-                for message in request.messages:
-                    self._holds.arrived((first.topic, queue_id), message.properties)
+        for message, result in zip(request.messages, results, strict=True):
+            self.arrived(first.topic, queue_id, message.properties, result.size)
         if self._stored is not None:
             self._stored()
         offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
@@ -175,7 +188,8 @@ class Sending:
         properties = dict(message.properties)
         properties.setdefault(_RETRY_TOPIC, message.topic)
         properties[_WAIT] = "false"
-        if times >= most or request.delay_level < 0:
+        is_dead = times >= most or request.delay_level < 0
+        if is_dead:
             with self._runner.lock:
                 name = self._table.ensure(dead_letter_topic(group.name)).name
             properties[_DELAY] = "0"
@@ -191,9 +205,11 @@ class Sending:
             message.born_host,
             message.sys_flag,
             times + 1,
-            wait=False,
             store_host=message.store_host,
         )
+        if self._metrics is not None:
+            kind = "dead_letters" if is_dead else "send_backs"
+            self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
 
     def _look_up(self, physical_offset: int) -> StoredMessage:
         try:
@@ -214,14 +230,16 @@ class Sending:
         born_host: Host | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
-        wait: bool = True,
         store_host: Host | None = None,
     ) -> AppendResult:
-        """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest."""
+        """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest.
+
+        Returns when it stands in the log's page cache, whatever the store's durability.
+        """
         store = self._store
         if store.is_writing():
-            self._check_busy()
-        result = (store.append if wait else self._append_unflushed)(
+            self._check_busy(message.topic)
+        result = self._append(
             message,
             queue_id,
             born_timestamp_ms=born_timestamp_ms,
@@ -230,30 +248,41 @@ class Sending:
             sys_flag=sys_flag,
             reconsume_times=reconsume_times,
         )
-        properties = message.properties
+        self.announce(message.topic, queue_id, message.properties, result)
+        return result
+
+    def announce(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Tell whoever waits for a message that was stored for a queue; a delayed one waits itself."""
         if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
             with self._runner.lock:
                 self._delayed(level, result.store_timestamp_ms)
-        elif (message.topic, queue_id) in self._held:
-            self.arrived(message.topic, queue_id, properties)
+            if self._metrics is not None:
+                self._metrics.count("delayed_in", level=str(self._store.levels.cap(level)))
+        else:
+            self.arrived(topic, queue_id, properties, result.size)
         if self._stored is not None:
             self._stored()
-        return result
 
-    def _append_unflushed(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
+    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
 
-    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str]) -> None:
-        """Tell whoever waits for a message that it has come."""
-        with self._runner.lock:
-            self._holds.arrived((topic, queue_id), properties)
+    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], size: int) -> None:
+        """Tell whoever waits for a message that it is in its queue; ``size`` is that of its record in bytes."""
+        if self._metrics is not None:
+            self._metrics.count("messages_in", topic=topic)
+            self._metrics.count("bytes_in", size, topic=topic)
+        if (topic, queue_id) in self._held:
+            with self._runner.lock:
+                self._holds.arrived((topic, queue_id), properties)
 
-    def _check_busy(self) -> None:
+    def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that has been under way for too long."""
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at:
             self._stuck_at, self._stuck_since = end, now
         elif now - self._stuck_since > self._busy_after_ms:
+            if self._metrics is not None:
+                self._metrics.count("busy", topic=topic)
             raise BrokerBusyError(
                 ResponseCode.SYSTEM_BUSY, f"the store is busy: a write has taken {now - self._stuck_since} ms so far"
             )

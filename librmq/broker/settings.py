@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from librmq.delay import DelaySettings
 from librmq.errors import ConfigError
+from librmq.txn import TransactionSettings
 
 __all__ = ["BrokerSettings"]
 
@@ -36,9 +37,13 @@ class BrokerSettings:
     """From the first change of progress that is not saved to saving all of it."""
     delay: DelaySettings = field(default_factory=DelaySettings)
     """When delayed messages are looked at, and their progress is saved."""
+    transactions: TransactionSettings = field(default_factory=TransactionSettings)
+    """When half messages are checked."""
+    original_transactions: bool = False
+    """End and check transactions as the original does, its harm included: see `librmq.txn.Transactions`."""
 
     def __post_init__(self) -> None:
-        for name in ("auto_create_topic", "auto_create_group"):
+        for name in ("auto_create_topic", "auto_create_group", "original_transactions"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, found {getattr(self, name)!r}")
         queues = self.default_topic_queues
@@ -48,5 +53,6 @@ class BrokerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
                 raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")
-        if not isinstance(self.delay, DelaySettings):
-            raise ConfigError(f"delay: expected DelaySettings, found {self.delay!r}")
+        for name, kind in (("delay", DelaySettings), ("transactions", TransactionSettings)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name}: expected {kind.__name__}, found {getattr(self, name)!r}")

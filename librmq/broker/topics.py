@@ -152,8 +152,9 @@ class Topics:
         self._changed()
 
     def _put(self, name: str, read_queues: int, write_queues: int, permission: int) -> Topic:
-        old = self._table.rows.get(name, {})
-        self._table.set(name, {**old, **topic_row(name, read_queues, write_queues, permission)})
+        old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
+        asked = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
+        self._table.set(name, {**old, **asked})
         self._table.persist(self._now_ms())
         topic = self.known[name] = self._topic(name)
         self._changed()

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from librmq.cli.input import settle_config, standard_input
+from librmq.cli.input import read_config, settle_config, standard_input
 from librmq.cli.main import DAMAGED
 from librmq.cli.output import Output, complain
 from librmq.clock import SystemClock
@@ -73,6 +73,9 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
     config = settle_config(arguments.store, files, arguments.config)
 
     from librmq import load
+    from librmq.timer import TimerSettings
+
+    timer = TimerSettings.from_row(read_config(arguments.config)) if arguments.config else None
 
     def write(row: dict[str, Any]) -> None:
         output.row(row)
@@ -84,6 +87,7 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
         standard_input(),
         write,
         warn=lambda reason: complain(f"librmq load: {reason}"),
+        timer=timer,
     )
     return 0
 

@@ -15,7 +15,7 @@ from librmq.errors import ConfigError, InputError
 from librmq.files import Files
 from librmq.layout import check_config, infer_config
 
-__all__ = ["field", "parse_time", "read_rows", "settle_config", "standard_input"]
+__all__ = ["field", "parse_time", "read_config", "read_rows", "settle_config", "standard_input"]
 
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
@@ -106,6 +106,17 @@ def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING
 _KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true or false"}
 
 
+def read_config(config_file: str) -> dict[str, Any]:
+    """The settings in a file; `InputError`, which names it, for what can't be read, or is none."""
+    try:
+        with open(config_file, "rb") as file:
+            return parse_object(file.read(1 << 20))
+    except OSError as error:
+        raise InputError(f"{config_file}: {error.strerror}") from None
+    except InputError as error:
+        raise InputError(f"{config_file}: {error}") from None
+
+
 def settle_config(store: str, files: Files, config_file: str | None) -> StoreConfig:
     """The settings for a store: what its files tell, then the JSON in ``config_file``, then 4.9's defaults.
 
@@ -114,14 +125,10 @@ def settle_config(store: str, files: Files, config_file: str | None) -> StoreCon
     config = infer_config(store, files)
     if config_file is None:
         return config
+    row = read_config(config_file)
     try:
-        with open(config_file, "rb") as file:
-            text = file.read(1 << 20)
-    except OSError as error:
-        raise InputError(f"{config_file}: {error.strerror}") from None
-    try:
-        config = StoreConfig.from_row(parse_object(text), config)
+        config = StoreConfig.from_row(row, config)
         check_config(store, config, files)
-    except (InputError, ConfigError) as error:
+    except ConfigError as error:
         raise InputError(f"{config_file}: {error}") from None
     return config

@@ -170,6 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Answers questions, one JSON object a line: index_query, get_message, offset_by_time.",
     )
 
+    sub = command("pending", "pending", "list what waits: halves of transactions, delayed messages, timers")
+    sub.add_argument("--kind", choices=("half", "delay", "timer"), help="of one kind only")
+    sub.add_argument("--topic", help="meant for this topic only")
+    command("timers", "pending", "print the timer's log, its wheel and its checkpoint")
+
     command("verify", "care", "look for damage; changes nothing")
     sub = command("recover", "care", "bring the store to the state a broker would recover, and print what was cut")
     sub.add_argument("--dry-run", action="store_true", help="only print what would be; changes nothing")

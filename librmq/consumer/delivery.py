@@ -18,6 +18,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message import MessageQueue
+from librmq.metrics import Metrics
 from librmq.runner import Work
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class ConsumeContext(NamedTuple):
 
 
 ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
-"""Called before a listener; what it returns is called after it, with what it returned or raised. As user code."""
+"""Called before a listener; what it returns is called after it, with what that returned or raised.
+
+As user code: what a hook raises counts as a failure of the listener."""
 
 
 class BlockedQueue(NamedTuple):
@@ -120,6 +123,10 @@ class Delivery:
         """A queue was dropped; whether it may be given up now."""
         return True
 
+    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the progress of the queue may be stored."""
+        return True
+
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
         """Whether the queue may be pulled; if not, its pull is woken when it may."""
         return True
@@ -176,7 +183,8 @@ class Delivery:
         if held.dropped:
             return None  # what comes of it is ignored
         consumer = self.consumer
-        if not consumer.hooks and consumer.before_last_attempt is None:
+        metrics = consumer.metrics
+        if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
             return listener.function(messages if listener.as_list else messages[0])
         most = self.max_times()
         if consumer.before_last_attempt is not None and most is not None:
@@ -185,6 +193,8 @@ class Delivery:
                     consumer.before_last_attempt(message)
         context = ConsumeContext(consumer.group, held.queue, tuple(messages))
         after = [then for hook in consumer.hooks if (then := hook(context)) is not None]
+        if metrics is not None:
+            after.append(self._stopwatch(messages[0].topic, metrics))
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:
@@ -196,6 +206,20 @@ class Delivery:
         for then in after:
             then(result, None)
         return result
+
+    def _stopwatch(self, topic: str, metrics: Metrics) -> Callable[[object, Exception | None], None]:
+        clock = self.runner.clock
+        begin = clock.monotonic()
+        group = self.consumer.group
+        return lambda result, error: metrics.count(
+            "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
+        )
+
+    def count(self, held: HeldQueue, count: int, result: str) -> None:
+        """Count messages by what came of them."""
+        if count and self.consumer.metrics is not None:
+            topic, group = held.queue.topic, self.consumer.group
+            self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
 
     def log_failure(self, held: HeldQueue, messages: Sequence[DeliveredMessage], error: Exception | None) -> None:
         """Once for each failure, with its address."""

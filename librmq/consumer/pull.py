@@ -15,7 +15,7 @@ from librmq.consumer.config import PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.member import Member
-from librmq.errors import ClientError, ClientStateError, ConfigError
+from librmq.errors import ClientStateError, RmqError
 from librmq.message import MessageQueue
 from librmq.protocol import (
     MaxOffset,
@@ -71,7 +71,10 @@ class PullConsumer(Member[PullConsumerConfig]):
         """Share in a topic: ``tags`` between ``||`` (None: all), or an SQL92 expression."""
         if self._assigned is not None:
             raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
-        self._add_subscription(topic, tags, sql)
+        self._set_subscription(*self._subscription(topic, tags, sql))
+        with self.runner.lock:
+            if self.is_running:
+                self.rebalancing.run_due(self.runner.now_ms())
 
     def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
         """Read exactly these queues, whoever else does; those that were assigned before and are not among them go."""
@@ -80,7 +83,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         wanted = tuple(dict.fromkeys(queues))
         self._assigned = wanted
         for topic in dict.fromkeys(queue.topic for queue in wanted):
-            self._add_subscription(topic, tags, sql)
+            self._set_subscription(*self._subscription(topic, tags, sql))
         with self.runner.lock:
             if self.is_running:
                 self._take_assigned()
@@ -95,7 +98,8 @@ class PullConsumer(Member[PullConsumerConfig]):
             if queue not in self.held:
                 stored = self.offsets.read(queue)
                 next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
-                self.held[queue] = self.make_held(queue, next_offset, stored)
+                held = self.held[queue] = self.make_held(queue, next_offset, stored)
+                self._take(held)
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:
@@ -106,8 +110,6 @@ class PullConsumer(Member[PullConsumerConfig]):
     # ---- life
 
     def _start(self) -> None:
-        if not self.subscriptions and self._assigned is None:
-            raise ConfigError(f"group {self.group!r}: subscribe to a topic, or assign queues, first")
         super()._start()
         if self._assigned is not None:
             self._take_assigned()
@@ -140,6 +142,8 @@ class PullConsumer(Member[PullConsumerConfig]):
         return held
 
     def _take(self, held: HeldQueue) -> None:
+        if held.progress is not None:
+            self.progressed(held, held.progress)
         self._arrived.set()
 
     def _routes_changed(self) -> None:
@@ -199,7 +203,7 @@ class PullConsumer(Member[PullConsumerConfig]):
             held.pulled_timestamp_ms = self.runner.now_ms()
             try:
                 response = self._ask(held)
-            except ClientError as error:
+            except RmqError as error:
                 self._tell(f"poll of {held.label} at {held.next_offset}", error)
                 return []
             if response.status is PullStatus.HELD:
@@ -234,7 +238,8 @@ class PullConsumer(Member[PullConsumerConfig]):
             None,
             held.notify,
         )
-        return self.client.endpoint(queue.broker_name).call(request)
+        held.endpoint = self.client.endpoint(queue.broker_name)
+        return held.endpoint.call(request)
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
         """Leave queues out of polls."""

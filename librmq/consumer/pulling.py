@@ -10,9 +10,9 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.held import HeldQueue
-from librmq.errors import ClientError
+from librmq.errors import BrokerError, RmqError
 from librmq.message import StoredMessage
-from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus
+from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runner import Step
 from librmq.topics import RETRY_PREFIX
 
@@ -86,6 +86,8 @@ class Pulling:
         held.pulled_timestamp_ms = now_ms
         if self.is_too_much(held):
             held.throttled = True
+            if consumer.metrics is not None:
+                consumer.metrics.count("flow_controls", topic=held.queue.topic, group=consumer.group)
             return None
         held.throttled = False
         queue = held.queue
@@ -93,7 +95,7 @@ class Pulling:
             if not consumer.delivery.may_pull(held, now_ms):
                 return None
             progress = held.progress if self._is_clustering and held.progress else None
-            endpoint = consumer.client.endpoint(queue.broker_name)
+            endpoint = held.endpoint = consumer.client.endpoint(queue.broker_name)
             response = endpoint.call(
                 PullMessage(
                     consumer.client.client_id,
@@ -107,13 +109,17 @@ class Pulling:
                     held.notify,
                 )
             )
-        except ClientError as error:
+        except RmqError as error:
             level = logging.DEBUG if queue.topic.startswith(RETRY_PREFIX) else logging.WARNING
+            if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
+                consumer.client.forgotten_by(queue.broker_name)
             _log.log(level, "%s: pull of %s at %d: %s", consumer.label, held.label, held.next_offset, error)
             return now_ms + AFTER_ERROR_MS
         if progress is not None:
             held.told = progress
         status = response.status
+        if consumer.metrics is not None:
+            consumer.metrics.count("pulls", topic=queue.topic, group=consumer.group, status=status.value)
         if status is PullStatus.HELD:
             return self._idle(held, response, now_ms)
         held.idle_since_ms = None

@@ -15,10 +15,12 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivery import BlockedQueue, ConsumeHook, Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.member import Member
+from librmq.consumer.metering import hide_gauges, show_gauges
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.pulling import Pulling
 from librmq.errors import ConfigError
 from librmq.message import MessageQueue
+from librmq.metrics import Metrics
 from librmq.protocol import Route
 from librmq.runner import Step
 
@@ -52,12 +54,16 @@ class PushConsumer(Member[ConsumerConfig]):
         config: ConsumerConfig | None = None,
         hooks: Iterable[ConsumeHook] = (),
         before_last_attempt: Callable[[Any], None] | None = None,
+        metrics: Metrics | None = None,
         **settings: Any,
     ) -> None:
-        """``before_last_attempt(message)`` is called where a failure would make the message a dead letter."""
+        """``before_last_attempt(message)`` is called where a failure would make the message a dead letter; ``metrics``
+        counts what is pulled and consumed.
+        """
         super().__init__(route, group, (config or ConsumerConfig()).with_settings(settings), client, instance_name)
         self.hooks: list[ConsumeHook] = list(hooks)
         self.before_last_attempt = before_last_attempt
+        self.metrics = metrics
         self.listeners: dict[str, Listener] = {}
         """By topic."""
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -87,13 +93,14 @@ class PushConsumer(Member[ConsumerConfig]):
         it returns, they are consumed; a concurrent batch listener may return the index of the last one that is. With
         ``must_return`` nothing counts as consumed unless it returns True, or such an index. An exception is a failure.
         """
-        self._add_subscription(topic, tags, sql)
+        subscription, tag_filter = self._subscription(topic, tags, sql)
 
         def register(function: F) -> F:
             if not callable(function):
                 raise ConfigError(f"topic {topic!r}: a listener is a function, found {function!r}")
             as_list = self.config.batch_size > 1 if batch is None else batch
             self.listeners[topic] = Listener(function, as_list, must_return, _is_async(function))
+            self._set_subscription(subscription, tag_filter)
             return function
 
         return register
@@ -111,10 +118,8 @@ class PushConsumer(Member[ConsumerConfig]):
     # ---- life
 
     def _start(self) -> None:
-        without = [topic for topic in self.subscriptions if topic not in self.listeners]
-        if without or not self.subscriptions:
-            what = f"of {', '.join(sorted(without))}" if without else "and no topic"
-            raise ConfigError(f"group {self.group!r}: no listener {what}")
+        if not self.subscriptions:
+            raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic first")
         if any(listener.is_async for listener in self.listeners.values()):
             try:
                 self.loop = asyncio.get_running_loop()
@@ -122,6 +127,8 @@ class PushConsumer(Member[ConsumerConfig]):
                 self.loop = None
         super()._start()
         self.delivery.start()
+        if self.metrics is not None:
+            show_gauges(self, self.metrics)
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Stop pulling, wait up to ``timeout`` seconds (None: as configured) for listeners, save, leave the group.
@@ -135,6 +142,8 @@ class PushConsumer(Member[ConsumerConfig]):
             self.stopping = True
             ended = self.delivery.stop()
         in_time = self._stop(timeout, ended)
+        if self.metrics is not None:
+            hide_gauges(self, self.metrics)
         if not in_time:
             _log.warning("%s: %d listeners run on after the shutdown", self.label, self.delivery.running)
         return in_time
@@ -174,6 +183,9 @@ class PushConsumer(Member[ConsumerConfig]):
             self.progressed(held, held.progress)
         self.delivery.take(held)
         self.pulling.start(held)
+
+    def _may_store(self, held: HeldQueue) -> bool:
+        return self.delivery.may_store(held, self.runner.now_ms())
 
     def _give_up(self, held: HeldQueue, now_ms: int) -> bool:
         super()._give_up(held, now_ms)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.errors import AllocationError, ClientError
+from librmq.errors import RmqError
 from librmq.message import MessageQueue
 from librmq.protocol import (
     PERM_READ,
@@ -92,6 +92,9 @@ class Rebalancing:
             if held.queue.topic not in member.subscriptions:
                 self._drop(held, now_ms)
         if changed:
+            if member.metrics is not None:
+                for topic in changed:
+                    member.metrics.count("rebalances", topic=topic, group=member.group)
             for topic in changed:  # so that the broker keeps this instance's, if instances differ
                 member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
             member.client.beat()
@@ -116,19 +119,24 @@ class Rebalancing:
                 return False
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
-            except AllocationError as error:
-                _log.error("%s: the queues of %s cannot be shared out: %s", member.label, topic, error)
+            except Exception:  # a strategy may be anybody's: as in the original, what is held stays
+                _log.exception("%s: the queues of %s cannot be shared out", member.label, topic)
                 return False
         else:
             share = queues
         return self._update(topic, dict.fromkeys(share), now_ms)
 
     def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:
+        client = self._member.client
         for name in sorted(broker_names):
             try:
-                return self._member.client.endpoint(name).call(ConsumerIds(self._member.group))
-            except ClientError as error:
+                clients = client.endpoint(name).call(ConsumerIds(self._member.group))
+            except RmqError as error:
                 _log.warning("%s: %s does not tell who is in the group: %s", self._member.label, name, error)
+            else:
+                if client.client_id not in clients:
+                    client.forgotten_by(name)
+                return clients
         return None
 
     def _update(self, topic: str, share: dict[MessageQueue, None], now_ms: int) -> bool:
@@ -163,7 +171,7 @@ class Rebalancing:
                 return False
             stored = member.offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
-        except ClientError as error:
+        except RmqError as error:
             _log.warning("%s: no start is known for %s: %s", member.label, queue, error)
             self._open = True
             return False

@@ -20,6 +20,7 @@ Transactions are those of `librmq.txn`, as the original has them: no end is refu
 from __future__ import annotations
 
 import base64
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ from librmq.load import fields
 from librmq.load.fields import Row
 from librmq.message import Message
 from librmq.store import AppendResult, MessageStore
+from librmq.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.txn import CHECK_GROUP, Transactions, TransactionSettings
 
@@ -62,13 +64,15 @@ def run(
     write: Callable[[Row], None],
     *,
     warn: Callable[[str], None],
+    timer: TimerSettings | None = None,
 ) -> None:
     """Apply the operations in ``lines`` to the store in ``store_path``, which is made where there is none.
 
     ``write`` gets the row of each operation as soon as it is acknowledged, before the next line is asked
     for; ``warn`` gets the reasons of refusals. Afterwards, and whatever is raised, the store is closed
     cleanly with all that came before; ``crash`` ends the run with a store that is not. ``config`` None takes
-    the sizes from the files that are there.
+    the sizes from the files that are there. ``timer`` are the settings of a timer wheel, None takes those of a store
+    that has one: with it messages may name a time of their own, and are written as 5.x does.
 
     `InputError` names a line that is no valid operation; `CorruptionError` if the broker's tables can't be
     read; and what `MessageStore.open` raises, before the first line is asked for.
@@ -82,7 +86,9 @@ def run(
         for cut in store.recovered:
             warn(f"opening: {cut.file}: at {cut.offset}: {cut.what}")
         tables = BrokerConfig.open(folder, files=files)
-        operations = _Operations(store, tables, filters, clock, warn)
+        timer = timer or TimerSettings.of_store(store.path, files)
+        timers = None if timer is None else Timers.open(store, dataclasses.replace(timer, save_every_s=None))
+        operations = _Operations(store, tables, filters, clock, warn, timers)
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -124,6 +130,7 @@ class _Operations:
         filters: Registrations,
         clock: _OperationClock,
         tell: Callable[[str], None],
+        timers: Timers | None,
     ) -> None:
         self._store = store
         self._tables = tables
@@ -134,6 +141,7 @@ class _Operations:
         self._schedule: DelaySchedule | None = None  # from the first at_ms on: before it nobody looks for what is due
         self._halves: dict[str, _Half] = {}
         self._transactions = Transactions(store, tables, clock.now_ms(), make_topic=tables.make_topic, original=True)
+        self._timers = timers
         self._filters = filters
         self._filters_changed = False
         self._early_filters: list[tuple[str, str, str, str, int]] = []  # registered before the first at_ms
@@ -199,13 +207,21 @@ class _Operations:
 
     def _pass_to(self, now_ms: int) -> None:
         """Let time pass, and deliver on the way what becomes due."""
-        schedule, clock = self._schedule, self._clock
-        if schedule is not None:
-            due_ms = schedule.run_due(clock.now_ms())
-            while due_ms is not None and due_ms <= now_ms:
-                clock.move_to(due_ms)
-                due_ms = schedule.run_due(due_ms)
+        clock = self._clock
+        due_ms = self._run_due()
+        while due_ms is not None and due_ms <= now_ms:
+            clock.move_to(due_ms)
+            due_ms = self._run_due()
         clock.move_to(now_ms)
+
+    def _run_due(self) -> int | None:
+        """Deliver what is due now; returns when there is more, once the operations have named a time."""
+        if self._schedule is None:
+            return None
+        now_ms = self._clock.now_ms()
+        steps = [self._schedule.run_due, *([] if self._timers is None else [self._timers.run_due])]
+        dues = [due_ms for step in steps if (due_ms := step(now_ms)) is not None]
+        return min(dues, default=None)
 
     # ----------------------------------------------------------------------------------------------- messages
 
@@ -227,7 +243,8 @@ class _Operations:
         return sys_flag | codec.COMPRESSED | bits
 
     def _append(self, row: Row, message: Message, queue_id: int, sys_flag: int, raw: str | None = None) -> AppendResult:
-        return self._store.append(
+        append = self._store.append if self._timers is None else self._timers.put
+        return append(
             message,
             queue_id,
             **_origin(row, sys_flag),
@@ -264,7 +281,8 @@ class _Operations:
             results = append()
         except MessageIllegalError as error:
             self._warn(str(error))
-            return {"status": "MESSAGE_ILLEGAL"}
+            refused_by_wheel = isinstance(error, TimerRefusedError)
+            return {"status": "WHEEL_TIMER_MSG_ILLEGAL" if refused_by_wheel else "MESSAGE_ILLEGAL"}
         self._stamped = True
         return {
             "status": "PUT_OK",
@@ -398,8 +416,11 @@ class _Operations:
     def persist(self) -> None:
         """Write the broker's tables."""
         now_ms = self._clock.now_ms()
+        self._run_due()
         if self._schedule is not None:
             self._schedule.save(now_ms)
+        if self._timers is not None:
+            self._timers.save(now_ms)
         if self._filters_changed:
             self._tables.set_filters(self._filters.to_document(now_ms)["filterDataByTopic"])
         self._tables.persist(now_ms)

@@ -1,8 +1,33 @@
-"""What tests of a store, or of an application that embeds one, can use."""
+"""What tests of a store, or of an application that sends and consumes messages, can use.
+
+`Kit` is a broker under a clock that the test moves; with pytest it is the fixture ``rmq``. `explore` runs a test under
+many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are file seams for tests of stores.
+"""
 
 from __future__ import annotations
 
+from librmq.testing.explore import Exploration, explore
+from librmq.testing.faults import Faults
 from librmq.testing.files import Event, FailingFiles, RecordingFiles
+from librmq.testing.history import Delivered, History
 from librmq.testing.images import CrashImages, Image
+from librmq.testing.kit import Elapsed, Kit, UnsoundStoreError
+from librmq.testing.process import Process, ProcessDied
 
-__all__ = ["CrashImages", "Event", "FailingFiles", "Image", "RecordingFiles"]
+__all__ = [
+    "CrashImages",
+    "Delivered",
+    "Elapsed",
+    "Event",
+    "Exploration",
+    "FailingFiles",
+    "Faults",
+    "History",
+    "Image",
+    "Kit",
+    "Process",
+    "ProcessDied",
+    "RecordingFiles",
+    "UnsoundStoreError",
+    "explore",
+]

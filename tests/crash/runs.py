@@ -155,7 +155,9 @@ class Run:
     def any_message(self, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:
         message, fields = any_message(self.rng, delay=delay)
         if self.rng.random() < 0.1:
-            message.body = self.rng.randbytes(self.rng.randrange(512, 1500))  # of several sectors
+            message.body = self.rng.randbytes(self.rng.randrange(512, 1200))  # of several sectors
+        elif self.rng.random() < 0.1:
+            message.properties["long"] = "y" * self.rng.randrange(400, 1200)
         if self.without_keys:
             message.properties = {k: v for k, v in message.properties.items() if k not in ("KEYS", "UNIQ_KEY")}
         return message, fields
@@ -404,6 +406,16 @@ def _go_on(
         assert stored is not None
         assert stored.body == appended.body
         assert store.read(topic, queue_id, result.queue_offset, 1).messages == [stored]
+
+
+def assert_settled(files: RecordingFiles) -> None:
+    """All that was done to ``files`` is on the device: whatever the crash, all is there."""
+    images = CrashImages(files.trace)
+    for seed in range(20):
+        image = images.image(seed, len(files.trace))
+        assert image.choices == (), image
+        for path, data in image.contents.items():
+            assert data is None or data == files.read(path), path
 
 
 class CrashError(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +11,14 @@ from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files import Files
-from librmq.message import StoredMessage
+from librmq.message import Message, StoredMessage
+from librmq.retention import Retention
 from librmq.snapshot import rescue, restore, snapshot
 from librmq.store import MessageStore
 from librmq.testing import CrashImages, Image, RecordingFiles
 from librmq.verify import verify
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, filled, opened
+from tests.crash.runs import BusyFiles
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, fill, filled, opened
 
 TARGET = "/snapshots/of today/one"
 
@@ -68,6 +71,33 @@ def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[.
         assert verify(TARGET, config, files).sound, image
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
+    """Files are linked of which nothing was flushed, and a queue has lost all its messages."""
+    files = BusyFiles()
+    clock = ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        store.append(Message("Old", b"body"), 7)
+        fill(store, clock, random.Random(1), 100)
+        store.flush()
+        retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
+        retention.delete_before(2 * SMALL.commitlog_file_size)
+        files.make_folder(f"{ROOT}/config/more")
+        files.write(f"{ROOT}/config/more/topics.json", b"{}")
+        fill(store, clock, random.Random(2), 100)
+        assert (store.snapshot(TARGET, copy=copy).linked_files > 3) is not copy
+        expected = [bytes(message.raw) for message in store]
+        images = CrashImages(files.trace)
+        for seed in range(40):
+            found = images.image(seed, len(files.trace)).files()
+            assert found.read(f"{TARGET}/config/more/topics.json") == b"{}"
+            with open_target(found, SMALL) as copied:
+                assert copied.recovered == []
+                assert [bytes(message.raw) for message in copied] == expected
+                assert copied.queues["Old", 7].max_offset == 1
+                assert copied.verify().sound
+
+
 def sound(files: Files) -> dict[int, bytes]:
     """All sound records, in the log or kept aside."""
     return {
@@ -89,3 +119,19 @@ def test_what_is_cut_is_in_the_log_or_kept_aside() -> None:
         opened(files, SMALL, thorough=True).close()
         assert sound(files) == expected, image
         assert verify(ROOT, SMALL, files).sound, image
+
+
+def test_what_is_cut_is_on_the_device_though_nobody_flushed_it() -> None:
+    files = BusyFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    fill(store, clock, random.Random(1), 100)
+    damage = files.open(f"{ROOT}/commitlog/00000000000000004096", writable=True).buffer
+    damage[1500:1540] = b"\xff" * 40
+    expected = sound(files)
+    assert len(expected) > 60
+    files = files.killed()
+    opened(files, SMALL, thorough=True)
+    images = CrashImages(files.trace)
+    for seed in range(40):
+        assert sound(images.image(seed, len(files.trace)).files()) == expected

@@ -26,6 +26,7 @@ from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from librmq.verify import verify
 from tests.conftest import SlowBudget
 from tests.crash.runs import Recorded, check
+from tests.data.cut import spread
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EINTR)
@@ -233,8 +234,8 @@ def call_is_told(call: str) -> bool:
 @pytest.mark.parametrize("config", CONFIGS, ids=["sync", "async"])
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_fails_once(config: StoreConfig, call: str) -> None:
-    count = healthy(config).get(call, 0)
-    for number in range(1, count + 1, max(1, count // 10)):
+    """The first, the last and some between; all of them have their turns in the slow test."""
+    for number in spread(list(range(1, healthy(config).get(call, 0) + 1)), 12):
         check_failure(config, call, number, CODES[number % len(CODES)])
 
 

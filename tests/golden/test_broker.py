@@ -185,3 +185,15 @@ def check_delivery(broker: Broker, runner: ManualRunner, waiting: StoredMessage)
     assert delivered.properties_raw == waiting.properties_raw
     due_ms = broker.store.levels.deliver_timestamp_ms(waiting.queue_id + 1, waiting.store_timestamp_ms)
     assert due_ms <= delivered.store_timestamp_ms < due_ms + 100
+
+
+@pytest.mark.parametrize("folder", CLIENT_FOLDERS)
+def test_a_new_broker_has_the_tables_of_a_real_one(folder: Path) -> None:
+    real = read_config(folder / "store")
+    files = MemoryFiles()
+    Broker.open("/broker", runner=ManualRunner(), files=files, store_config=StoreConfig.tiny()).close()
+    for name, table in (("topics.json", "topicConfigTable"), ("subscriptionGroup.json", "subscriptionGroupTable")):
+        text = files.read(f"/broker/config/{name}")
+        made = brokerjson.loads(text)[table]
+        assert made.items() <= real[name][table].items()
+        assert text.decode() == brokerjson.dumps(brokerjson.loads(text))

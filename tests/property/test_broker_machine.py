@@ -260,7 +260,9 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def kill_and_open(self) -> None:
         self.broker.abandon()
-        self.offsets, self.save_ms = dict(self.saved), None
+        ends = {key: len(self.sent.get(key[1:], [])) for key in self.saved}
+        self.offsets = {key: min(queue_offset, ends[key]) for key, queue_offset in self.saved.items()}
+        self.save_ms = None if self.offsets == self.saved else self.now_ms + SAVED_AFTER_MS
         self.open()
 
     @invariant()

@@ -63,7 +63,6 @@ def agree(sql: Compiled, messages: list[dict[str, str] | None]) -> None:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=200)
 def test_all_back_ends_agree(random: Random) -> None:
     messages = [properties(random) for _ in range(MESSAGES)]
     for _ in range(3):

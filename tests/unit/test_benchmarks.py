@@ -64,6 +64,7 @@ def test_rows_are_the_known_ones(store: ModuleType) -> None:
     assert list(store.ROWS) == list(ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_each_row_is_measured(store: ModuleType, common: ModuleType, tmp_path: Path, name: str) -> None:
     bench = common.Bench(rounds=1, scratch=tmp_path, scale=0.001)
@@ -83,6 +84,7 @@ def test_rows_of_durability_are_the_known_ones(durability: ModuleType) -> None:
     assert list(durability.ROWS) == list(DURABILITY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DURABILITY)
 def test_each_row_of_durability_is_measured(
     durability: ModuleType, common: ModuleType, tmp_path: Path, name: str

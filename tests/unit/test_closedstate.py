@@ -87,6 +87,15 @@ def write_on(files: MemoryFiles) -> None:
     files.write(f"{ROOT}/{CLOSED}", kept)
 
 
+def write_one_on(files: MemoryFiles) -> None:
+    """One message that leaves all that the file knows of queues and index as it was, but for its own queue."""
+    kept = json.loads(files.read(f"{ROOT}/{CLOSED}"))
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS + 5000)) as store:
+        store.append(Message("TopicA", b"one"))
+    after = json.loads(files.read(f"{ROOT}/{CLOSED}"))
+    files.write(f"{ROOT}/{CLOSED}", json.dumps({**kept, "queues": after["queues"]}).encode())
+
+
 def cut_off(files: MemoryFiles) -> None:
     """The last record goes, as a recovery elsewhere may have decided."""
     state = json.loads(files.read(f"{ROOT}/{CLOSED}"))
@@ -108,7 +117,7 @@ def lose_oldest(files: MemoryFiles) -> None:
     files.delete(f"{ROOT}/commitlog/{0:020d}")
 
 
-@pytest.mark.parametrize("change", [write_on, cut_off, lose_index, lose_oldest])
+@pytest.mark.parametrize("change", [write_on, write_one_on, cut_off, lose_index, lose_oldest])
 def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]) -> None:
     files = in_memory(closed())
     change(files)
@@ -150,6 +159,18 @@ def test_a_queue_that_is_gone_is_made_again() -> None:
     lose_queue(files)
     with opened(files) as store:
         assert len(served(store)) == 200
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_queue_that_is_gone_is_made_again_however_old_its_messages_are() -> None:
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        store.append(Message("Old", b"body"))
+        fill(store, clock, random.Random(3), 200)
+        assert len(store.log.sequence.starts) > 5
+    files.delete(f"{ROOT}/consumequeue/Old")
+    with opened(files) as store:
+        assert [message.body for message in store.messages("Old")] == [b"body"]
     assert verify(ROOT, SMALL, files).sound
 
 

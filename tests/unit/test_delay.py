@@ -192,15 +192,17 @@ def test_a_progress_that_the_queue_does_not_have_is_corrected(
     for _ in range(3):
         waiting.put()
     waiting.offsets.set_delay_offset(1, stored)
+    waiting.schedule = DelaySchedule(waiting.store, waiting.offsets, START_MS, NOW)
     waiting.pass_to(1_000)
     assert len(waiting.delivered()) == delivered
-    assert waiting.offsets.delay_offset(1) == 3
+    assert waiting.schedule.progress == {1: 3}
     assert f"the progress was {stored}" in caplog.text
 
 
 def test_a_progress_of_a_queue_that_is_gone_starts_anew() -> None:
     waiting = Waiting()
     waiting.offsets.set_delay_offset(1, 5)
+    waiting.schedule = DelaySchedule(waiting.store, waiting.offsets, START_MS, NOW)
     waiting.pass_to(0)
     waiting.put()
     waiting.pass_to(1_000)
@@ -268,6 +270,20 @@ def test_an_extension_unit_that_is_gone_is_made_good_from_the_record(caplog: pyt
     assert "no extension unit" in caplog.text
 
 
+def test_the_hash_of_the_tags_is_no_time() -> None:
+    """The original leaves it in the place of the time where it recovers after a crash, and delivers early then."""
+    waiting = Waiting()
+    waiting.store.append(Message("T", b"b", tags="t", delay_level=2), 2)
+    queue = waiting.store.queue(SCHEDULE_TOPIC, 1)
+    assert queue is not None
+    place, size, _ = queue.entry(0) or (0, 0, 0)
+    queue.truncate_to(0)
+    queue.append(0, place, size, codec.tags_code("t"))
+    assert waiting.pass_to(4_999) == 5_000
+    waiting.pass_to(5_000)
+    assert waiting.delivered() == [(b"b", 5_000)]
+
+
 def raw_waiting(waiting: Waiting, **properties: str) -> None:
     """A record in the schedule topic, whatever its properties say."""
     raw = codec.encode_properties({"DELAY": "1", **properties})
@@ -297,7 +313,7 @@ def test_what_cannot_be_delivered_is_dropped_with_an_error(
     assert record.levelno == logging.ERROR
     assert "queue offset 0, physical offset 0 is dropped: " in record.message
     assert said in record.message
-    assert waiting.offsets.delay_offset(1) == 2
+    assert waiting.schedule.progress == {1: 2}
 
 
 def test_a_record_that_is_damaged_is_dropped_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,7 +352,7 @@ def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplo
     waiting = Waiting()
     waiting.put()
     waiting.put(level=2)
-    monkeypatch.setattr(waiting.store, "submit", failing(DiskFullError("full"), 1, waiting.store.submit))
+    monkeypatch.setattr(waiting.store, "append", failing(DiskFullError("full"), 1, waiting.store.append))
     assert waiting.pass_to(1_000) == 5_000
     assert "delay level 1: looked at again in 10000 ms: full" in caplog.text
     assert waiting.pass_to(11_000) is None

@@ -140,7 +140,14 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    names = {"demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    names = {
+        "demo_spark.py",
+        "demo_store.py",
+        "embed_log.py",
+        "exactly_once.py",  # run by tests/dedup/test_examples.py
+        "find_message.py",
+        "idempotence.py",  # run by tests/dedup/test_examples.py
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 

@@ -102,7 +102,7 @@ def test_each_message_is_seen_when_it_is_acknowledged(config: StoreConfig) -> No
     rng = random.Random(1)
     writer, reader = pair.writer, pair.reader
     positions: dict[tuple[str, int], int] = {}
-    for number in range(700):
+    for number in range(400):
         message, fields = any_message(rng, delay=False)
         queue_id = rng.randrange(3)
         done = writer.append(message, queue_id, **fields)

@@ -140,7 +140,7 @@ def test_a_store_is_gone_on_with_in_memory_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_would_be_recovered_is_what_is_recovered(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
-    for number in range(12):
+    for number in range(6):
         for which, subject in enumerate(subjects()):
             folder = tmp_path / f"{number}-{which}"
             write_out(spoil(subject, rng).found, folder)

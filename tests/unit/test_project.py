@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.conftest import SlowBudget, StoreCopy
+from tests.conftest import SlowBudget, SlowTime, StoreCopy
 from tests.data.cut import cut, spread, spread_each
 from tests.reference import CHECKOUT, COMPACT, jsonl, reference, rows, store_folders, unpack_compact
 
@@ -143,6 +143,55 @@ def test_the_budget_of_a_slow_test_has_a_floor_and_a_ceiling() -> None:
     assert list(plenty.rounds(10, "points")) == list(range(10))
     assert nothing.reached[0].startswith("3 of 10 rounds in ")
     assert plenty.reached[0].startswith("10 of 10 points in ")
+
+
+def test_slow_tests_share_what_is_left(tmp_path: Path) -> None:
+    here, there = (SlowTime(tmp_path, 100, 4) for _ in range(2))  # two processes
+    assert here.share("a") == 25
+    assert there.share("b") == 25
+    here.note("a", 5)  # it was quicker, and the others have more
+    assert here.share("c") == 35
+    there.note("b", 90)  # longer than it should
+    assert there.share("d") == 0
+
+
+def test_what_tests_tell_comes_from_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
+        "from tests.conftest import (\n"
+        "    figure, pytest_collection_finish, pytest_collection_modifyitems, pytest_runtest_logreport,\n"
+        "    pytest_terminal_summary, slow_budget, slow_time,\n"
+        ")\n"
+    )
+    (tmp_path / "test_some.py").write_text(
+        "import os\n"
+        "import pytest\n"
+        "def test_measures(figure): figure('42 of 42')\n"
+        "@pytest.mark.parametrize('number', range(4))\n"
+        "def test_takes_time(number, slow_budget):\n"
+        "    assert slow_budget.seconds > 20\n"
+        "    assert list(slow_budget.rounds(3, 'turns')) == [0, 1, 2]\n"
+        "@pytest.mark.spark\n"
+        "@pytest.mark.parametrize('number', range(9))\n"
+        "def test_spark(number, figure): figure(f\"by {os.environ.get('PYTEST_XDIST_WORKER')}\")\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    spark\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup", "."],
+        cwd=tmp_path,
+        env={**environment, "RMQ_SLOW_SECONDS": "100"},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stdout
+    lines = child.stdout.splitlines()
+    assert lines.count("42 of 42") == 1
+    assert len({line for line in lines if line.startswith("by ")}) == 1
+    assert sum(line.startswith("by ") for line in lines) == 9
+    assert [line.partition(" in ")[0] for line in lines if "turns" in line] == [
+        f"test_some.py::test_takes_time[{number}]: 3 of 3 turns" for number in range(4)
+    ]
 
 
 def test_rows_are_spread_from_first_to_last() -> None:

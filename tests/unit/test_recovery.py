@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections.abc import Callable
 
 import pytest
 
-from librmq import codec
+from librmq import codec, salvage
+from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.reconcile import Damage
+from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
 from librmq.verify import verify
@@ -196,7 +200,159 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
         assert store.recovered == []
 
 
+@pytest.mark.parametrize("clean", [False, True])
+def test_a_checkpoint_later_than_the_last_record_is_put_right_on_demand(clean: bool) -> None:
+    found = filled(SMALL, 80, clean=clean)
+    found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
+    files = in_memory(found)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS * 3), thorough=True) as store:
+        assert "checkpoint" in kinds(store.recovered)
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_after_a_recovery_the_checkpoint_vouches_for_all_and_no_more() -> None:
+    before = filled(SMALL, 80, clean=False)
+    found, place = torn(before)
+    files = in_memory({**found, "checkpoint": struct.pack(">qqq", *3 * (START_MS,)) + bytes(4072)})
+    with opened(files) as store:
+        assert store.log.end == place
+        *_, last = store
+        checkpoint = Checkpoint.open(f"{ROOT}/checkpoint", files=files)
+        assert checkpoint.physic_timestamp_ms == checkpoint.logics_timestamp_ms == last.store_timestamp_ms
+
+
+def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
+    """The contents with a stretch of zeros in the log."""
+    path = f"commitlog/{begin - begin % 4096:020d}"
+    data, at = found[path], begin % 4096
+    assert data is not None
+    return {**found, path: data[:at] + bytes(size) + data[at + size :]}
+
+
+def test_after_a_clean_exit_the_queues_tell_that_the_log_went_on() -> None:
+    """Zeros end it in its last file."""
+    found = filled(SMALL, 80)
+    with opened(in_memory(found), read_only=True) as store:
+        records = [message.physical_offset for message in store]
+    begin = next(place for place in records if place > records[-1] // 4096 * 4096)
+    files = in_memory(zeroed(found, begin))
+    with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
+        opened(files)
+    assert told.value.offset == begin
+
+
+def test_after_a_clean_exit_later_files_tell_that_the_log_went_on() -> None:
+    """Zeros end it before them, and there are no queues."""
+    found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
+    with opened(in_memory(found), read_only=True) as store:
+        records = [message.physical_offset for message in store]
+    begin = max(place for place in records if place < records[-1] // 4096 * 4096)
+    files = in_memory(zeroed(found, begin, 4096 - begin % 4096))
+    with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
+        opened(files)
+    assert told.value.offset == begin
+
+
+def test_zeros_in_properties_are_no_damage_to_a_store_that_is_open() -> None:
+    """After a crash they would be: then they are where a sector was not written."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
+        place = store.append(Message("TopicA"), properties_raw=b"a\1b\2c\1" + bytes(1000)).physical_offset
+        assert store.recover() == []
+        assert [message.physical_offset for message in store] == [place]
+        crashed = died(files)
+    with opened(crashed) as store:
+        assert list(store) == []
+
+
+def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    fill(store, clock, random.Random(1), 120)
+    retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
+    retention.delete_before(3 * 4096)
+    before = {name: queue.min_offset for name, queue in store.queues.items()}
+    assert any(before.values())
+    with opened(died(files)) as again:
+        assert {name: queue.min_offset for name, queue in again.queues.items()} == before
+
+
+def test_files_made_ahead_go_with_a_crash_but_for_one() -> None:
+    found = filled(SMALL, 80, clean=False)
+    begin = int(last_log_file(found)[-20:]) + 4096
+    ahead = {f"commitlog/{begin + n * 4096:020d}": bytes(4096) for n in range(4)}
+    files = in_memory(found | ahead)
+    with opened(files) as store:
+        assert len(served(store)) == records_of(found)
+        assert len(ahead.keys() & contents(files).keys()) <= 1
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("there", [0, 2, 4, 7])
+def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> None:
+    """Of the blank's 8 bytes so many are there; the sector holds the end of the record before it."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
+        store.append(Message("TopicA", b"a" * 1500))
+        size = store.append(Message("TopicA")).size
+        last = store.append(Message("TopicA", b"b" * (4096 - store.log.end - size - 12))).physical_offset
+        following = store.append(Message("TopicA")).physical_offset
+        assert following == 4096
+        crashed = contents(files)
+    data = crashed["commitlog/00000000000000000000"]
+    assert data is not None
+    assert data[4084:4088] == (12).to_bytes(4, "big")
+    crashed["commitlog/00000000000000000000"] = data[: 4084 + there] + bytes(12 - there)
+    files = in_memory({**crashed, "checkpoint": bytes(4096)})
+    with opened(files) as store:
+        assert [message.physical_offset for message in store][-1] == last
+        assert store.log.end == 4084
+    assert [cut.records for cut in salvage.kept(ROOT, files)] == [1]
+    assert verify(ROOT, SMALL, files).sound
+
+
 # ------------------------------------------------------------------------------------------------ what is derived
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_index_file_that_nobody_vouched_for_is_made_again(full: bool) -> None:
+    """One that is not full, though the checkpoint may say so of one that ended at the same moment; one that ends later.
+
+    Entries are counted that did not reach the device.
+    """
+    found = filled(SMALL, 80, clean=False)
+    path = sorted(path for path in found if path.startswith("index/"))[0 if full else -1]
+    data = found[path]
+    assert data is not None
+    (count,) = struct.unpack(">i", data[36:40])
+    assert (count == SMALL.max_index_num) is full
+    found[path] = data[:-200] + bytes(200) if full else data[:72] + bytes(len(data) - 72)
+    vouched_for = 0 if full else struct.unpack(">q", data[8:16])[0]
+    if not full:  # and those before it are gone
+        found = {other: kept for other, kept in found.items() if not other.startswith("index/") or other == path}
+    checkpoint = found["checkpoint"]
+    assert checkpoint is not None
+    found["checkpoint"] = checkpoint[:16] + struct.pack(">q", vouched_for) + checkpoint[24:]
+    files = in_memory(found)
+    with opened(files) as store:
+        assert len(served(store)) == records_of(found)
+    assert verify(ROOT, SMALL, files).sound
+
+
+@configs
+def test_the_queue_of_the_last_record_is_missed(config: StoreConfig) -> None:
+    """By its own files alone a store that a broker closed does not tell that there was one."""
+    found = filled(config, 80)
+    with opened(in_memory(found), config, read_only=True) as store:
+        records = [message for message in store if has_queue_entry(message.sys_flag)]
+    for last in {(message.topic, message.queue_id): message for message in records[-5:]}.values():
+        folder = f"consumequeue/{last.topic}/{last.queue_id}"
+        files = in_memory({path: data for path, data in found.items() if not path.startswith(folder)})
+        with opened(files, config) as store:
+            result = store.read(last.topic, last.queue_id, last.queue_offset)
+            assert [message.physical_offset for message in result.messages][:1] == [last.physical_offset]
+        assert verify(ROOT, config, files).sound
 
 
 @configs
@@ -271,6 +427,25 @@ def test_a_clean_store_is_not_walked_again() -> None:
     with opened(files) as store:
         assert store.recovered == []
     assert {name: data for name, data in contents(files).items() if not name.startswith("librmq")} == before
+
+
+def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> None:
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
+    for number in range(80):
+        store.append(Message("TopicA", keys=f"k{number}"))
+    store.flush()
+    first, second, _ = store.index.files
+    assert (first.full, second.full) == (True, True)
+    assert store.checkpoint.index_timestamp_ms == START_MS
+    found = contents(files)
+    path = f"index/{second.name}"
+    data = found[path]
+    assert data is not None
+    found[path] = data[:-200] + bytes(200)
+    with opened(in_memory(found)) as again:
+        assert len(served(again)) == 80
+        assert again.verify().sound
 
 
 # ------------------------------------------------------------------------------------- files that can't be right
@@ -440,6 +615,29 @@ def test_what_a_clean_exit_vouched_for_is_cut_only_on_demand() -> None:
         assert store.log.end == 4096
         served(store)
     assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
+    """An old record names no queue, which is met where a lost queue is made again."""
+    found = filled(SMALL, 120)
+    with opened(in_memory(found), read_only=True) as store:
+        records = list(store)
+    old = next(message for message in records if message.topic == "TopicA")
+    last = records[-1]
+    at = old.raw.index(b"\x06TopicA") + 3
+    found = {
+        path: data for path, data in found.items() if not path.startswith(f"consumequeue/{last.topic}/{last.queue_id}")
+    }
+    path = f"commitlog/{old.physical_offset - old.physical_offset % 4096:020d}"
+    data = found[path]
+    assert data is not None
+    place = old.physical_offset % 4096 + at
+    found[path] = data[:place] + b"/" + data[place + 1 :]
+    files = in_memory(found)
+    with pytest.raises(CorruptionError, match="it names no queue"):
+        opened(files)
+    assert files.size(f"{ROOT}/abort") is None
+    assert derived(contents(files)) == derived(found)
 
 
 def test_recovering_leaves_derived_files_of_a_sound_store() -> None:

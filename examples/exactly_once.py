@@ -1,0 +1,83 @@
+"""From one database to another, with every message delivered twice: outbox, message table, guard.
+
+    python examples/exactly_once.py
+
+A shop writes orders and the messages about them in one transaction. A sender puts them into a log (which stands for the
+broker, and could be a client of a real cluster). Billing reads the log, twice from the start, as after a crash.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+from librmq import Message, MessageStore, StoreConfig, StoredMessage
+from librmq.dedup import SqliteDedupStore, deduplicated
+from librmq.outbox import Outbox, OutboxSender
+from librmq.sqltables import upgrade_tables
+from librmq.transactional import transactional
+
+
+class LogProducer:
+    """Whatever has ``send`` is a producer. What it raises, or a status other than SEND_OK, counts as not sent."""
+
+    def __init__(self, log: MessageStore) -> None:
+        self._log = log
+
+    def send(self, message: Message) -> None:
+        self._log.append(message)
+
+
+def main(folder: Path) -> None:
+    shop, billing = folder / "shop.db", folder / "billing.db"
+    with (
+        MessageStore.open(folder / "log", StoreConfig.embedded()) as log,
+        closing(sqlite3.connect(shop)) as orders,
+        closing(sqlite3.connect(billing)) as accounts,
+        SqliteDedupStore(folder / "mails.db") as mails,
+    ):
+        upgrade_tables(orders)
+        upgrade_tables(accounts)
+        orders.execute("CREATE TABLE orders (number INTEGER, total INTEGER)")
+        accounts.execute("CREATE TABLE invoices (number TEXT, total INTEGER)")
+        accounts.commit()
+
+        # The order and the message about it: both, or none.
+        outbox = Outbox()
+        for number, total in ((1, 40), (2, 25)):
+            orders.execute("INSERT INTO orders VALUES (?, ?)", (number, total))
+            outbox.add(orders, Message("orders", str(total).encode(), keys=f"order-{number}"))
+            orders.commit()
+        outbox.add(orders, Message("orders", b"never", keys="order-3"))
+        orders.rollback()
+
+        sender = OutboxSender(lambda: sqlite3.connect(shop), LogProducer(log))
+        sender.run_due(0)  # or start(), and a thread does it
+        print(f"{sender.sent} messages sent")
+
+        def bill(message: StoredMessage) -> None:
+            """The effect is in a database: once, whatever fails."""
+            with transactional(accounts, message, group="billing") as first:
+                if first:
+                    accounts.execute("INSERT INTO invoices VALUES (?, ?)", (message.keys[0], int(message.body)))
+
+        @deduplicated(mails, group="mails", key=lambda message: message.keys[0])
+        def write_mail(message: StoredMessage) -> None:
+            """The effect is elsewhere: once, unless the process dies right behind it."""
+            print(f"  mail: {message.keys[0]} costs {message.body.decode()}")
+
+        for delivery in ("first delivery", "again, from the start"):
+            print(delivery)
+            for message in log.read("orders", 0, 0).messages:
+                bill(message)
+                write_mail(message)
+
+        for number, total in accounts.execute("SELECT number, total FROM invoices ORDER BY number"):
+            print(f"invoice for {number}: {total}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        main(Path(folder))

@@ -1,0 +1,50 @@
+"""What people ask of a broker: to make topics and groups, and to find messages.
+
+Mirrors of ``AdminBrokerProcessor`` and ``QueryMessageProcessor`` what librmq has a use for.
+"""
+
+from __future__ import annotations
+
+from librmq.broker.groups import Groups
+from librmq.broker.topics import Topics
+from librmq.errors import CorruptionError
+from librmq.message import StoredMessage
+from librmq.protocol import CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
+from librmq.store import MessageStore
+
+__all__ = ["Administration"]
+
+
+class Administration:
+    """The tables and messages of one broker. Changes are made under the runner's lock."""
+
+    def __init__(self, store: MessageStore, topics: Topics, groups: Groups) -> None:
+        self._store = store
+        self._topics = topics
+        self._groups = groups
+
+    def create_topic(self, request: CreateTopic) -> None:
+        """Make a topic, or change it."""
+        self._topics.set(request.topic, request.read_queues, request.write_queues, request.permission)
+
+    def delete_topic(self, request: DeleteTopic) -> None:
+        """Forget a topic."""
+        self._topics.delete(request.topic)
+
+    def set_group(self, request: SetGroup) -> None:
+        """Make a consumer group, or change it."""
+        self._groups.set(request.group, request.retry_max_times)
+
+    def view_message(self, request: ViewMessage) -> StoredMessage | None:
+        """The message at a physical offset."""
+        try:
+            return self._store.message_at(request.physical_offset)
+        except CorruptionError:
+            return None  # no record begins there
+
+    def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
+        """Messages by key."""
+        found = self._store.find_by_key(
+            request.topic, request.key, request.begin_ms, request.end_ms, request.max_messages
+        )
+        return tuple(found)

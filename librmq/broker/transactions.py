@@ -1,0 +1,159 @@
+"""Transactions as a broker runs them: ended by producers, checked by time, asked about.
+
+Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; what they do is in `librmq.txn`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from librmq import codec
+from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.registry import Registry
+from librmq.broker.sending import Sending
+from librmq.broker.topics import Topics
+from librmq.errors import BrokerError, RmqError, TransactionRefusedError
+from librmq.javahash import java_int
+from librmq.message import StoredMessage
+from librmq.metrics import Metrics
+from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
+from librmq.runner import Runner, Step, Work
+from librmq.store import MessageStore
+from librmq.txn import CheckBack, Transactions, TransactionSettings
+
+__all__ = ["BrokerTransactions", "DiscardHook"]
+
+_log = logging.getLogger("librmq.broker")
+
+DiscardHook = Callable[[StoredMessage, int], object]
+"""Called with a half message that a check gave up, and how often it had been checked."""
+
+
+class BrokerTransactions:
+    """The transactions of one broker. Thread-safe."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: MessageStore,
+        topics: Topics,
+        offsets: ConsumerOffsets,
+        registry: Registry,
+        sending: Sending,
+        settings: TransactionSettings,
+        original: bool,
+        broker_name: str,
+        step: Callable[[Callable[[int], int | None]], Step],
+        metrics: Metrics | None,
+    ) -> None:
+        """``step(run_due)`` makes the broker's step of a function."""
+        self.discard_hooks: list[DiscardHook] = []
+        self._runner = runner
+        self._store = store
+        self._registry = registry
+        self._sending = sending
+        self._broker_name = broker_name
+        self._metrics = metrics
+        self._topics = topics
+        self._turns: dict[str, int] = {}
+        self._questions: list[CheckBack] = []
+        self._lock = threading.Lock()  # of an end, which may wait for the device, and of the check
+        self._transactions = Transactions(
+            store,
+            _Offsets(offsets),
+            runner.now_ms(),
+            settings,
+            ask=self._questions.append,
+            discarded=self._discarded,
+            make_topic=self._make_topic,
+            original=original,
+        )
+        self._step = step(self._run_due)
+
+    def prepared(self) -> None:
+        """A half message was stored, or may wait since before."""
+        if self._step.at is None:
+            with self._runner.lock:
+                self._runner.wake(self._step)
+
+    def end(self, request: EndTransaction) -> None:
+        """Commit or roll back; `BrokerError` as the original says it."""
+        if request.state is TransactionState.UNKNOWN:
+            return
+        try:
+            with self._lock:
+                if request.state is TransactionState.ROLLBACK:
+                    self._transactions.rollback(request.physical_offset, request.queue_offset, request.group)
+                    final = None
+                else:
+                    final = self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
+        except TransactionRefusedError as error:
+            raise BrokerError(error.code, str(error)) from error
+        half = self._store.message_at(request.physical_offset)
+        if half is None:
+            return  # it ended in its last moment: retention has taken it
+        self._count(request.state.name.lower(), half)
+        if final is not None:
+            properties = half.properties
+            queue_id = java_int(properties[codec.PROPERTY_REAL_QUEUE_ID]) or 0
+            self._sending.announce(properties[codec.PROPERTY_REAL_TOPIC], queue_id, properties, final)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        with self._lock:
+            due = self._transactions.run_due(now_ms)
+            questions = self._questions[:]
+            self._questions.clear()
+        for question in questions:
+            self._ask(question)
+        return due
+
+    def _make_topic(self, name: str) -> None:
+        self._topics.ensure(name)
+
+    def _ask(self, question: CheckBack) -> None:
+        """Pass a question on to the producer of the group whose turn it is; without one nobody is asked."""
+        producers = self._registry.producers.get(question.group)
+        if not producers:
+            return
+        turn = self._turns.get(question.group, 0)
+        self._turns[question.group] = turn + 1
+        client = list(producers.values())[turn % len(producers)]
+        if self._metrics is not None:
+            self._metrics.count("transaction_checks", topic=question.topic)
+        try:
+            client.call(
+                CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
+            )
+        except RmqError as error:  # an ordinary producer, or one that is about to leave: the next check asks again
+            _log.warning("group %s: a producer can't be asked about a transaction: %s", question.group, error)
+
+    def _discarded(self, half: StoredMessage, check_times: int) -> None:
+        self._count("discard", half)
+        for hook in self.discard_hooks:
+            self._runner.submit(Work("discard hook", partial(hook, half, check_times), _told))
+
+    def _count(self, outcome: str, half: StoredMessage) -> None:
+        if self._metrics is not None:
+            topic = half.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            self._metrics.count("transactions", topic=topic, outcome=outcome)
+
+
+def _told(result: object, error: Exception | None) -> None:
+    if error is not None:
+        _log.error("a hook for discarded half messages has failed", exc_info=error)
+
+
+class _Offsets:
+    """Where the check keeps how far it has come: as a consumer group of the broker's own."""
+
+    def __init__(self, offsets: ConsumerOffsets) -> None:
+        self._offsets = offsets
+
+    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
+        return self._offsets.get(group, topic, queue_id)
+
+    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        self._offsets.set(group, topic, queue_id, queue_offset)

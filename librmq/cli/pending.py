@@ -1,0 +1,79 @@
+"""``pending`` and ``timers``: what waits in a store, and the files of its timer."""
+
+from __future__ import annotations
+
+import argparse
+
+from librmq.cli.output import Output
+from librmq.cli.queues import open_store
+from librmq.files import DiskFiles
+from librmq.layout import check_kind
+
+__all__ = ["pending", "timers"]
+
+
+def pending(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a line for each message that waits."""
+    from librmq.pending import pending
+
+    with open_store(arguments, all_in_memory=True) as store:
+        for one in pending(store, kind=arguments.kind, topic=arguments.topic):
+            output.row(one._asdict())
+    return 0
+
+
+def timers(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the timer log, the slots of the wheel that were ever used, and the checkpoint."""
+    from librmq.timerfiles import CHECKPOINT_SIZE, TimerCheckpoint, TimerLog, Unit, read_slots, timer_log_size
+
+    files, store = DiskFiles(), arguments.store
+    check_kind(store, files, log_only=True)
+    size = timer_log_size(store, files)
+    if size:
+        for position, item in TimerLog(store, size, files=files, writable=False).items():
+            if isinstance(item, Unit):
+                output.row(
+                    {
+                        "type": "timerlog_unit",
+                        "pos": position,
+                        "size": item.size,
+                        "prev_pos": item.previous,
+                        "magic": item.magic,
+                        "curr_write_time_ms": item.write_time_ms,
+                        "delay_ms_rel": item.delay_ms,
+                        "offset_py": item.physical_offset,
+                        "size_py": item.message_size,
+                        "real_topic_hash": item.topic_hash,
+                        "reserved": item.reserved,
+                    }
+                )
+            else:
+                output.row({"type": "timerlog_blank", "pos": position, "size": item})
+    for number, slot in read_slots(store, files):
+        output.row(
+            {
+                "type": "wheel_slot",
+                "index": number,
+                "time_in_precision_units": slot.time,
+                "first_pos": slot.first,
+                "last_pos": slot.last,
+                "num": slot.messages,
+                "magic": slot.magic,
+            }
+        )
+    checkpoint = TimerCheckpoint.read(store, files)
+    if checkpoint is not None:
+        output.row(
+            {
+                "type": "timercheck",
+                "file_size": CHECKPOINT_SIZE,
+                "last_read_time_ms": checkpoint.read_time_ms,
+                "last_timer_log_flush_pos": checkpoint.log_position,
+                "last_timer_queue_offset": checkpoint.queue_offset,
+                "master_timer_queue_offset": checkpoint.master_queue_offset,
+                "data_version_state": checkpoint.state_version,
+                "data_version_timestamp": checkpoint.version_timestamp_ms,
+                "data_version_counter": checkpoint.version_counter,
+            }
+        )
+    return 0

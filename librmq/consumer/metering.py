@@ -1,0 +1,58 @@
+"""What a consumer counts and shows by the names of `librmq.metrics`.
+
+Gauges are of this instance: where several of a group are in one process, each wants a `Metrics` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from librmq.errors import RmqError
+from librmq.protocol import MaxOffset
+
+if TYPE_CHECKING:
+    from librmq.consumer.held import HeldQueue
+    from librmq.consumer.member import Member
+    from librmq.metrics import Metrics
+
+__all__ = ["hide_gauges", "show_gauges"]
+
+_GAUGES: dict[str, Callable[[Member[Any], HeldQueue], float]] = {
+    "queues": lambda member, held: 1,
+    "waiting_messages": lambda member, held: len(held.messages),
+    "waiting_bytes": lambda member, held: held.messages.size,
+    "lag": lambda member, held: _lag(member, held),
+}
+
+
+def _lag(member: Member[Any], held: HeldQueue) -> float:
+    progress = held.next_offset if held.progress is None else held.progress
+    try:
+        end = member.client.endpoint(held.queue.broker_name).call(MaxOffset(held.queue.topic, held.queue.queue_id))
+    except RmqError:
+        return 0  # nothing is known while the broker is away
+    return max(0, end - progress)
+
+
+def show_gauges(member: Member[Any], metrics: Metrics) -> None:
+    """Show the gauges of all topics that are subscribed to."""
+    for topic in list(member.subscriptions):
+        for name, measure in _GAUGES.items():
+            metrics.gauge(name, _gauge(member, topic, measure), topic=topic, group=member.group)
+
+
+def hide_gauges(member: Member[Any], metrics: Metrics) -> None:
+    """Take them away."""
+    for topic in list(member.subscriptions):
+        for name in _GAUGES:
+            metrics.gauge(name, None, topic=topic, group=member.group)
+
+
+def _gauge(member: Member[Any], topic: str, measure: Callable[[Member[Any], HeldQueue], float]) -> Callable[[], float]:
+    def total() -> float:
+        with member.runner.lock:
+            held = [one for one in member.held.values() if one.queue.topic == topic and not one.dropped]
+            return sum(measure(member, one) for one in held)
+
+    return total

@@ -1,0 +1,414 @@
+"""At least once, made to count once: a guard in front of a listener that drops what was consumed before.
+
+::
+
+    none ──claim──▶ CONSUMING ──finish──▶ CONSUMED        found CONSUMED: acknowledged
+      ▲                 │                     │           found CONSUMING: delivered again later
+      ├────release──────┘                     │           expired, either: as none
+      └────────────────expiry────────────────-┘
+
+A record stands for one message of one group. Whoever claims it holds it for ``consuming_timeout`` under a token of its
+own; finishing and releasing ask for that token and that time, so that a holder that slept through its claim changes
+nothing of its successor's. What this guarantees, and where it can't, stands in ``docs/dedup.md``.
+
+`MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.dedup_sql` and
+`librmq.dedup_redis` have stores on servers. `librmq.transactional` is the strongest form, where the effect is in a
+database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Literal, NamedTuple
+
+from librmq.clock import Clock, SystemClock
+from librmq.consumer import OrderlyResult
+from librmq.dedupstore import (
+    Claim,
+    DedupRecord,
+    DedupStore,
+    MemoryDedupStore,
+    SqliteDedupStore,
+    dedup_key,
+    purge_in_background,
+    purge_step,
+    unique_id,
+)
+from librmq.errors import ConfigError, DedupStoreError
+from librmq.listener import ReconsumeLater
+from librmq.metrics import Metrics
+
+__all__ = [
+    "Claim",
+    "DedupCounts",
+    "DedupListener",
+    "DedupRecord",
+    "DedupStore",
+    "MemoryDedupStore",
+    "SqliteDedupStore",
+    "dedup_key",
+    "deduplicated",
+    "purge_step",
+    "unique_id",
+]
+
+_log = logging.getLogger("librmq.dedup")
+
+CONSUMING_TIMEOUT: Final = 600.0
+"""Seconds after which a claim that was neither finished nor released may be taken over."""
+KEEP_CONSUMED: Final = 72 * 3600.0
+"""Seconds for which a consumed message is remembered: as long as a broker keeps it."""
+
+
+@dataclass
+class DedupCounts:
+    """How often what happened, since the listener was made."""
+
+    consumed: int = 0
+    """Messages that the listener consumed under a claim."""
+    duplicates: int = 0
+    """Messages that had been consumed: acknowledged without the listener."""
+    busy: int = 0
+    """Messages that somebody else held: delivered again later."""
+    taken_over: int = 0
+    """Claims of holders that did not end in time."""
+    released: int = 0
+    """Claims given up since the listener failed."""
+    lost: int = 0
+    """Claims that had expired when the listener ended: another may have consumed the message too."""
+    unguarded: int = 0
+    """Messages consumed without a claim, since the store could not be asked."""
+    postponed: int = 0
+    """Messages delivered again later, since the store could not be asked."""
+    unmarked: int = 0
+    """Claims of which the store could not be told how they ended: they expire."""
+
+
+class _Ask(NamedTuple):
+    """A call that a flow wants made: of the store, or of the listener."""
+
+    call: Callable[[], Any]
+    of_store: bool
+
+
+_Flow = Generator[_Ask, Any, Any]
+
+
+class _Held(NamedTuple):
+    """A message of which the listener may do what it does: under a claim, or, ``owner`` being empty, without."""
+
+    key: str
+    owner: str
+
+
+_UNGUARDED: Final = _Held("", "")
+
+_OUTCOMES: Final = {
+    "duplicates": "skip",
+    "busy": "wait",
+    "taken_over": "take over",
+    "unguarded": "no store",
+    "postponed": "no store",
+}
+"""What `Metrics` calls what is counted."""
+
+
+class DedupListener:
+    """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
+
+    ``listener`` is concurrent or orderly, sync or async, of one message; with ``batch`` it takes a list, and with
+    ``must_return`` only True means consumed, as for `librmq.consumer.PushConsumer.subscribe`. Called with a list, a
+    listener of one message gets them one by one, up to the first failure. `ReconsumeLater`, or the index that is
+    returned, then tells how many were consumed.
+
+    ``key`` gives what a message is known by (its unique id; better a business key), None or "" for no guard. A record
+    is scoped by ``application``, topic, ``group`` and tag. A claim not ended after ``consuming_timeout`` may be taken
+    over: it has to be longer than the listener ever takes. Consumed messages are remembered for ``keep_consumed``.
+    Both are seconds or a ``timedelta``.
+
+    Where the store can't be asked, ``when_store_fails`` decides: "consume" all the same (at least once), or "retry"
+    later. Either is counted in `counts` (and in ``metrics``) and logged. Without a ``clock`` of the caller's, a thread
+    purges the store; with one, `purge_step` is for whoever moves the clock.
+    """
+
+    def __init__(
+        self,
+        listener: Callable[..., Any],
+        store: DedupStore,
+        *,
+        group: str,
+        application: str = "",
+        key: Callable[[Any], str | None] = unique_id,
+        consuming_timeout: float | timedelta = CONSUMING_TIMEOUT,
+        keep_consumed: float | timedelta = KEEP_CONSUMED,
+        when_store_fails: Literal["consume", "retry"] = "consume",
+        batch: bool = False,
+        must_return: bool = False,
+        metrics: Metrics | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`ConfigError` for settings that make no sense."""
+        if not group:
+            raise ConfigError("group: expected the consumer group's name, found none")
+        if when_store_fails not in ("consume", "retry"):
+            raise ConfigError(f"when_store_fails: expected 'consume' or 'retry', found {when_store_fails!r}")
+        self.listener = listener
+        self.store = store
+        self.counts = DedupCounts()
+        self._group = group
+        self._application = application
+        self._key = key
+        self._consuming_ms = milliseconds("consuming_timeout", consuming_timeout)
+        self._keep_ms = milliseconds("keep_consumed", keep_consumed)
+        self._consumes_unguarded = when_store_fails == "consume"
+        self._batch = batch
+        self._must_return = must_return
+        self._metrics = metrics
+        self._clock = clock or SystemClock()
+        self._purges = clock is None
+        self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
+            getattr(listener, "__call__", None)  # noqa: B004 (an object whose call is a coroutine)
+        )
+        self._counting = threading.Lock()
+
+    def __call__(self, message: Any) -> Any:
+        """Consume ``message``, or a list of them; a coroutine if the listener is one.
+
+        Raises what the listener raises, and `ReconsumeLater` where somebody else holds the message.
+        """
+        if self._purges:
+            purge_in_background(self.store, self._clock)
+        if not isinstance(message, list | tuple):
+            flow = self._one(message)
+        else:
+            flow = self._list(message) if self._batch else self._each(message)
+        return _run_async(flow, self.store.blocking) if self._is_async else _run(flow)
+
+    # ---- what happens to one message
+
+    def _one(self, message: Any) -> _Flow:
+        held = yield from self._claim(message)
+        if held is None:
+            return True
+        try:
+            result = yield _Ask(lambda: self.listener(message), False)
+            if result is OrderlyResult.HOLD:
+                raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
+        except (Exception, asyncio.CancelledError):
+            yield from self._release(held)
+            raise
+        # Any other exception ends the process: as after a crash, the claim expires.
+        if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+            yield from self._release(held)
+        else:
+            yield from self._finish(held)
+        return result
+
+    def _claim(self, message: Any) -> Generator[_Ask, Any, _Held | None]:
+        """None for a message that was consumed."""
+        business_key = self._key(message)
+        if business_key is None or business_key == "":
+            return _UNGUARDED
+        if not isinstance(business_key, str):
+            raise ConfigError(f"key: expected a text or None, found {business_key!r:.100}")
+        key = dedup_key(self._application, message.topic, self._group, message.tags, business_key)
+        owner = secrets.token_hex(12)
+        now_ms = self._clock.now_ms()
+        try:
+            claim = yield _Ask(lambda: self.store.claim(key, owner, now_ms, now_ms + self._consuming_ms), True)
+        except DedupStoreError as error:
+            if self._consumes_unguarded:
+                self._count("unguarded", message.topic)
+                _log.warning("%s: consumed without a guard: %s", key, error)
+                return _UNGUARDED
+            self._count("postponed", message.topic)
+            _log.warning("%s: delivered again later: %s", key, error)
+            raise ReconsumeLater(f"the dedup store could not be asked: {error}") from error
+        if claim is Claim.CONSUMED:
+            self._count("duplicates", message.topic)
+            return None
+        if claim is Claim.CONSUMING:
+            self._count("busy", message.topic)
+            raise ReconsumeLater(f"{key}: is being consumed")
+        if claim is Claim.TAKEN_OVER:
+            self._count("taken_over", message.topic)
+            _log.warning("%s: taken over from a holder that did not end in time", key)
+        return _Held(key, owner)
+
+    def _finish(self, held: _Held) -> Generator[_Ask, Any, None]:
+        key, owner = held
+        if not owner:
+            return
+        now_ms = self._clock.now_ms()
+        try:
+            done = yield _Ask(lambda: self.store.finish(key, owner, now_ms, now_ms + self._keep_ms), True)
+        except DedupStoreError as error:
+            self._count("unmarked")
+            _log.warning("%s: consumed, but could not be marked so: %s", key, error)
+            return
+        if done:
+            self._count("consumed")
+        else:
+            yield from self._tell_lost(held, "consumed")
+
+    def _release(self, held: _Held) -> Generator[_Ask, Any, None]:
+        key, owner = held
+        if not owner:
+            return
+        try:
+            done = yield _Ask(lambda: self.store.release(key, owner, self._clock.now_ms()), True)
+        except DedupStoreError as error:
+            self._count("unmarked")
+            _log.warning("%s: failed, but could not be released: %s", key, error)
+            return
+        if done:
+            self._count("released")
+        else:
+            yield from self._tell_lost(held, "failed")
+
+    def _tell_lost(self, held: _Held, how: str) -> Generator[_Ask, Any, None]:
+        self._count("lost")
+        try:
+            record = yield _Ask(lambda: self.store.look(held.key, self._clock.now_ms()), True)
+        except DedupStoreError:
+            now = "what became of it is not known"
+        else:
+            if record is None:
+                now = "nobody has taken it over so far"
+            else:
+                now = "another has consumed it too" if record.consumed else "another is consuming it"
+        _log.warning("%s: %s, but not within %d ms of its claim: %s", held.key, how, self._consuming_ms, now)
+
+    # ---- and to several
+
+    def _each(self, messages: Sequence[Any]) -> _Flow:
+        """One after the other; those before the first failure stay consumed."""
+        for index, message in enumerate(messages):
+            try:
+                result = yield from self._one(message)
+                if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+                    return index - 1
+            except Exception as error:
+                if not index:
+                    raise
+                level = error.delay_level if isinstance(error, ReconsumeLater) else 0
+                raise ReconsumeLater(str(error), delay_level=level, consumed=index) from error
+        return True
+
+    def _list(self, messages: Sequence[Any]) -> _Flow:
+        """All that can be claimed at once, up to the first that can't."""
+        passed: list[tuple[int, Any, _Held]] = []
+        later: ReconsumeLater | None = None
+        for index, message in enumerate(messages):
+            try:
+                held = yield from self._claim(message)
+            except ReconsumeLater as error:
+                later, until = error, index
+                break
+            except BaseException:
+                for _, _, other in passed:
+                    yield from self._release(other)
+                raise
+            if held is not None:
+                passed.append((index, message, held))
+        done, failure = len(passed), None
+        result: object = True
+        if passed:
+            try:
+                result = yield _Ask(lambda: self.listener([message for _, message, _ in passed]), False)
+                done = self._consumed(result, len(passed))
+            except (Exception, asyncio.CancelledError) as error:
+                failure = error
+                done = min(max(0, error.consumed), len(passed)) if isinstance(error, ReconsumeLater) else 0
+        for number, (_, _, held) in enumerate(passed):
+            yield from self._finish(held) if number < done else self._release(held)
+        if failure is None and done == len(passed):
+            if later is None:
+                return True
+            raise ReconsumeLater(str(later), delay_level=later.delay_level, consumed=until) from later
+        consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
+        if failure is None:
+            return result if result is OrderlyResult.ROLLBACK else consumed - 1
+        if not consumed or not isinstance(failure, Exception):
+            raise failure
+        level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
+        raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
+
+    def _consumed(self, result: object, count: int) -> int:
+        """How many of ``count`` messages are consumed by what a listener of lists returned."""
+        if isinstance(result, int) and not isinstance(result, bool):
+            if result < -1:
+                raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
+            return min(result + 1, count)
+        if result is OrderlyResult.HOLD:
+            raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
+        return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
+
+    def _count(self, what: str, topic: str = "") -> None:
+        with self._counting:
+            setattr(self.counts, what, getattr(self.counts, what) + 1)
+        if topic and self._metrics is not None:
+            self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
+
+
+def deduplicated(store: DedupStore, *, group: str, **settings: Any) -> Callable[[Callable[..., Any]], DedupListener]:
+    """`DedupListener` as a decorator: ``@deduplicated(store, group="billing", key=order_of)``; its other arguments."""
+
+    def decorate(listener: Callable[..., Any]) -> DedupListener:
+        return DedupListener(listener, store, group=group, **settings)
+
+    return decorate
+
+
+def milliseconds(what: str, value: float | timedelta) -> int:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not 0.001 <= seconds <= 1e10:
+        raise ConfigError(f"{what}: expected seconds above 0, found {value!r}")
+    return round(1000 * seconds)
+
+
+def _run(flow: _Flow) -> Any:
+    """Make the calls that ``flow`` wants made; a coroutine that goes on with it if the listener gave one."""
+    try:
+        ask = next(flow)
+        while True:
+            try:
+                result = ask.call()
+            except BaseException as error:
+                ask = flow.throw(error)
+            else:
+                if not ask.of_store and inspect.isawaitable(result):
+                    return _run_async(flow, False, result)
+                ask = flow.send(result)
+    except StopIteration as end:
+        return end.value
+
+
+async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> Any:
+    """As `_run`; calls of a store that may wait are made in a thread."""
+    try:
+        ask = next(flow) if pending is None else None
+        while True:
+            try:
+                if ask is None:
+                    assert pending is not None
+                    result = await pending
+                elif ask.of_store:
+                    result = await asyncio.to_thread(ask.call) if in_threads else ask.call()
+                else:
+                    result = ask.call()
+                    if inspect.isawaitable(result):
+                        result = await result
+            except BaseException as error:
+                ask = flow.throw(error)
+            else:
+                ask = flow.send(result)
+    except StopIteration as end:
+        return end.value

@@ -1,0 +1,125 @@
+"""Records of a dedup guard in Redis: extra ``redis``.
+
+::
+
+    MSGDEDUP:application:topic:group:tag:key  →  state:expires_timestamp_ms:owner        state 0 consuming, 1 consumed
+
+Each call is one script, and so one round trip. The time in a record decides, by the clocks of those who share the
+server; the server's own expiry, a minute later, only clears away. The layout that is widespread,
+``MSGDEDUP:application:topic[:tag]:key``, lacks the group: there, two groups of one application swallow each other's
+messages.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.dedupstore import CLAIMS, Claim, DedupRecord
+from librmq.errors import DedupStoreError, MissingExtraError
+
+try:
+    from redis.exceptions import RedisError
+except ImportError as error:
+    raise MissingExtraError("a dedup store in Redis", "redis") from error
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+__all__ = ["RedisDedupStore"]
+
+_MARGIN_MS: Final = 60_000
+
+_READ: Final = """
+local held = redis.call('GET', KEYS[1])
+local state, expires, owner
+if held then
+    state, expires, owner = string.match(held, '^([01]):(%d+):(.+)$')
+    if not state then return redis.error_reply('a value that is no record') end
+end
+"""
+# ARGV: owner, now, and for the first two: expiry, milliseconds until the server may clear it away
+_CLAIM: Final = (
+    _READ
+    + """
+if held and owner ~= ARGV[1] and tonumber(expires) > tonumber(ARGV[2]) then return 2 + tonumber(state) end
+redis.call('SET', KEYS[1], '0:' .. ARGV[3] .. ':' .. ARGV[1], 'PX', ARGV[4])
+if held and owner ~= ARGV[1] then return 1 end
+return 0
+"""
+)
+_FINISH: Final = (
+    _READ
+    + """
+if not held or owner ~= ARGV[1] or tonumber(expires) <= tonumber(ARGV[2]) then return 0 end
+redis.call('SET', KEYS[1], '1:' .. ARGV[3] .. ':' .. ARGV[1], 'PX', ARGV[4])
+return 1
+"""
+)
+_RELEASE: Final = (
+    _READ
+    + """
+if not held or owner ~= ARGV[1] or state ~= '0' or tonumber(expires) <= tonumber(ARGV[2]) then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+)
+_RECORD: Final = re.compile(rb"([01]):([0-9]+):(.+)")
+
+
+class RedisDedupStore:
+    """Records in a Redis server. Thread-safe, as ``client`` is.
+
+    ``client`` is a ``redis.Redis``; set its timeouts, since a listener waits for it. ``prefix`` begins every key.
+    What the server acknowledged and loses (memory policy, failover, no append-only file) is consumed again.
+    """
+
+    blocking = True
+
+    def __init__(self, client: Redis, *, prefix: str = "MSGDEDUP:") -> None:
+        self.client = client
+        self.prefix = prefix
+        self._claim = client.register_script(_CLAIM)
+        self._finish = client.register_script(_FINISH)
+        self._release = client.register_script(_RELEASE)
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        outcome = self._run(self._claim, key, owner, now_ms, expires_at_ms, _lifetime_ms(now_ms, expires_at_ms))
+        return CLAIMS[outcome]
+
+    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
+        lifetime_ms = _lifetime_ms(now_ms, expires_at_ms)
+        return self._run(self._finish, key, owner, now_ms, expires_at_ms, lifetime_ms) == 1
+
+    def release(self, key: str, owner: str, now_ms: int) -> bool:
+        return self._run(self._release, key, owner, now_ms) == 1
+
+    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+        try:
+            value: Any = self.client.get(self.prefix + key)
+        except RedisError as error:
+            raise self._failure(key, error) from error
+        if value is None:
+            return None
+        found = _RECORD.fullmatch(value.encode() if isinstance(value, str) else value)
+        if found is None:
+            raise DedupStoreError(f"{self.prefix}{key}: a value that is no record")
+        record = DedupRecord(found[1] == b"1", found[3].decode(), int(found[2]))
+        return record if record.expires_timestamp_ms > now_ms else None
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        """Nothing: the server clears away what has expired."""
+        return 0
+
+    def _run(self, script: Any, key: str, *arguments: str | int) -> int:
+        try:
+            outcome: int = script(keys=(self.prefix + key,), args=arguments)
+        except RedisError as error:
+            raise self._failure(key, error) from error
+        return outcome
+
+    def _failure(self, key: str, error: RedisError) -> DedupStoreError:
+        return DedupStoreError(f"{self.prefix}{key}: {error}")
+
+
+def _lifetime_ms(now_ms: int, expires_at_ms: int) -> int:
+    return max(1, expires_at_ms - now_ms) + _MARGIN_MS

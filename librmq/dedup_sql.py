@@ -1,0 +1,213 @@
+"""Records of a dedup guard in any SQL database that SQLAlchemy reaches: extra ``sql``.
+
+On PostgreSQL, MySQL, MariaDB and SQLite each call is one statement, committed by itself. On other databases a claim is
+an INSERT, and where that finds a row an UPDATE and a SELECT: each decides by itself, nothing is held between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from librmq.dedupstore import CLAIMS, Claim, DedupRecord, DedupStatements
+from librmq.errors import DedupStoreError, MissingExtraError
+from librmq.sqltables import Answer, is_integrity_error, run, upgrade_tables
+
+try:
+    import sqlalchemy
+    from sqlalchemy.exc import SQLAlchemyError
+except ImportError as error:
+    raise MissingExtraError("a dedup store in a SQL database", "sql") from error
+
+__all__ = ["SqlDedupStore"]
+
+_ATTEMPTS: Final = 5
+# Serialization failure, deadlock, a wait for a lock that was too long: by SQLSTATE and by MySQL's numbers.
+_WORTH_REPEATING: Final = frozenset({"40001", "40P01", 1213, 1205})
+
+
+class SqlDedupStore:
+    """Records in the table ``table`` of a database; `librmq.sqltables` tells its columns. Thread-safe.
+
+    ``engine`` is an ``Engine``, or a URL from which one is made. Of an engine, connections are used that commit each
+    statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None,
+    skip_autocommit_rollback=True``, as it is for a URL, there are no other round trips than those of the calls.
+    `create` makes the table.
+    """
+
+    blocking = True
+
+    def __init__(self, engine: sqlalchemy.Engine | str, *, table: str = "rmq_dedup") -> None:
+        if isinstance(engine, str):
+            try:
+                engine = sqlalchemy.create_engine(
+                    engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True
+                )
+            except (SQLAlchemyError, ImportError) as error:
+                raise DedupStoreError(f"no engine can be made of that URL: {error}") from error
+            self._owned: sqlalchemy.Engine | None = engine
+        else:
+            self._owned = None
+        self.engine = engine
+        self.table = table
+        driver: Any = engine.dialect.loaded_dbapi
+        self._driver_error: Any = driver.Error
+        self.statements = DedupStatements(table)
+        self._claim_with = self._claim_returning
+        if engine.dialect.name in ("mysql", "mariadb"):
+            self._claim_with = self._claim_mysql
+            self.statements.claim = _mysql_claim(table)
+            self.statements.purge = f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit"
+        elif engine.dialect.name not in ("postgresql", "sqlite"):
+            self.say_portably()
+
+    def say_portably(self) -> None:
+        """Use the statements that every database takes, as is done by itself for those not named above."""
+        self._claim_with = self._claim_step_by_step
+        self.statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"
+
+    def create(self) -> SqlDedupStore:
+        """Make the table, or bring it up to date; can be called at every start."""
+        try:
+            upgrade_tables(self.engine, dedup=self.table, messages=None, outbox=None)
+        except SQLAlchemyError as error:
+            raise DedupStoreError(f"{self.table}: {error}") from error
+        return self
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        return self._claim_with(key, owner, now_ms, expires_at_ms)
+
+    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
+        answer = self._execute(self.statements.finish, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        return answer.changed == 1
+
+    def release(self, key: str, owner: str, now_ms: int) -> bool:
+        return self._execute(self.statements.release, key=key, owner=owner, now_ms=now_ms).changed == 1
+
+    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+        rows = self._execute(self.statements.look, key=key, now_ms=now_ms).rows
+        return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        parameters = {"now_ms": now_ms, "limit": limit}
+        if ":limit" not in self.statements.purge:
+            del parameters["limit"]
+        return self._execute(self.statements.purge, **parameters).changed
+
+    def close(self) -> None:
+        """Let go of the connections, if the engine is the store's own."""
+        if self._owned is not None:
+            self._owned.dispose()
+
+    def __enter__(self) -> SqlDedupStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- how a claim is said
+
+    def _claim_returning(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        outcome: int = answer.rows[0][0]
+        return CLAIMS[outcome]
+
+    def _claim_mysql(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        return CLAIMS[0 if answer.last_id == _REPEATED else answer.last_id]
+
+    def _claim_step_by_step(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        columns = "dedup_key, state, owner, claims, expires_timestamp_ms"
+        with suppress(_RowIsThereError):
+            self._execute(
+                f"INSERT INTO {self.table} ({columns}) VALUES (:key, 0, :owner, 1, :expires_at_ms)",
+                key=key,
+                owner=owner,
+                expires_at_ms=expires_at_ms,
+            )
+            return Claim.NEW
+        taken = self._execute(
+            f"UPDATE {self.table} SET state = 0, owner = :owner, claims = claims + 1, "
+            "expires_timestamp_ms = :expires_at_ms WHERE dedup_key = :key "
+            "AND (expires_timestamp_ms <= :now_ms OR owner = :owner)",
+            key=key,
+            owner=owner,
+            now_ms=now_ms,
+            expires_at_ms=expires_at_ms,
+        )
+        if taken.changed:
+            return Claim.TAKEN_OVER
+        record = self.look(key, now_ms)
+        # None: released or expired since. Somebody had it a moment ago, so the message comes again.
+        return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
+
+    def _execute(self, statement: str, **parameters: Any) -> Answer:
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(_InTheWayError):
+                return self._try(statement, parameters)
+        return self._try(statement, parameters)
+
+    def _try(self, statement: str, parameters: Mapping[str, Any]) -> Answer:
+        # Below SQLAlchemy's own connections, whose bookkeeping costs several times what the round trip does.
+        dialect = self.engine.dialect
+        try:
+            pooled = self.engine.raw_connection()
+        except (SQLAlchemyError, self._driver_error) as error:
+            raise DedupStoreError(f"{self.table}: {error}") from error
+        connection: Any = pooled.dbapi_connection
+        try:
+            if self._owned is None:
+                dialect.set_isolation_level(connection, "AUTOCOMMIT")
+            try:
+                return run(connection, dialect.paramstyle, statement, parameters)
+            finally:
+                if self._owned is None:
+                    dialect.reset_isolation_level(connection)
+        except self._driver_error as error:
+            if dialect.is_disconnect(error, connection, None):
+                pooled.invalidate(error)
+            if is_integrity_error(error):
+                raise _RowIsThereError(f"{self.table}: {error}") from error
+            kind = _InTheWayError if _is_worth_repeating(error) else DedupStoreError
+            raise kind(f"{self.table}: {error}") from error
+        finally:
+            pooled.close()
+
+
+class _RowIsThereError(DedupStoreError):
+    """An INSERT has found a row of its key."""
+
+
+class _InTheWayError(DedupStoreError):
+    """The database has undone the statement since others were in its way."""
+
+
+def _is_worth_repeating(error: Exception) -> bool:
+    number = error.args[0] if error.args else None
+    codes = (getattr(error, "sqlstate", None), getattr(error, "pgcode", None), number)
+    return not _WORTH_REPEATING.isdisjoint(code for code in codes if isinstance(code, str | int))
+
+
+_REPEATED: Final = 4
+"""A claim that was made before with the same token."""
+
+
+def _mysql_claim(table: str) -> str:
+    """The claim for MySQL, which returns no rows of an INSERT: what it came to travels as the last inserted id.
+
+    Assignments are made from left to right, each seeing those before it: so the time that tells whether the row was
+    free is changed last, and by the owner, which is ours by then if it was.
+    """
+    free = "expires_timestamp_ms <= :now_ms OR owner = :owner"
+    outcome = (
+        f"CASE WHEN owner = :owner THEN {_REPEATED} WHEN expires_timestamp_ms <= :now_ms THEN 1 ELSE 2 + state END"
+    )
+    return (
+        f"INSERT INTO {table} (dedup_key, state, owner, claims, expires_timestamp_ms) "
+        "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON DUPLICATE KEY UPDATE "
+        f"claims = IF(LAST_INSERT_ID({outcome}) = 1, claims + 1, claims), "
+        f"state = IF({free}, 0, state), "
+        f"owner = IF({free}, :owner, owner), "
+        "expires_timestamp_ms = IF(owner = :owner, :expires_at_ms, expires_timestamp_ms)"
+    )

@@ -1,0 +1,394 @@
+"""Where the records of a dedup guard are: what a store must do, what its keys look like, two stores without a server.
+
+`librmq.dedup` has the guard itself, and the states of a record.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import os
+import re
+import sqlite3
+import threading
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from os import PathLike
+from typing import Any, Final, Literal, NamedTuple, Protocol
+from urllib.parse import quote
+
+from sortedcontainers import SortedSet
+
+from librmq.clock import Clock
+from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
+from librmq.housekeeping import Background
+from librmq.listener import Delivered
+from librmq.sqltables import KEY_LIMIT, check_name, upgrade_tables
+
+__all__ = [
+    "Claim",
+    "DedupRecord",
+    "DedupStatements",
+    "DedupStore",
+    "MemoryDedupStore",
+    "SqliteDedupStore",
+    "dedup_key",
+    "purge_in_background",
+    "purge_step",
+    "unique_id",
+]
+
+_log = logging.getLogger("librmq.dedup")
+
+PURGE_INTERVAL: Final = 60.0
+_PURGE_ROWS: Final = 1000
+
+
+# --------------------------------------------------------------------------------------------------------------- keys
+
+_UNSAFE: Final = re.compile(r"[^!-~]|[%#]")
+_UNSAFE_SCOPE: Final = re.compile(r"[^!-~]|[%#:]")
+_SAFE_CHARACTERS: Final = "".join(map(chr, range(33, 127))).replace("%", "").replace("#", "")
+
+
+def dedup_key(application: str, topic: str, group: str, tag: str | None, key: str, *, limit: int = KEY_LIMIT) -> str:
+    """The key of a record: ``application:topic:group:tag:key`` in printable ASCII, at most ``limit`` characters.
+
+    Two that differ in any part have different keys: other characters are percent-encoded, and a text that would be
+    longer ends in ``#`` and the SHA-256 of all of it.
+    """
+    text = _scope(application, topic, group, tag) + (
+        quote(key, safe=_SAFE_CHARACTERS, errors="surrogatepass") if _UNSAFE.search(key) else key
+    )
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 65]}#{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+@lru_cache(maxsize=1024)
+def _scope(application: str, topic: str, group: str, tag: str | None) -> str:
+    safe = _SAFE_CHARACTERS.replace(":", "")
+    return "".join(
+        (quote(part, safe=safe, errors="surrogatepass") if _UNSAFE_SCOPE.search(part) else part) + ":"
+        for part in (application, topic, group, tag or "")
+    )
+
+
+def unique_id(message: Delivered) -> str:
+    """What tells a message from all others, whatever became of it: the producer's unique id, else the broker's first.
+
+    The same for all deliveries of a message that was sent once. One that was sent twice has two: use a business key.
+    """
+    return message.unique_key or message.properties.get("ORIGIN_MESSAGE_ID") or message.message_id
+
+
+# ------------------------------------------------------------------------------------------------------------- stores
+
+
+class Claim(enum.IntEnum):
+    """What a claim came to."""
+
+    NEW = 0
+    """It is ours; nobody has had it."""
+    TAKEN_OVER = 1
+    """It is ours; somebody had it and did not end in time."""
+    CONSUMING = 2
+    """Somebody else has it."""
+    CONSUMED = 3
+    """The message was consumed."""
+
+
+CLAIMS: Final[tuple[Claim, ...]] = tuple(Claim)
+
+
+class DedupRecord(NamedTuple):
+    """What a store knows of a key."""
+
+    consumed: bool
+    owner: str
+    expires_timestamp_ms: int
+
+
+class DedupStore(Protocol):
+    """Where records are. Each call is atomic whoever else calls, and thread-safe; `DedupStoreError` where it fails.
+
+    Keys are those of `dedup_key`. ``owner`` is a token that was never used before; a call that is repeated with the
+    same token, since its answer was lost, gives what it gave. Times are milliseconds since 1970, of the caller's
+    clock: the clocks of those who share a store have to agree to well within the time of a claim.
+    """
+
+    blocking: bool
+    """Whether a call may wait for a disk or a network, and so has no place on an event loop."""
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        """Take ``key`` until ``expires_at_ms`` if there is no record, or one that has expired."""
+        ...
+
+    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
+        """Mark ``key`` as consumed until ``expires_at_ms``; false if the claim is no longer ``owner``'s, or expired."""
+        ...
+
+    def release(self, key: str, owner: str, now_ms: int) -> bool:
+        """Remove the record; false if the claim is no longer ``owner``'s, or expired."""
+        ...
+
+    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+        """The record, unless it has expired. Tells people what happened; nothing is decided by it."""
+        ...
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        """Delete at most ``limit`` records that have expired; how many there were."""
+        ...
+
+
+class MemoryDedupStore:
+    """Records in memory: for tests, and for one process whose effects die with it. Thread-safe."""
+
+    blocking = False
+
+    def __init__(self) -> None:
+        self._records: dict[str, DedupRecord] = {}
+        self._expiries: SortedSet[tuple[int, str]] = SortedSet()
+        self._lock = threading.Lock()
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        with self._lock:
+            record = self._records.get(key)
+            if record is not None and record.owner != owner and record.expires_timestamp_ms > now_ms:
+                return Claim.CONSUMED if record.consumed else Claim.CONSUMING
+            self._put(key, DedupRecord(False, owner, expires_at_ms))
+            return Claim.NEW if record is None or record.owner == owner else Claim.TAKEN_OVER
+
+    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
+        with self._lock:
+            if not self._is_held(key, owner, now_ms):
+                return False
+            self._put(key, DedupRecord(True, owner, expires_at_ms))
+            return True
+
+    def release(self, key: str, owner: str, now_ms: int) -> bool:
+        with self._lock:
+            if not self._is_held(key, owner, now_ms) or self._records[key].consumed:
+                return False
+            self._drop(key)
+            return True
+
+    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+        with self._lock:
+            record = self._records.get(key)
+            return record if record is not None and record.expires_timestamp_ms > now_ms else None
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        purged = 0
+        with self._lock:
+            while self._expiries and self._expiries[0][0] <= now_ms and purged < limit:
+                self._drop(self._expiries[0][1])
+                purged += 1
+        return purged
+
+    def __len__(self) -> int:
+        """How many records are kept, expired ones included."""
+        return len(self._records)
+
+    def _put(self, key: str, record: DedupRecord) -> None:
+        self._drop(key)
+        self._records[key] = record
+        self._expiries.add((record.expires_timestamp_ms, key))
+
+    def _drop(self, key: str) -> None:
+        old = self._records.pop(key, None)
+        if old is not None:
+            self._expiries.discard((old.expires_timestamp_ms, key))
+
+    def _is_held(self, key: str, owner: str, now_ms: int) -> bool:
+        record = self._records.get(key)
+        return record is not None and record.owner == owner and record.expires_timestamp_ms > now_ms
+
+
+class DedupStatements:
+    """The statements of a table of records, for SQLite and PostgreSQL; ``:names`` are their parameters."""
+
+    def __init__(self, table: str) -> None:
+        check_name(table)
+        free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
+        # One statement that decides and tells: what is not free is set to what it was.
+        self.claim = (
+            f"INSERT INTO {table} AS held (dedup_key, state, owner, claims, expires_timestamp_ms) "
+            "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON CONFLICT (dedup_key) DO UPDATE SET "
+            f"state = CASE WHEN {free} THEN 0 ELSE held.state END, "
+            f"owner = CASE WHEN {free} THEN :owner ELSE held.owner END, "
+            f"claims = CASE WHEN ({free}) AND held.owner <> :owner THEN held.claims + 1 ELSE held.claims END, "
+            f"expires_timestamp_ms = CASE WHEN {free} THEN :expires_at_ms ELSE held.expires_timestamp_ms END "
+            "RETURNING CASE WHEN owner <> :owner THEN 2 + state WHEN claims > 1 THEN 1 ELSE 0 END"
+        )
+        mine = "dedup_key = :key AND owner = :owner AND expires_timestamp_ms > :now_ms"
+        self.finish = f"UPDATE {table} SET state = 1, expires_timestamp_ms = :expires_at_ms WHERE {mine}"
+        self.release = f"DELETE FROM {table} WHERE {mine} AND state = 0"
+        self.look = (
+            f"SELECT state, owner, expires_timestamp_ms FROM {table} "
+            "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
+        )
+        # Asked twice: a row may be claimed anew between being found and being deleted.
+        self.purge = (
+            f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms AND dedup_key IN "
+            f"(SELECT dedup_key FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit)"
+        )
+
+
+class SqliteDedupStore:
+    """Records in a SQLite file, for the processes of one machine: no server, write-ahead log. Thread-safe.
+
+    ``durability`` "async": a record survives the process at once, the machine after SQLite's next checkpoint; "sync":
+    the machine too, for a flush of the disk a call. `DedupStoreError` where the file is locked for ``timeout`` seconds.
+    Of no use in a child process after a fork. A context manager.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        table: str = "rmq_dedup",
+        durability: Literal["async", "sync"] = "async",
+        timeout: float = 5.0,
+    ) -> None:
+        if sqlite3.sqlite_version_info < (3, 35):
+            raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 tells what a statement returned")
+        if durability not in ("async", "sync"):
+            raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
+        self._statements = DedupStatements(table)
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._connection: sqlite3.Connection | None = None
+        self.path = os.fspath(path)
+        try:
+            connection = sqlite3.connect(path, timeout, isolation_level=None, check_same_thread=False)
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'sync' else 'NORMAL'}")
+                upgrade_tables(connection, dedup=table, messages=None, outbox=None)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._failure(error) from error
+        self._connection = connection
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        parameters = {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
+        with self._lock:
+            try:
+                rows = self._open().execute(self._statements.claim, parameters).fetchall()
+            except sqlite3.Error as error:
+                raise self._failure(error) from error
+        outcome: int = rows[0][0]
+        return CLAIMS[outcome]
+
+    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
+        return self._change(
+            self._statements.finish,
+            {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms},
+        )
+
+    def release(self, key: str, owner: str, now_ms: int) -> bool:
+        return self._change(self._statements.release, {"key": key, "owner": owner, "now_ms": now_ms})
+
+    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+        with self._lock:
+            try:
+                rows = self._open().execute(self._statements.look, {"key": key, "now_ms": now_ms}).fetchall()
+            except sqlite3.Error as error:
+                raise self._failure(error) from error
+        return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        with self._lock:
+            try:
+                return self._open().execute(self._statements.purge, {"now_ms": now_ms, "limit": limit}).rowcount
+            except sqlite3.Error as error:
+                raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None and self._process == os.getpid():
+                connection.close()
+
+    def __enter__(self) -> SqliteDedupStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None or self._process != os.getpid():
+            raise StoreClosedError(f"{self.path}: this handle was closed, or opened before a fork: open it anew")
+        return self._connection
+
+    def _change(self, statement: str, parameters: dict[str, Any]) -> bool:
+        with self._lock:
+            try:
+                return self._open().execute(statement, parameters).rowcount == 1
+            except sqlite3.Error as error:
+                raise self._failure(error) from error
+
+    def _failure(self, error: sqlite3.Error) -> DedupStoreError:
+        return DedupStoreError(f"{self.path}: {error}")
+
+
+# ------------------------------------------------------------------------------------------------------------ purging
+
+
+def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[int], int]:
+    """A step ``run_due(now_ms) -> next_due_ms`` that deletes what has expired in ``store``, every ``every`` seconds.
+
+    At most 1,000 records a statement, so that nobody waits long; as long as there are more it is due at once.
+    """
+
+    def run_due(now_ms: int) -> int:
+        try:
+            if store.purge(now_ms, _PURGE_ROWS) >= _PURGE_ROWS:
+                return now_ms
+        except DedupStoreError as error:
+            _log.warning("expired records could not be purged: %s", error)
+        return now_ms + round(1000 * every)
+
+    return run_due
+
+
+_purging: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
+_purging_lock = threading.Lock()
+
+
+def purge_in_background(store: DedupStore, clock: Clock) -> None:
+    """Let one thread purge ``store`` from now on, as long as anybody uses it."""
+    if store in _purging:
+        return
+    with _purging_lock:
+        if store in _purging:
+            return
+        weak = weakref.ref(store)
+
+        def run_due(now_ms: int) -> int | None:
+            held = weak()
+            try:
+                return None if held is None else purge_step(held)(now_ms)
+            except StoreClosedError:
+                return None
+
+        background = _purging[store] = Background(run_due, clock, "librmq-dedup-purge")
+        weakref.finalize(store, background.stop).atexit = False
+
+
+def _after_fork() -> None:
+    global _purging_lock
+    _purging_lock = threading.Lock()  # some thread of the parent may hold it
+    _purging.clear()  # its threads are the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,210 @@
+"""Any time by delay levels: a message is sent on in hops, each as long as a level, until its time has come.
+
+::
+
+    simple    level 1 again and again          10 h 1 s by 4.9's levels: 36,001 hops
+    best      the longest level that is not    10 h 1 s: 5 × 2 h and 1 s, 6 hops
+              longer than what remains, else level 1
+
+Both come too late by less than level 1 (a second) and a look of the schedule (100 ms), however many the hops: each
+goes by the time that it is, so that lateness does not add up. They are never early.
+
+`HopProxy` carries messages so. One that is to wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own
+topic and queue as properties; the proxy sends it on by level, and at last to where it belongs, where nothing tells of
+the way it came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from librmq import codec
+from librmq.errors import ConfigError, MessageIllegalError
+from librmq.javahash import java_int, java_long
+from librmq.levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message import Message, StoredMessage
+from librmq.reading import GetStatus
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import validate_topic
+from librmq.txn import TransactionOffsets
+
+__all__ = [
+    "HOP_GROUP",
+    "HOP_TOPIC",
+    "HopProxy",
+    "Route",
+    "best_level",
+    "hops",
+    "route",
+    "send_at",
+    "simple_level",
+]
+
+_log = logging.getLogger("librmq.hops")
+
+HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
+HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
+"""The group whose progress is the proxy's."""
+TARGET_MS: Final = "SCHEDULE_TARGET_MS"
+TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
+TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
+
+_OF_THE_WAY: Final = frozenset(
+    (
+        TARGET_MS,
+        TARGET_TOPIC,
+        TARGET_QUEUE_ID,
+        codec.PROPERTY_DELAY,
+        codec.PROPERTY_REAL_TOPIC,
+        codec.PROPERTY_REAL_QUEUE_ID,
+    )
+)
+_QUEUE: Final = 0
+_READ: Final = 32
+
+Choose = Callable[[int, DelayLevels], int]
+"""From the milliseconds that remain, above 0, to the level of the next hop."""
+
+
+class Route(NamedTuple):
+    """What a way of choosing levels makes of a delay."""
+
+    hops: int
+    overshoot_ms: int
+    """By how much the hops are longer than the delay."""
+
+
+def simple_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
+    """The level of the next hop: always the first. `ConfigError` if that does not wait."""
+    if not levels.delays_ms or levels.delays_ms[0] <= 0:
+        raise ConfigError("delay level 1 does not wait: no time can be reached by it")
+    return 1
+
+
+def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
+    """The level of the next hop: the longest that is not longer than what remains, the first if all are.
+
+    `ConfigError` if the first does not wait.
+    """
+    fits = [(delay_ms, -level) for level, delay_ms in enumerate(levels.delays_ms, 1) if 0 < delay_ms <= remaining_ms]
+    return -max(fits)[1] if fits else simple_level(remaining_ms, levels)
+
+
+def hops(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> Iterator[int]:
+    """The levels by which a delay is waited for, one after the other; none for a delay of 0 or less."""
+    remaining_ms = delay_ms
+    while remaining_ms > 0:
+        level = choose(remaining_ms, levels)
+        yield level
+        remaining_ms -= levels.delay_ms(level)
+
+
+def route(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> Route:
+    """How many hops a delay takes, and by how much they are longer. Costs by the levels for a long delay too."""
+    remaining_ms, count = delay_ms, 0
+    while remaining_ms > 0:
+        level_ms = levels.delay_ms(choose(remaining_ms, levels))
+        # The same level is chosen again for as long as what remains is not shorter than it.
+        times = max(1, remaining_ms // level_ms)
+        count += times
+        remaining_ms -= times * level_ms
+    return Route(count, -remaining_ms if delay_ms > 0 else 0)
+
+
+def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
+    """The message that is to be sent instead of ``message``, so that it comes to its topic at ``target_ms``.
+
+    `MessageIllegalError` for a topic that can't be, and for a message that has a delay level too.
+    """
+    validate_topic(message.topic)
+    if codec.PROPERTY_DELAY in message.properties:
+        raise MessageIllegalError("a message that is to come at a time has no delay level")
+    carried = Message(HOP_TOPIC, message.body, flag=message.flag)
+    carried.properties = {
+        **message.properties,
+        TARGET_MS: str(target_ms),
+        TARGET_TOPIC: message.topic,
+        TARGET_QUEUE_ID: str(queue_id),
+    }
+    return carried
+
+
+class HopProxy:
+    """Sends on what waits in topic ``SYSTEM_SCHEDULE_MSG``. Not thread-safe: one caller at a time.
+
+    A step beside `librmq.delay.DelaySchedule`, which brings each hop back to the topic: call `run_due` when something
+    has come there. What names no time or topic is dropped, logged as an error. After a crash messages may come twice;
+    none is lost, none is early.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        offsets: TransactionOffsets,
+        choose: Choose = best_level,
+        *,
+        delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+    ) -> None:
+        """``offsets`` keeps the progress; ``delivered(message, result)`` is told of what came to its topic."""
+        self._store = store
+        self._offsets = offsets
+        self._choose = choose
+        self._delivered = delivered
+        self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
+        self._saved_offset = self._next_offset
+
+    def run_due(self, now_ms: int) -> None:
+        """Send on all that has come; raises what `MessageStore.append` does, and goes on there when called again."""
+        while True:
+            found = self._store.read(HOP_TOPIC, _QUEUE, self._next_offset, _READ)
+            for message in found.messages:
+                self._send_on(message, now_ms)
+                self._next_offset = message.queue_offset + 1
+            if found.messages:
+                continue
+            if found.status is GetStatus.NO_MESSAGE_IN_QUEUE or found.next_offset == self._next_offset:
+                return
+            self._next_offset = found.next_offset
+
+    def save(self) -> None:
+        """Note the progress, after a flush of the store, for whoever keeps it to write. Raises what the flush does."""
+        if self._next_offset != self._saved_offset:
+            self._store.flush()
+            self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, self._next_offset)
+            self._saved_offset = self._next_offset
+
+    def _send_on(self, message: StoredMessage, now_ms: int) -> None:
+        properties = message.properties
+        target_ms = java_long(properties.get(TARGET_MS, ""))
+        queue_id = java_int(properties.get(TARGET_QUEUE_ID, "0"))
+        topic = properties.get(TARGET_TOPIC, "")
+        try:
+            if target_ms is None or queue_id is None or topic == HOP_TOPIC:
+                raise MessageIllegalError("it names no time, queue or topic to go to")
+            arrived = now_ms >= target_ms
+            following = Message(topic if arrived else HOP_TOPIC, message.stored_body, flag=message.flag)
+            if arrived:
+                following.properties = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
+            else:
+                level = self._choose(target_ms - now_ms, self._store.levels)
+                following.properties = {**properties, codec.PROPERTY_DELAY: str(level)}
+            result = self._store.submit(
+                following,
+                queue_id if arrived else _QUEUE,
+                born_timestamp_ms=message.born_timestamp_ms,
+                born_host=message.born_host,
+                store_host=message.store_host,
+                sys_flag=message.sys_flag,
+                reconsume_times=message.reconsume_times,
+            ).result
+        except MessageIllegalError as error:
+            _log.error(
+                "the message at queue offset %d, physical offset %d is dropped: %s",
+                message.queue_offset, message.physical_offset, error,
+                extra={"topic": HOP_TOPIC, "queue_id": _QUEUE, "queue_offset": message.queue_offset},
+            )  # fmt: skip
+            return
+        if arrived and self._delivered is not None:
+            self._delivered(message, result)

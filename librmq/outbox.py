@@ -1,0 +1,335 @@
+"""The outbox: messages written in the transaction that they report, and sent from there until the broker has them.
+
+::
+
+    with session.begin():
+        session.execute(...)                             # the business change
+        outbox.add(session, Message("orders", b"…"))     # commits with it, or not at all
+
+    OutboxSender(engine, producer).start()               # in any process, any number of them
+
+A row is sent at least once: a sender that dies between SEND_OK and its mark leaves a row that is sent again, with the
+same unique id. Senders claim rows by comparing and setting one row at a time, so that none is claimed twice while its
+claim lasts. Rows of one ``order_key`` are sent one after the other, in the order of their ids: the order of the
+transactions, as far as these exclude each other (by a lock on the row that the key stands for, taken before the first
+`add`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, Protocol
+
+from librmq.clock import Clock, SystemClock
+from librmq.codec import PROPERTY_UNIQUE_KEY
+from librmq.dedup import milliseconds
+from librmq.errors import ConfigError, MessageIllegalError, RmqError
+from librmq.housekeeping import Background
+from librmq.message import Message
+from librmq.sqltables import KEY_LIMIT, Link, check_name, linked
+from librmq.topics import NOT_FOR_SENDING, validate_client_topic
+
+__all__ = ["Outbox", "OutboxSender", "Producer"]
+
+_log = logging.getLogger("librmq.outbox")
+
+_BATCH: Final = 100
+_FIRST_DELAY_MS: Final = 1_000
+_LAST_DELAY_MS: Final = 60_000
+_PURGE_INTERVAL_MS: Final = 60_000
+_MAX_BODY: Final = 4 << 20
+_SENT: Final = frozenset({"SEND_OK", "OK"})
+
+
+class Producer(Protocol):
+    """Whatever sends a message, waits for the answer, and raises where there is none."""
+
+    def send(self, message: Message, /) -> Any:
+        """Send; a result with a ``status`` (or ``send_status``) other than SEND_OK counts as not sent."""
+        ...
+
+
+class Outbox:
+    """Where an application leaves messages: the table ``table``, made by `librmq.sqltables.upgrade_tables`.
+
+    Thread-safe; a connection is its user's.
+    """
+
+    def __init__(self, *, table: str = "rmq_outbox", clock: Clock | None = None) -> None:
+        self.table = check_name(table)
+        self._clock = clock or SystemClock()
+
+    def add(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
+        """Write ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
+
+        ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection. Rows with the same
+        ``order_key`` are sent one after the other. `MessageIllegalError` for what no broker would take.
+        """
+        validate_client_topic(message.topic)
+        if message.topic in NOT_FOR_SENDING:
+            raise MessageIllegalError(f"topic {message.topic!r} is written by the broker alone")
+        if not 0 < len(message.body) <= _MAX_BODY:
+            raise MessageIllegalError(f"expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}")
+        if order_key is not None and not 0 < len(order_key) <= KEY_LIMIT:
+            raise MessageIllegalError(f"order key: expected 1 to {KEY_LIMIT} characters, found {order_key!r:.100}")
+        message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
+        Link(connection).execute(
+            f"INSERT INTO {self.table} "
+            "(order_key, topic, properties, flag, body, state, owner, attempts, due_timestamp_ms) "
+            "VALUES (:order_key, :topic, :properties, :flag, :body, 0, '', 0, :now_ms)",
+            order_key=order_key,
+            topic=message.topic,
+            properties=json.dumps(message.properties),
+            flag=message.flag,
+            body=message.body,
+            now_ms=self._clock.now_ms(),
+        )
+
+    async def add_async(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
+        """As `add`, in a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``."""
+        await connection.run_sync(lambda inner: self.add(inner, message, order_key=order_key))
+
+
+class _Row(NamedTuple):
+    """A row that may be sent, as it was seen."""
+
+    id: int
+    order_key: str | None
+    topic: str
+    properties: str
+    flag: int
+    body: bytes
+    owner: str
+    attempts: int
+    due_timestamp_ms: int
+
+    def message(self) -> Message:
+        message = Message(self.topic, bytes(self.body), flag=self.flag)
+        message.properties.update(json.loads(self.properties))
+        return message
+
+
+class OutboxSender:
+    """Sends what lies in an outbox, oldest first. One sender belongs to one thread; any number share a table.
+
+    ``database`` is a SQLAlchemy ``Engine``, or what gives a DB-API connection when it is called. ``producer`` has
+    ``send(message)``; ``send_ordered(message, order_key)``, if given, is for rows with an order key, to choose their
+    queue by it. A row claimed by a sender that does not end is sent by another after ``claim_timeout``, which has to be
+    longer than a send ever takes; one that was refused is tried again after 1 s, 2 s, … up to a minute, without end.
+    Rows sent are kept for ``keep_sent``. Durations are seconds or a ``timedelta``.
+
+    `start` lets a thread do this; without it, `run_due` is a step for whoever moves the clock.
+    """
+
+    def __init__(
+        self,
+        database: Any,
+        producer: Producer,
+        *,
+        table: str = "rmq_outbox",
+        send_ordered: Callable[[Message, str], Any] | None = None,
+        claim_timeout: float | timedelta = 60.0,
+        poll_interval: float | timedelta = 1.0,
+        keep_sent: float | timedelta = 3600.0,
+        clock: Clock | None = None,
+    ) -> None:
+        """`ConfigError` for settings that make no sense."""
+        if not callable(getattr(producer, "send", None)):
+            raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
+        self.table = check_name(table)
+        self.sent = 0
+        """Rows that this sender has sent and marked."""
+        self.failed = 0
+        """Sends that were refused or raised."""
+        self.lost = 0
+        """Rows sent by this sender after its claim had expired: another may have sent them too."""
+        self._database = database
+        self._connection: Any = None
+        self._producer = producer
+        self._send_ordered = send_ordered
+        self._claim_ms = milliseconds("claim_timeout", claim_timeout)
+        self._poll_ms = milliseconds("poll_interval", poll_interval)
+        self._keep_ms = milliseconds("keep_sent", keep_sent)
+        self._clock = clock or SystemClock()
+        self._purge_at_ms = self._next_purge_ms()
+        self._background: Background | None = None
+        self._closing = False
+
+    def run_due(self, now_ms: int) -> int:
+        """Send what is to be sent; when to look again, in ms since 1970. What the database raises is logged."""
+        try:
+            while self._send_some():
+                pass
+            self._purge()
+        except RmqError:
+            raise
+        except Exception as error:
+            _log.warning("%s: the database could not be asked: %s", self.table, error)
+        finally:
+            self._let_go()
+        return max(now_ms, self._clock.now_ms()) + self._poll_ms
+
+    def start(self) -> OutboxSender:
+        """Let a thread send; it ends with `close`."""
+        if self._background is None:
+            self._background = Background(self.run_due, self._clock, "librmq-outbox")
+        return self
+
+    def wake(self) -> None:
+        """Let the thread look now; to be called after a commit, by whoever does not want to wait."""
+        if self._background is not None:
+            self._background.wake()
+
+    def close(self) -> None:
+        """End the thread after the send that runs; rows claimed and not sent are given back."""
+        background, self._background = self._background, None
+        self._closing = True
+        if background is not None:
+            background.stop()
+
+    def __enter__(self) -> OutboxSender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- a round
+
+    def _send_some(self) -> bool:
+        """Send some rows; false if there are none to send."""
+        owner = secrets.token_hex(12)
+        rows, until_ms = self._claim(owner)
+        for row in rows:
+            if self._closing or self._clock.now_ms() >= until_ms:
+                break
+            self._send(row, owner)
+        else:
+            return bool(rows)
+        with self._link() as link:
+            link.execute(
+                f"UPDATE {self.table} SET owner = '', due_timestamp_ms = :now_ms WHERE owner = :owner AND state = 0",
+                owner=owner,
+                now_ms=self._clock.now_ms(),
+            )
+        return False
+
+    def _claim(self, owner: str) -> tuple[list[_Row], int]:
+        """Take rows that are due and first of their order key; until when they are ours."""
+        now_ms = self._clock.now_ms()
+        until_ms = now_ms + self._claim_ms
+        with self._link() as link:
+            seen = link.execute(
+                "SELECT id, order_key, topic, properties, flag, body, owner, attempts, due_timestamp_ms "
+                f"FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms <= :now_ms "
+                "AND (order_key IS NULL OR NOT EXISTS "
+                f"(SELECT 1 FROM {self.table} earlier WHERE earlier.order_key = candidate.order_key "
+                "AND earlier.state = 0 AND earlier.id < candidate.id)) "
+                f"ORDER BY id LIMIT {_BATCH}",
+                now_ms=now_ms,
+            ).rows
+        rows = [_Row(*each) for each in seen]
+        if not rows:
+            return [], until_ms
+        with self._link() as link:
+            # Compare and set: of several senders that saw the row so, one changes it.
+            return [
+                row
+                for row in rows
+                if link.execute(
+                    f"UPDATE {self.table} SET owner = :owner, due_timestamp_ms = :until_ms "
+                    "WHERE id = :id AND state = 0 AND owner = :seen_owner AND due_timestamp_ms = :seen_due_ms",
+                    owner=owner,
+                    until_ms=until_ms,
+                    id=row.id,
+                    seen_owner=row.owner,
+                    seen_due_ms=row.due_timestamp_ms,
+                ).changed
+            ], until_ms
+
+    def _send(self, row: _Row, owner: str) -> None:
+        try:
+            message = row.message()
+            if row.order_key is not None and self._send_ordered is not None:
+                result = self._send_ordered(message, row.order_key)
+            else:
+                result = self._producer.send(message)
+            problem = _problem(result)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        now_ms = self._clock.now_ms()
+        if problem is None:
+            change, due_ms = "state = 1", now_ms
+        else:
+            change = "attempts = attempts + 1"
+            due_ms = now_ms + min(_FIRST_DELAY_MS << min(row.attempts, 10), _LAST_DELAY_MS)
+            self.failed += 1
+            _log.warning("%s: row %d to %s was not sent, attempt %d: %s", self.table, row.id, row.topic,
+                         row.attempts + 1, problem)  # fmt: skip
+        with self._link() as link:
+            marked = link.execute(
+                f"UPDATE {self.table} SET {change}, owner = '', due_timestamp_ms = :due_ms "
+                "WHERE id = :id AND state = 0 AND owner = :owner",
+                due_ms=due_ms,
+                id=row.id,
+                owner=owner,
+            ).changed
+        if problem is not None:
+            return
+        if marked:
+            self.sent += 1
+        else:
+            self.lost += 1
+            _log.warning("%s: row %d was sent after its claim had expired: it may be sent twice", self.table, row.id)
+
+    def _purge(self) -> None:
+        """Rows that were sent long enough ago; their time is that of their mark. Once a minute: it locks rows."""
+        if self._clock.now_ms() < self._purge_at_ms:
+            return
+        self._purge_at_ms = self._next_purge_ms()
+        with self._link() as link:
+            link.execute(
+                f"DELETE FROM {self.table} WHERE state = 1 AND due_timestamp_ms <= :before_ms",
+                before_ms=self._clock.now_ms() - self._keep_ms,
+            )
+
+    def _next_purge_ms(self) -> int:
+        return self._clock.now_ms() + min(self._keep_ms, _PURGE_INTERVAL_MS)
+
+    # ---- the database
+
+    @contextmanager
+    def _link(self) -> Iterator[Link]:
+        """One transaction on a connection of this round's own, or on one of the engine's."""
+        if callable(self._database) and self._connection is None:
+            self._connection = self._database()
+        with linked(self._database if self._connection is None else self._connection) as link:
+            try:
+                yield link
+                link.commit()
+            except BaseException:
+                link.rollback()
+                raise
+
+    def _let_go(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _problem(result: Any) -> str | None:
+    """What is wrong with what a producer gave; None if the message was sent."""
+    if inspect.isawaitable(result):
+        close = getattr(result, "close", None)
+        if callable(close):
+            close()
+        return "send gave something to be awaited: a sender needs a producer that waits"
+    status = getattr(result, "send_status", getattr(result, "status", None))
+    if status is None or getattr(status, "name", status) in _SENT:
+        return None
+    return f"status {getattr(status, 'name', status)}"

@@ -1,0 +1,177 @@
+"""What waits in a store: halves for their end, delayed messages and timers for their time.
+
+Read from the broker's own files, without a broker and beside a running one. Nothing is collected: memory does not grow
+with what waits, but for a bit a half and some bytes a timer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from librmq import codec, layout
+from librmq.brokerconfig import BrokerConfig
+from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeueext import is_ext_address
+from librmq.dispatch import derived_tags_code
+from librmq.javahash import java_int, java_long
+from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message import StoredMessage
+from librmq.reading import GetStatus
+from librmq.store import MessageStore
+from librmq.timer import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
+from librmq.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
+from librmq.topics import HALF_TOPIC
+from librmq.txn import EndedHalves, TransactionSettings, progress
+
+__all__ = ["Kind", "Pending", "pending"]
+
+Kind = Literal["half", "delay", "timer"]
+
+KINDS: Final[tuple[Kind, ...]] = ("half", "delay", "timer")
+_READ: Final = 32
+_TIMEOUT_MS: Final = round(1000 * TransactionSettings().timeout_s)
+
+
+class Pending(NamedTuple):
+    """A message that waits."""
+
+    kind: Kind
+    topic: str
+    """The topic that it is meant for."""
+    due_ms: int
+    """When it is delivered; a half: from when on its producer may be asked."""
+    unique_key: str | None
+    physical_offset: int
+    """Of its record, as it waits."""
+    checks: int
+    """How often its producer was asked; 0 but for halves."""
+
+
+def pending(
+    store: MessageStore, tables: BrokerConfig | None = None, *, kind: Kind | None = None, topic: str | None = None
+) -> Iterator[Pending]:
+    """All that waits in a store, by kind, delayed messages and timers in the order of their times.
+
+    Of one ``kind`` or for one ``topic`` only, where these are given. ``tables`` are the broker's, read from the store's
+    folder unless given; their progress may be some seconds behind a broker that is running, so that what was delivered
+    just now may still be shown. `CorruptionError` for files that can't be read.
+    """
+    if tables is None:
+        tables = BrokerConfig.open(os.path.join(store.path, layout.CONFIG), files=store.files)
+    store.refresh()
+    for one in KINDS:
+        if kind is None or kind == one:
+            found = (
+                _halves(store, tables)
+                if one == "half"
+                else _delays(store, tables)
+                if one == "delay"
+                else _timers(store)
+            )
+            for due_ms, message in found:
+                properties = message.properties
+                real_topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
+                if topic is None or topic == real_topic:
+                    checks = java_int(properties.get(codec.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
+                    yield Pending(
+                        one, real_topic, due_ms, message.unique_key, message.physical_offset,
+                        checks if one == "half" else 0,
+                    )  # fmt: skip
+
+
+def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Iterator[StoredMessage]:
+    """The messages of a queue from ``begin`` on; those that are gone are left out."""
+    at = begin
+    while True:
+        found = store.read(topic, queue_id, at, _READ)
+        yield from found.messages
+        if found.status is GetStatus.NO_MESSAGE_IN_QUEUE or found.next_offset <= at or at >= found.max_offset:
+            return
+        at = found.next_offset
+
+
+def _halves(store: MessageStore, tables: BrokerConfig) -> Iterator[tuple[int, StoredMessage]]:
+    ended = EndedHalves(store, tables)
+    for half in _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC)):
+        if half.queue_offset in ended:
+            continue
+        own = java_long(half.properties.get(codec.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
+        yield half.born_timestamp_ms + (_TIMEOUT_MS if own is None or own == -1 else 1000 * own), half
+
+
+def _delays(store: MessageStore, tables: BrokerConfig) -> Iterator[tuple[int, StoredMessage]]:
+    def of_level(queue_id: int) -> Iterator[tuple[int, int, StoredMessage]]:
+        queue = store.queue(SCHEDULE_TOPIC, queue_id)
+        begin = tables.delay_offset(level_of_queue_id(queue_id))
+        for message in _messages(store, SCHEDULE_TOPIC, queue_id, begin):
+            yield _due(store, queue, message), message.physical_offset, message
+
+    levels = sorted(queue_id for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC)
+    for due_ms, _, message in heapq.merge(*map(of_level, levels)):
+        yield due_ms, message
+
+
+def _due(store: MessageStore, queue: ConsumeQueue | None, message: StoredMessage) -> int:
+    """When a delayed message is due: its entry says so."""
+    raw = b"" if queue is None else queue.read(message.queue_offset, 1)
+    code = int(ENTRY.unpack(raw)[2]) if raw else 0
+    if queue is not None and is_ext_address(code):
+        unit = queue.ext_unit(code)
+        code = 0 if unit is None else unit.tags_code
+    return code if not -(1 << 31) <= code < 1 << 31 else derived_tags_code(message, store.levels)
+
+
+def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
+    checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
+    size = timer_log_size(store.path, store.files)
+    if size:
+        yield from _timers_in_the_wheel(
+            store, checkpoint, TimerLog(store.path, size, files=store.files, writable=False)
+        )
+    for message in _messages(store, TIMER_TOPIC, 0, checkpoint.queue_offset):
+        if DELETE_KEY not in message.properties:
+            yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
+
+
+def _timers_in_the_wheel(
+    store: MessageStore, checkpoint: TimerCheckpoint, log: TimerLog
+) -> Iterator[tuple[int, StoredMessage]]:
+    """The messages of the slots that are not emptied yet, slot by slot."""
+    found: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]] = []
+    for position, block in log.blocks(checkpoint.log_position):
+        times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
+        waiting = np.flatnonzero(times >= checkpoint.read_time_ms)
+        found.append(np.stack((times[waiting], position + waiting * UNIT_SIZE), axis=1))
+    if not found:
+        return
+    units = np.concatenate(found)
+    del found
+    units = units[np.lexsort((units[:, 1], units[:, 0]))]
+    _, begins = np.unique(units[:, 0], return_index=True)
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
+        positions = units[begin:end, 1]
+        deleted = {
+            message.properties.get(DELETE_KEY)
+            for magic, message in _of_slot(store, log, positions)
+            if magic & DELETE and not magic & ROLL
+        }
+        for magic, message in _of_slot(store, log, positions):
+            key = message.unique_key
+            topic = message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            if not magic & DELETE and (magic & ROLL or key is None or delete_key(topic, key) not in deleted):
+                yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
+
+
+def _of_slot(
+    store: MessageStore, log: TimerLog, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> Iterator[tuple[int, StoredMessage]]:
+    for position in positions.tolist():
+        unit = log.unit(position)
+        message = None if unit is None else store.message_at(unit.physical_offset)
+        if unit is not None and message is not None:
+            yield unit.magic, message

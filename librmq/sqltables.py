@@ -1,0 +1,353 @@
+"""Tables of librmq in the user's own database: their names, columns and versions, and statements run on any connection.
+
+::
+
+    rmq_dedup                                        one row a claimed or consumed message
+        dedup_key              VARCHAR(255)  PRIMARY KEY   ASCII, see `librmq.dedup.dedup_key`
+        state                  SMALLINT      0 consuming, 1 consumed
+        owner                  VARCHAR(64)   token of the claim
+        claims                 INTEGER       how often it was claimed: above 1, a holder before did not end
+        expires_timestamp_ms   BIGINT        from then on the row counts as absent; indexed
+
+    rmq_messages                                     one row a message whose effect is in the same database
+        dedup_key              VARCHAR(255)  PRIMARY KEY   as above
+        expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
+
+    rmq_outbox                                       one row a message to be sent
+        id                     BIGINT        PRIMARY KEY, counts up: the order of sending
+        order_key              VARCHAR(255)  rows of one key are sent one after the other; NULL: in any order
+        topic, properties      TEXT          properties as a JSON object of texts
+        flag                   INTEGER
+        body                   bytes
+        state                  SMALLINT      0 to be sent, 1 sent
+        owner                  VARCHAR(64)   token of the sender that has claimed it
+        attempts               INTEGER       how often sending it failed
+        due_timestamp_ms       BIGINT        not sent, and not claimed by another sender, before; indexed with state
+
+    rmq_tables                                       one row a table
+        table_name             VARCHAR(255)  PRIMARY KEY
+        version                INTEGER
+
+Names are the user's choice. A connection may be a SQLAlchemy ``Session`` or ``Connection``, or one of any DB-API
+driver; SQLAlchemy is loaded only where it already is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from librmq.errors import ConfigError
+
+__all__ = ["Answer", "Link", "check_name", "is_integrity_error", "linked", "upgrade_tables"]
+
+KEY_LIMIT: Final = 255
+"""The longest key that the tables take, in characters."""
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
+_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]+)")
+_DIALECTS: Final = {
+    "sqlite3": "sqlite",
+    **dict.fromkeys(("psycopg", "psycopg2", "pg8000"), "postgresql"),
+    **dict.fromkeys(("pymysql", "MySQLdb", "mysql", "mariadb", "cymysql"), "mysql"),
+}
+
+
+def check_name(name: str) -> str:
+    """``name``, of a table, perhaps with its schema; `ConfigError` if it would have to be quoted."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"a table is named by letters, digits and underscores, found {name!r:.100}")
+    return name
+
+
+class Answer(NamedTuple):
+    """What a statement came to."""
+
+    rows: Sequence[Sequence[Any]]
+    changed: int
+    """Rows that were changed."""
+    last_id: int
+    """What MySQL calls the last inserted id."""
+
+
+class Link:
+    """A connection of the user's, whatever made it. Runs statements with ``:names`` in them, and ends transactions.
+
+    As thread-safe as the connection is. Whatever its driver raises goes through.
+    """
+
+    __slots__ = ("_alchemy", "_style", "connection", "dialect")
+
+    def __init__(self, connection: Any) -> None:
+        """`ConfigError` if it is no connection."""
+        self.connection = connection
+        self._alchemy = _is_alchemy(connection)
+        if self._alchemy:
+            bind = connection.get_bind() if hasattr(connection, "get_bind") else connection
+            self.dialect = _dialect(bind.dialect.name)
+            self._style = ""
+            return
+        if not callable(getattr(connection, "cursor", None)) or not callable(getattr(connection, "commit", None)):
+            raise ConfigError(f"expected a session or connection, found {type(connection).__name__}")
+        module = type(connection).__module__
+        driver = module.partition(".")[0]
+        self.dialect = _DIALECTS.get(driver, driver)
+        self._style = _parameter_style(module)
+
+    def execute(self, sql: str, **parameters: Any) -> Answer:
+        """Run one statement."""
+        if self._alchemy:
+            result = self.connection.execute(_text(sql), parameters)
+            if result.returns_rows:
+                return Answer(result.fetchall(), 0, 0)
+            return Answer((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
+        return run(self.connection, self._style, sql, parameters)
+
+    def commit(self) -> None:
+        """End the transaction; what it did stays."""
+        self.connection.commit()
+
+    def rollback(self) -> None:
+        """End the transaction; what it did is undone."""
+        self.connection.rollback()
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether something is known to have been done that is neither committed nor undone."""
+        value = getattr(self.connection, "in_transaction", False)
+        return bool(value() if callable(value) else value)
+
+    def check_transactions(self) -> None:
+        """`ConfigError` if each statement is committed by itself."""
+        driver = self.connection
+        if self._alchemy:
+            connection = driver.connection() if hasattr(driver, "get_bind") else driver
+            driver = connection.connection.dbapi_connection
+        get = getattr(driver, "get_autocommit", None)
+        value = get() if callable(get) else getattr(driver, "autocommit", False)
+        by_itself = value is True or value == 1
+        if self.dialect == "sqlite" and getattr(driver, "autocommit", -1) == -1:
+            # sqlite3's legacy mode, the only one before 3.12, says it by the isolation level.
+            by_itself = driver.isolation_level is None
+        if by_itself:
+            raise ConfigError("the connection commits each statement by itself: open it without autocommit")
+
+
+def is_integrity_error(error: BaseException) -> bool:
+    """Whether a driver, or SQLAlchemy for it, says that a row is there already."""
+    return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
+
+
+def _is_alchemy(connection: object) -> bool:
+    return any(kind.__module__.startswith("sqlalchemy.") for kind in type(connection).__mro__)
+
+
+def _dialect(name: str) -> str:
+    return "mysql" if name == "mariadb" else name
+
+
+@lru_cache(maxsize=256)
+def _text(sql: str) -> Any:
+    from sqlalchemy import text
+
+    return text(sql)
+
+
+def _parameter_style(module: str) -> str:
+    """What the driver says in which ``module`` a connection is, or a package above it."""
+    while module:
+        style = getattr(sys.modules.get(module), "paramstyle", None)
+        if isinstance(style, str):
+            return style
+        module = module.rpartition(".")[0]
+    return "qmark"
+
+
+def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> Answer:
+    """Run one statement on a driver's connection, which takes parameters in ``style``."""
+    statement, names = rendered(sql, style)
+    cursor = connection.cursor()
+    try:
+        cursor.execute(
+            statement, parameters if style in ("named", "pyformat") else tuple(parameters[name] for name in names)
+        )
+        rows = cursor.fetchall() if cursor.description else ()
+        last_id = getattr(cursor, "lastrowid", 0)
+        return Answer(rows, cursor.rowcount, last_id if isinstance(last_id, int) else 0)
+    finally:
+        cursor.close()
+
+
+@lru_cache(maxsize=256)
+def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
+    """``sql`` in a driver's style of parameters, and their names in the order in which they occur."""
+    names: list[str] = []
+
+    def one(found: re.Match[str]) -> str:
+        names.append(found[1])
+        if style == "qmark":
+            return "?"
+        if style == "format":
+            return "%s"
+        if style == "pyformat":
+            return f"%({found[1]})s"
+        return f":{found[1]}" if style == "named" else f":{len(names)}"
+
+    return _PARAMETER.sub(one, sql), tuple(names)
+
+
+# ------------------------------------------------------------------------------------------------------------- schema
+
+_Steps = Mapping[str, Sequence[str]]
+"""Statements by dialect; "" for all others."""
+
+_DEDUP: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} ("
+        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, "
+        "claims INTEGER NOT NULL, expires_timestamp_ms BIGINT NOT NULL){options}",
+        "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
+    ),
+    "mysql": (
+        # Keys differ by case and by every byte, which the usual collations do not see.
+        "CREATE TABLE IF NOT EXISTS {table} ("
+        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, "
+        "claims INTEGER NOT NULL, expires_timestamp_ms BIGINT NOT NULL, "
+        "INDEX {plain}_expires (expires_timestamp_ms)) ENGINE=InnoDB CHARACTER SET ascii COLLATE ascii_bin",
+    ),
+}
+
+_MESSAGES: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} ("
+        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, expires_timestamp_ms BIGINT NOT NULL){options}",
+        "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
+    ),
+    "mysql": (
+        "CREATE TABLE IF NOT EXISTS {table} ("
+        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, expires_timestamp_ms BIGINT NOT NULL, "
+        "INDEX {plain}_expires (expires_timestamp_ms)) ENGINE=InnoDB CHARACTER SET ascii COLLATE ascii_bin",
+    ),
+}
+
+_OUTBOX_COLUMNS: Final = (
+    "order_key VARCHAR(255), topic VARCHAR(255) NOT NULL, properties {text} NOT NULL, flag INTEGER NOT NULL, "
+    "body {bytes} NOT NULL, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, attempts INTEGER NOT NULL, "
+    "due_timestamp_ms BIGINT NOT NULL"
+)
+_OUTBOX: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} (id {serial}, " + _OUTBOX_COLUMNS + ")",
+        "CREATE INDEX IF NOT EXISTS {plain}_due ON {table} (state, due_timestamp_ms, id)",
+        "CREATE INDEX IF NOT EXISTS {plain}_order ON {table} (order_key, state, id)",
+    ),
+    "mysql": (
+        "CREATE TABLE IF NOT EXISTS {table} (id {serial}, " + _OUTBOX_COLUMNS + ", "
+        "INDEX {plain}_due (state, due_timestamp_ms, id), INDEX {plain}_order (order_key, state, id)"
+        ") ENGINE=InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+    ),
+}
+
+_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
+    "postgresql": {"serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", "bytes": "BYTEA", "text": "TEXT"},
+    "mysql": {"serial": "BIGINT AUTO_INCREMENT PRIMARY KEY", "bytes": "LONGBLOB", "text": "MEDIUMTEXT"},
+    # AUTOINCREMENT: no number is given twice, so that ids stay in the order of rows when some are deleted.
+    "": {"serial": "INTEGER PRIMARY KEY AUTOINCREMENT", "bytes": "BLOB", "text": "TEXT"},
+}
+
+VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
+    "dedup": (_DEDUP,),
+    "messages": (_MESSAGES,),
+    "outbox": (_OUTBOX,),
+}
+"""For each kind of table the statements that lead from one version to the next; the first make it."""
+
+
+def upgrade_tables(
+    connection: Any,
+    *,
+    dedup: str | None = "rmq_dedup",
+    messages: str | None = "rmq_messages",
+    outbox: str | None = "rmq_outbox",
+    versions: str = "rmq_tables",
+) -> dict[str, int]:
+    """Make the tables, or bring those that are there up to date; gives their versions. Can be called at every start.
+
+    ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
+    None leaves a table out. `ConfigError` where a table is of a newer librmq, or a name would have to be quoted.
+    """
+    named = {"dedup": dedup, "messages": messages, "outbox": outbox}
+    wanted = {check_name(name): kind for kind, name in named.items() if name is not None}
+    check_name(versions)
+    with linked(connection) as link:
+        return _upgrade(link, wanted, versions)
+
+
+@contextmanager
+def linked(connection: Any) -> Iterator[Link]:
+    """A link to a connection, or to a new one of a SQLAlchemy ``Engine``."""
+    if _is_alchemy(connection) and hasattr(connection, "connect"):  # an engine
+        with connection.connect() as made:
+            yield Link(made)
+    else:
+        yield Link(connection)
+
+
+def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, int]:
+    try:
+        _run_steps(link, _VERSION_TABLE, versions)
+        link.commit()
+    except Exception:
+        # PostgreSQL lets two that create one table at the same time collide: it is there then.
+        link.rollback()
+        _run_steps(link, _VERSION_TABLE, versions)
+        link.commit()
+    reached = {}
+    for name, kind in wanted.items():
+        steps = VERSIONS[kind]
+        while True:
+            rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
+            version = int(rows[0][0]) if rows else 0
+            if version > len(steps):
+                raise ConfigError(
+                    f"table {name} is of version {version}, this librmq knows {len(steps)}: it was made by a newer one"
+                )
+            if version == len(steps):
+                link.commit()
+                break
+            try:
+                _run_steps(link, steps[version], name)
+                if version:
+                    change = (
+                        f"UPDATE {versions} SET version = :version WHERE table_name = :name AND version = {version}"
+                    )
+                else:
+                    change = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
+                link.execute(change, name=name, version=version + 1)
+                link.commit()
+            except Exception:
+                link.rollback()
+                rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
+                if (int(rows[0][0]) if rows else 0) == version:
+                    raise  # nobody else has done it meanwhile
+        reached[name] = len(steps)
+    return reached
+
+
+_VERSION_TABLE: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} (table_name VARCHAR(255) NOT NULL PRIMARY KEY, version INTEGER NOT NULL)",
+    ),
+}
+
+
+def _run_steps(link: Link, steps: _Steps, table: str) -> None:
+    types = _TYPES.get(link.dialect, _TYPES[""])
+    plain = table.rpartition(".")[2]
+    options = " WITHOUT ROWID" if link.dialect == "sqlite" else ""
+    for statement in steps.get(link.dialect, steps[""]):
+        link.execute(statement.format(table=table, plain=plain, options=options, **types))

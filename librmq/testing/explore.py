@@ -1,0 +1,420 @@
+"""Exploring: one test under many legal schedules, and of those that fail the shortest.
+
+A third of the runs at least shows most: the usual schedule, then such as differ from it in one decision, each once, of
+all kinds alike, for up to half of the runs; then such as differ at random in few or in many. A schedule that fails is
+made shorter as long as the test still fails at the same line with the same type of exception.
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count, islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from librmq.clock import ManualClock
+from librmq.errors import InputError
+from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
+from librmq.testing.kit import Kit
+
+__all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
+
+MOST_SHRINKING_RUNS: Final = 300
+MOST_FAULTS: Final = 2
+_PROBABILITIES: Final = (0.05, 0.2, 0.5)
+_SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
+_RUNS_A_COLLECTION: Final = 8
+_SEED_PREFIX: Final = "rmq1-"
+_LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class Attempt(NamedTuple):
+    """One run of the test: how it was run, and what it failed with."""
+
+    trace: Trace
+    error: BaseException | None
+
+    @property
+    def signature(self) -> tuple[type, str, int] | None:
+        """What makes two failures the same: the type, and the line of the user's code."""
+        if self.error is None:
+            return None
+        file, line = _place(self.error.__traceback__)
+        return type(self.error), file, line
+
+
+Run = Callable[[Explorer], BaseException | None]
+"""Runs the test once; gives what it failed with."""
+
+
+@dataclass
+class Found:
+    """A schedule under which the test fails."""
+
+    decisions: tuple[Decision, ...]
+    """What differs from the usual schedule; nothing if that fails itself."""
+    error: BaseException
+    history: str
+    run: int
+    """The how manieth run it was, from 1; before it was made shorter."""
+    first_decisions: int
+    """How many decisions it had before it was made shorter."""
+    trace: Trace
+    """The run itself."""
+
+    @property
+    def seed(self) -> str:
+        """Runs it again."""
+        return encode_schedule(self.decisions)
+
+
+@dataclass
+class Exploration:
+    """What exploring came to."""
+
+    runs: int = 0
+    """How often the test was run, to find a failure."""
+    shrinking_runs: int = 0
+    schedules: int = 0
+    """How many of the schedules were different ones."""
+    reached: Counter[str] = field(default_factory=Counter)
+    """How often there was a decision, by kind, over all runs."""
+    chosen: Counter[str] = field(default_factory=Counter)
+    """How often it was another than the usual one, by kind, over all runs."""
+    found: Found | None = None
+
+    def summary(self) -> str:
+        """Runs, schedules, and the kinds of decisions that were met."""
+        kinds = ", ".join(f"{kind} {self.reached[kind]:,} ({self.chosen[kind]:,})" for kind in sorted(self.reached))
+        return (
+            f"{self.runs:,} runs, {self.schedules:,} schedules; "
+            f"decisions, in parentheses those not as usual: {kinds or 'none'}"
+        )
+
+    def report(self) -> str:
+        """What failed, as people want to read it; empty if nothing did."""
+        found = self.found
+        if found is None:
+            return ""
+        lines = [f"failed in run {found.run:,} of {self.runs:,}: {_short(found.error)}"]
+        if not found.decisions:
+            lines.append("the usual schedule fails")
+        else:
+            lines.append(
+                f"the shortest schedule that fails so has {len(found.decisions)} decision(s) that are not as usual "
+                f"(found with {found.first_decisions}, made shorter in {self.shrinking_runs} runs):"
+            )
+            lines += [f"  {decision}" for decision in found.decisions]
+        if not found.trace.replayable:
+            lines.append("listeners waited for each other under it: it may not come out the same again")
+        return "\n".join([*lines, "what happened:", found.history, f"run it again with the seed {found.seed}"])
+
+
+# ---------------------------------------------------------------------------------------------------------- schedules
+
+
+def encode_schedule(decisions: Sequence[Decision]) -> str:
+    """A schedule as a short text: the seed that runs it again."""
+    document = json.dumps([[*place, chosen] for place, chosen in decisions], separators=(",", ":"))
+    return _SEED_PREFIX + base64.urlsafe_b64encode(zlib.compress(document.encode(), 9)).decode().rstrip("=")
+
+
+def decode_schedule(text: str) -> tuple[Decision, ...]:
+    """The schedule of a seed, of a file's JSON, or of the path of such a file. `InputError` for what is none."""
+    text = text.strip()
+    try:
+        if text.startswith(_SEED_PREFIX):
+            packed = text.removeprefix(_SEED_PREFIX)
+            inflater = zlib.decompressobj()
+            text = inflater.decompress(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)), 1 << 20).decode()
+        elif not text.startswith(("[", "{")):
+            text = Path(text).read_text("utf-8")
+            if text.startswith(_SEED_PREFIX):
+                return decode_schedule(text)
+        document = json.loads(text)
+        rows = document["decisions"] if isinstance(document, dict) else document
+        decisions = [
+            Decision(Place(str(kind), str(usual), int(number)), str(chosen)) for kind, usual, number, chosen in rows
+        ]
+    except (OSError, ValueError, TypeError, KeyError, zlib.error) as error:
+        raise InputError(f"no schedule: expected a seed ({_SEED_PREFIX}…), or a file that has one: {error}") from error
+    return tuple(decisions)
+
+
+def read_seed(text: str) -> tuple[Decision, ...] | None:
+    """The schedule that a seed or a file names; None for any other text, which only makes chance another."""
+    is_schedule = text.startswith(_SEED_PREFIX) or os.path.isfile(text) or text.endswith(".json")
+    return decode_schedule(text) if is_schedule else None
+
+
+def schedule_document(test: str, found: Found) -> str:
+    """A file that people can read and `decode_schedule` reads."""
+    rows = [[*place, chosen] for place, chosen in found.decisions]
+    return json.dumps({"test": test, "error": _short(found.error), "decisions": rows}, indent=1) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------------- strategies
+
+
+def as_decided(decisions: Sequence[Decision]) -> Strategy:
+    """The usual choice but where a decision is named; one whose label is not on offer is passed over."""
+    chosen: Mapping[Place, str] = dict(decisions)
+
+    def choose(place: Place, labels: Sequence[str]) -> int:
+        label = chosen.get(place)
+        return 0 if label is None or label not in labels else labels.index(label)
+
+    return Strategy(choose, any(place.kind == PAUSE for place, _ in decisions))
+
+
+def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
+    """Another choice than the usual one with ``probability``, at half of the kinds; faults more rarely, and few.
+
+    What is drawn depends on the seed and the place alone, so that it stays when the test is edited elsewhere.
+    """
+    faults = 0
+    kinds: dict[str, bool] = {}
+
+    def is_met(kind: str) -> bool:
+        if kind not in kinds:
+            kinds[kind] = _drawn(seed, kind) % 2 == 0
+        return kinds[kind]
+
+    def choose(place: Place, labels: Sequence[str]) -> int:
+        nonlocal faults
+        if not is_met(place.kind):
+            return 0
+        drawn = _drawn(seed, place)
+        likely = probability if place.kind not in ("fault", "answer") else min(probability, 0.2)
+        if drawn % 10_000 >= 10_000 * likely:
+            return 0
+        index = 1 + drawn // 10_000 % (len(labels) - 1)
+        if labels[index].startswith(FAULT):
+            if faults >= most_faults:
+                return 0
+            faults += 1
+        return index
+
+    return Strategy(choose, is_met(PAUSE))
+
+
+def _drawn(seed: str, what: object) -> int:
+    return int.from_bytes(blake2b(f"{seed}|{what}".encode(), digest_size=8).digest(), "big")
+
+
+def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iterator[Decision]:
+    """All schedules that differ in one decision from that in which ``reached`` was met; the kinds take turns."""
+    lanes = [iter(sorted(lane, key=lambda one: _drawn(seed, one))) for _, lane in sorted(_by_kind(reached).items())]
+    while lanes:
+        for lane in list(lanes):
+            decision = next(lane, None)
+            if decision is None:
+                lanes.remove(lane)
+            else:
+                yield decision
+
+
+def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list[Decision]]:
+    """All other choices that there were, by kind: of faults also by what fails, and whether anything was going on."""
+    kinds: dict[str, list[Decision]] = {}
+    for place, labels in reached:
+        for label in labels[1:]:
+            kind = place.kind
+            if label.startswith(FAULT):
+                kind += f" {label.rpartition(' ')[2]} {place.usual in RESTING}"
+            elif label == TIME:
+                kind += " time"
+            kinds.setdefault(kind, []).append(Decision(place, label))
+    return kinds
+
+
+def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decision]]:
+    """Schedules of a fault and one more decision, most often a pause; the kinds of faults take turns."""
+    kinds: dict[str, list[tuple[Decision, dict[str, list[Decision]]]]] = {}
+    for one in failing:
+        fault = one.decisions[0]
+        kind = f"{fault.chosen.rpartition(' ')[2]} {fault.place.usual in RESTING}"
+        kinds.setdefault(kind, []).append((fault, _by_kind(one.reached)))
+    names = sorted(kinds)
+    for number in count() if names else ():
+        lane = kinds[names[number % len(names)]]
+        drawn = _drawn(seed, number)
+        fault, others = lane[drawn % len(lane)]
+        kind = _SECOND[drawn // 1_000 % len(_SECOND)]
+        if kind in others:
+            yield fault, others[kind][drawn // 1_000_000 % len(others[kind])]
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None) -> Exploration:
+    """Run a test under up to ``runs`` schedules, or under the one that is to be replayed."""
+    with _collected_in_between():
+        return _search(run, runs, seed, replay)
+
+
+@contextmanager
+def _collected_in_between() -> Iterator[None]:
+    """What a run leaves is collected between runs: it is young, and looking at all else costs a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None) -> Exploration:
+    result = Exploration()
+    seen: set[tuple[Decision, ...]] = set()
+
+    def attempt(strategy: Strategy) -> Attempt:
+        if not (result.runs + result.shrinking_runs) % _RUNS_A_COLLECTION:
+            gc.collect(0)  # now, as nothing of a run is alive
+        explorer = Explorer(strategy, ManualClock())
+        explorer.is_first = not result.runs
+        error = run(explorer)
+        trace = explorer.trace
+        result.reached.update(place.kind for place, _ in trace.reached)
+        result.chosen.update(decision.place.kind for decision in trace.decisions)
+        return Attempt(trace, error)
+
+    def counted(strategy: Strategy) -> Attempt:
+        made = attempt(strategy)
+        result.runs += 1
+        seen.add(tuple(made.trace.decisions))
+        result.schedules = len(seen)
+        decisions = made.trace.decisions
+        if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
+            failing.append(made.trace)
+        return made
+
+    failing: list[Trace] = []  # runs of one fault: what a second decision is added to
+
+    def strategies(usual: Attempt) -> Iterator[Strategy]:
+        one_each = singles(usual.trace.reached, seed)
+        for decision in islice(one_each, runs // 2):
+            yield as_decided([decision])
+        two_each = pairs(failing, seed)
+        for number in count():
+            if (two := next(two_each, None)) is not None:
+                yield as_decided(two)
+            yield at_random(f"{seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
+
+    usual = counted(as_decided(replay or ()))
+    if usual.error is not None:
+        result.found = _found(usual, 1)
+    if usual.error is not None or replay is not None:
+        return result
+    for strategy in strategies(usual):
+        if result.runs >= runs:
+            return result
+        made = counted(strategy)
+        if made.error is not None:
+            found = _shorten(made, usual, attempt, result)
+            result.found = _found(found, result.runs, len(made.trace.decisions))
+            return result
+    return result
+
+
+def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration) -> Attempt:
+    """The same failure with as few decisions as can be found; the last run is that which is given."""
+    signature = failed.signature
+    shortest = failed
+    tried: set[tuple[Decision, ...]] = set()
+
+    def still_fails(decisions: Sequence[Decision]) -> bool:
+        nonlocal shortest
+        key = tuple(decisions)
+        if key in tried or result.shrinking_runs >= MOST_SHRINKING_RUNS:
+            return False
+        tried.add(key)
+        result.shrinking_runs += 1
+        made = attempt(as_decided(decisions))
+        if made.signature == signature and len(made.trace.decisions) < len(shortest.trace.decisions):
+            shortest = made
+            return True
+        return False
+
+    size = max(1, len(shortest.trace.decisions) // 2)
+    while len(shortest.trace.decisions) > 1:
+        decisions = shortest.trace.decisions
+        parts = [decisions[:at] + decisions[at + size :] for at in range(0, len(decisions), size)]
+        if not any(still_fails(part) for part in parts):
+            if size == 1:
+                break
+            size = max(1, size // 2)
+        else:
+            size = max(1, min(size, len(shortest.trace.decisions) // 2))
+    labels = {decision.chosen for decision in failed.trace.decisions}
+    met = dict.fromkeys((*usual.trace.reached, *shortest.trace.reached))
+    others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
+    # What remains may lean on one another's being counted: the same labels elsewhere may do with fewer.
+    if len(shortest.trace.decisions) > 1:
+        any(still_fails([one]) for one in others)
+    for kept in [one for one in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
+        if any(still_fails([kept, one]) for one in others if one.place != kept.place):
+            break
+    return shortest
+
+
+def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
+    trace, error = attempt
+    assert error is not None
+    return Found(tuple(trace.decisions), error, trace.history, run, first_decisions, trace)
+
+
+def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", **settings: Any) -> Exploration:
+    """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
+
+    Raises what it failed with, under the shortest schedule found, with the report as a note. ``seed`` is that of such a
+    report (or the path of a file that has it), and runs that schedule alone; any other text begins elsewhere.
+    """
+
+    def run(explorer: Explorer) -> BaseException | None:
+        kit = Kit(runner=explorer, check=explorer.is_first, **settings)  # once is enough: the same broker writes all
+        try:
+            function(kit)
+            kit.close()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            explorer.trace.history = str(kit.history())
+            return error
+        finally:
+            kit.abandon()
+        return None
+
+    result = search(run, runs, seed, read_seed(seed))
+    if result.found is not None:
+        result.found.error.add_note(result.report())
+        raise result.found.error
+    return result
+
+
+def _place(traceback: TracebackType | None) -> tuple[str, int]:
+    """The innermost line of the user's code."""
+    place = ("", 0)
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARY):
+            place = file, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return place
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,338 @@
+"""A runner that asks a strategy at every place where a real cluster might go on in more ways than one.
+
+The kinds of decision:
+
+======== ===========================================================================================
+order    which due turn, ready listener or paused listener is next, or whether time passes before
+pause    at a send, a `Kit.checkpoint` or the end of a listener: go on, let others run, or die there
+fault    before a listener runs, before time passes and when all rests: nothing, or a process dies,
+         shuts down and starts again, is lost to the broker for up to 30 s, or is joined by another
+answer   the answer to a send comes, or is lost
+test     between the test's own calls: go on, or let all others run first
+choose   what the client leaves to chance: a producer's first queue, the order of client ids
+======== ===========================================================================================
+
+A decision is known by what the usual choice was, and how often that had been met; both are labels without drawn ids. So
+a schedule is still the same after the test was edited, as far as it has the same places; elsewhere the usual is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+from librmq.client import Client
+from librmq.clock import ManualClock
+from librmq.runner import Step, Turn, Work
+from librmq.testing.batons import Baton, Piece
+from librmq.testing.process import Process, ProcessDied
+from librmq.testing.turns import KitRunner, is_dead
+
+__all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
+
+_T = TypeVar("_T")
+FAULT: Final = "fault: "
+"""How labels of choices begin that make something fail."""
+PAUSE: Final = "pause"
+"""The kind of decision, and the choice, by which a listener lets others go first."""
+TIME: Final = "time"
+"""The choice to let time pass."""
+RESTING: Final = frozenset((TIME, "idle"))
+"""The usual choices where no listener waits for its turn."""
+MOST_INSTANCES: Final = 3
+
+
+class Place(NamedTuple):
+    """Where a decision is made: its kind, the usual choice, and the how manieth time (from 1) it was met."""
+
+    kind: str
+    usual: str
+    number: int
+
+
+class Decision(NamedTuple):
+    """A choice other than the usual one."""
+
+    place: Place
+    chosen: str
+
+    def __str__(self) -> str:
+        nth = "" if self.place.number == 1 else f", time {self.place.number}"
+        return f"[{self.place.kind}] {self.chosen!r} instead of {self.place.usual!r}{nth}"
+
+
+class Strategy(NamedTuple):
+    """Who decides. ``choose(place, labels)`` gives the index of a choice; 0 is the usual one."""
+
+    choose: Callable[[Place, Sequence[str]], int]
+    pauses: bool = True
+    """Whether a listener may have to pause; if none has, they need no threads, which is faster."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run came to."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    """The choices other than the usual ones, in order."""
+    reached: list[tuple[Place, tuple[str, ...]]] = field(default_factory=list)
+    """Where there was a choice, and what it was among."""
+    replayable: bool = True
+    """False once listeners waited for each other, so that chance had a part in it."""
+    history: str = ""
+    """What happened, if the test has failed."""
+
+
+class _Paused(Work):
+    """A listener that lets others go first."""
+
+    __slots__ = ("piece", "process_name")
+
+    def __init__(self, work: Work, piece: Piece) -> None:
+        super().__init__(f"go on with {work.label}", work.call, work.done, work.owner)
+        self.piece = piece
+
+    def go(self, runner: Any) -> None:
+        runner.paused.remove(self)
+        runner.go_on(self)
+
+
+class Explorer(KitRunner):
+    """A `KitRunner` whose choices are made by ``strategy``."""
+
+    def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:
+        super().__init__(clock)
+        self.strategy = strategy
+        self.trace = Trace()
+        self.is_first = False
+        """Of the runs of one test."""
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._baton = Baton()
+        self._pieces: dict[Piece, Work] = {}
+        self._dying: Process | None = None
+        self._inline: Work | None = None
+        self._faults = 0
+        self._taking = False
+
+    # ---- deciding
+
+    def decide(self, kind: str, labels: Sequence[str]) -> int:
+        """The index of a choice among ``labels``."""
+        if len(labels) == 1 or not self.trace.replayable:
+            return 0
+        seen = self._seen
+        key = kind, labels[0]
+        seen[key] += 1
+        place = Place(kind, labels[0], seen[key])
+        self.trace.reached.append((place, tuple(labels)))
+        index = self.strategy.choose(place, labels)
+        if index:
+            chosen = labels[index]
+            self.trace.decisions.append(Decision(place, chosen))
+            if chosen.startswith(FAULT):
+                self._faults += 1
+            self.kit.note("explored", f"{chosen.removeprefix(FAULT)}, instead of: {labels[0]}")
+        return index
+
+    def settles(self) -> bool:
+        """Whether time is needed to get over what has failed."""
+        return self._faults > 0
+
+    def choose(self, kind: str, options: Sequence[_T]) -> _T:
+        """One of what the real thing may do."""
+        name = "answer" if kind.startswith("answer") else "choose"
+        labels = [str(one) if str(one).startswith(FAULT) else f"{kind}: {one}" for one in options]
+        return options[self.decide(name, labels)]
+
+    def _take_turns(self, until_ms: int) -> None:
+        before = self._taking
+        self._taking = True
+        try:
+            super()._take_turns(until_ms)
+        finally:
+            self._taking = before
+
+    def pick(self, options: Iterator[Turn]) -> Turn | None:
+        """The turn to take; None ends the run."""
+        turns = self._alive(options)
+        while self.failure is None:
+            first = turns[0] if turns else None
+            if isinstance(first, Step):
+                if not isinstance(first.owner, Client):
+                    return first  # what a broker does by itself meets nobody
+            else:
+                faults = self._possible_faults()
+                if faults:
+                    usual = "idle" if first is None else first.label
+                    index = self.decide("fault", [usual, *(label for label, _ in faults)])
+                    if index:
+                        faults[index - 1][1]()
+                        turns = self._alive(self.options(self._until_ms))
+                        continue
+                if first is None:
+                    return None
+            offered = [
+                turn for turn in turns if not isinstance(turn, Step) or turn is first or isinstance(turn.owner, Client)
+            ]
+            return offered[self.decide("order", _distinct([turn.label for turn in offered]))]
+        return None
+
+    def _alive(self, options: Iterator[Turn]) -> list[Turn]:
+        """The turns of the living; those of the dead are forgotten."""
+        while True:
+            turns = list(options)
+            dead = [turn for turn in turns if is_dead(turn)]
+            if not dead:
+                return turns
+            for turn in dead:
+                self.drop(turn)
+            options = self.options(self._until_ms)
+
+    def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
+        kit = self.kit
+        found: list[tuple[str, Callable[[], object]]] = []
+        living = [process for process in kit.processes[1:] if not process.dead and process.clients]
+        for process in living:
+            name = process.label
+            found.append((f"{FAULT}{name} dies", partial(kit.crash, process)))
+            if not any(self._of(work, process) for work in self._pieces.values()):
+                found.append((f"{FAULT}{name} is started again", partial(kit.restart, process)))
+            found.append((f"{FAULT}{name} is lost to the broker", partial(kit.lose, process)))
+            if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
+                found.append((f"{FAULT}another {name} joins", partial(kit.join, process)))
+        return found
+
+    @staticmethod
+    def _of(work: Work, process: Process) -> bool:
+        return work.owner is process or any(work.owner is client for client in process.clients.values())
+
+    # ---- user code that can stop in its middle
+
+    def perform(self, work: Work) -> None:
+        """Run user code until it ends or pauses; where it may pause, in a thread of its own."""
+        if not self.strategy.pauses:
+            self._inline = work
+            try:
+                super().perform(work)
+            finally:
+                self._inline = None
+                self._crash_the_dying()
+            return
+        context = copy_context()
+        piece = Piece(lambda: context.run(super(Explorer, self).perform, work))
+        self._pieces[piece] = work
+        self._let_run(piece)
+
+    def go_on(self, paused: _Paused) -> None:
+        """Let a listener that has paused go on."""
+        self._let_run(paused.piece)
+
+    def _let_run(self, piece: Piece) -> None:
+        if not self._baton.run(piece):
+            if self.paused:
+                self._let_go()
+            else:
+                self._baton.wait_on()
+        self._after(piece)
+
+    def _let_go(self) -> None:
+        """A piece waits for something that one which has paused holds: let all run, as threads do."""
+        self.trace.replayable = False
+        self.kit.note("explored", "a listener waits for another one, which had paused: what follows is left to chance")
+        going = 1
+        while self.paused:
+            paused = self.paused.pop(0)
+            assert isinstance(paused, _Paused)
+            assert paused.piece.thread is not None
+            paused.piece.thread.turn.release()
+            going += 1
+        for _ in range(going):
+            self._baton.wait_on()
+        for piece in list(self._pieces):
+            self._after(piece)
+
+    def _after(self, piece: Piece) -> None:
+        if piece.ended:
+            self._pieces.pop(piece, None)
+            raised, piece.raised = piece.raised, None
+            self._crash_the_dying()
+            if raised is not None:
+                raise raised
+
+    def _crash_the_dying(self) -> None:
+        dying, self._dying = self._dying, None
+        if dying is not None:
+            self.kit.crash(dying)
+
+    def point(self, label: str) -> None:
+        """Others may run here, or the process may die."""
+        piece = self._baton.current()
+        work = self._inline if piece is None else self._pieces[piece]
+        if work is None:
+            if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
+                self.kit.let_others_run()
+            return
+        if is_dead(work):
+            raise ProcessDied(work.label)
+        process = self.kit.process_of(work)
+        labels = [f"{work.label}: {label}", PAUSE]
+        if process is not None:
+            labels.append(f"{FAULT}{process.label} dies here")
+        index = self.decide(PAUSE, labels)
+        if index == 2 and process is not None:
+            process.die()
+            self._dying = process
+            raise ProcessDied(work.label)
+        if index == 1 and piece is not None:
+            self.paused.append(_Paused(work, piece))
+            self._baton.pause(piece)
+            if is_dead(work):
+                raise ProcessDied(work.label)
+
+    def _finish(self, work: Work, result: object, error: Exception | None) -> None:
+        if not is_dead(work):
+            self.point("its end")
+        super()._finish(work, result, error)
+
+    def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        if self._baton.current() is None:
+            super()._launch(work, coroutine)
+        else:
+            asyncio.run(self._run(work, coroutine))  # a loop of its own, as it may stop in its middle
+
+    def unwind(self, process: Process) -> None:
+        """End what has paused in a process that has died: it raises `ProcessDied` where it stands."""
+        for paused in [one for one in self.paused if self._of(one, process)]:
+            assert isinstance(paused, _Paused)
+            self.paused.remove(paused)
+            self._let_run(paused.piece)
+
+    def close(self, timeout: float = 0.0) -> list[str]:
+        """End what has paused."""
+        for paused in list(self.paused):
+            if paused in self.paused:
+                self.paused.remove(paused)
+                try:
+                    self.go_on(paused)  # type: ignore[arg-type]
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
+                    continue  # of user code in a run that is over: the test has its result
+        return super().close(timeout)
+
+
+def _distinct(labels: list[str]) -> list[str]:
+    """Labels that are the same are numbered."""
+    if len(set(labels)) == len(labels):
+        return labels
+    seen: Counter[str] = Counter()
+    distinct = []
+    for label in labels:
+        seen[label] += 1
+        distinct.append(label if seen[label] == 1 else f"{label} #{seen[label]}")
+    return distinct

@@ -1,0 +1,105 @@
+"""Faults on request: only such as a real cluster shows, each source of duplicates among them.
+
+Each applies to what comes next, once unless ``times`` says otherwise, and stands in the history. What a process or the
+broker does is asked of `Kit` itself: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError
+from librmq.protocol import ResponseCode, SendResponse
+
+if TYPE_CHECKING:
+    from librmq.testing.kit import Kit
+    from librmq.testing.process import Process
+
+__all__ = ["Faults"]
+
+
+@dataclass(slots=True)
+class _Due:
+    kind: str
+    times: int
+    topic: str | None
+    seconds: float = 0.0
+    code: int = 0
+
+
+class Faults:
+    """What is to go wrong, of one test: ``rmq.faults``."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self._due: list[_Due] = []
+        self._slow: dict[str, list[int]] = {}
+
+    def lose_answer(self, topic: str | None = None, *, times: int = 1) -> None:
+        """The next send (to ``topic``) is stored, but its answer is lost: the producer tries again, and it is twice."""
+        self._due.append(_Due("lose", times, topic))
+
+    def refuse_send(self, topic: str | None = None, *, times: int = 1, busy: bool = False) -> None:
+        """The broker refuses the next send; with ``busy`` as one that can't keep up, which is not tried again."""
+        code = ResponseCode.SYSTEM_BUSY if busy else ResponseCode.SERVICE_NOT_AVAILABLE
+        self._due.append(_Due("refuse", times, topic, code=code))
+
+    def late_answer(self, seconds: float | timedelta, topic: str | None = None, *, times: int = 1) -> None:
+        """The next send is stored at once, and answered so much later; its tries have 3 s in all."""
+        self._due.append(_Due("late", times, topic, _seconds(seconds)))
+
+    def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
+        """The next listener of a group does what it does at once, and returns so much later."""
+        self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
+
+    def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
+        """The clock of a process is ahead (below 0: behind): all times that it stamps are."""
+        process.skew_ms = round(1000 * _seconds(seconds))
+        self._kit.note("fault", f"the clock of {process.label} is {process.skew_ms:+,} ms off")
+
+    # ---- asked by the kit
+
+    def before_send(self, process: Process, topic: str) -> None:
+        """Refuse, if that is due."""
+        if self._due and (due := self._take("refuse", topic)) is not None:
+            self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
+            remark = f"refused on request (topic {topic!r})"
+            raise (
+                BrokerBusyError(due.code, remark)
+                if due.code == ResponseCode.SYSTEM_BUSY
+                else BrokerError(due.code, remark)
+            )
+
+    def after_send(self, process: Process, topic: str, response: SendResponse) -> None:
+        """Lose or delay the answer, if that is due."""
+        kit = self._kit
+        lost = bool(self._due) and self._take("lose", topic) is not None
+        if (
+            lost
+            or kit.runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
+        ):
+            kit.note("fault", f"the answer to {process.label} is lost; {topic}/{response.queue_id} has the message")
+            raise BrokerUnreachableError(f"the answer was lost (topic {topic!r})")
+        if self._due and (due := self._take("late", topic)) is not None:
+            kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")
+            kit.clock.advance(seconds=due.seconds)
+
+    def slow(self, group: str) -> int:
+        """How many milliseconds the outcome of a listener is late."""
+        waits: Any = self._slow.get(group)
+        return waits.pop(0) if waits else 0
+
+    def _take(self, kind: str, topic: str) -> _Due | None:
+        for due in self._due:
+            if due.kind == kind and due.topic in (None, topic):
+                due.times -= 1
+                if due.times <= 0:
+                    self._due.remove(due)
+                return due
+        return None
+
+
+def _seconds(duration: float | timedelta) -> float:
+    return duration.total_seconds() if isinstance(duration, timedelta) else duration

@@ -1,0 +1,151 @@
+"""What happened in a test, to be asserted on and to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from librmq.message import Message, StoredMessage
+from librmq.runner import Work
+
+__all__ = ["Delivered", "Event", "History"]
+
+_SHOWN_BYTES = 40
+_FIRST_LINES, _LAST_LINES = 50, 150
+
+
+class Event(NamedTuple):
+    """One line of a history: when (ms since the test began), who, and what."""
+
+    at_ms: int
+    who: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {self.what}"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a listener, as it is noted."""
+
+    group: str
+    process: str
+    where: str
+    """Topic, queue and offset, as in ``orders/0:3``."""
+    about: Sequence[tuple[str, int]]
+    began_ms: int
+    ended_ms: int | None = None
+    outcome: str = "running"
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message that was given to a listener of a group, once for each time."""
+
+    message: StoredMessage
+    """The record that was delivered; of a redelivery the one in the group's retry topic."""
+    group: str
+    process: str
+    """The process whose listener it was."""
+    began_ms: int
+    """Milliseconds since the test began; so is ``ended_ms``, which is None while the listener runs."""
+    ended_ms: int | None
+    outcome: str
+    """``returned``, ``later`` (the listener asked for it), ``failed``, ``died`` or ``running``."""
+    error: Exception | None = None
+    """What the listener raised."""
+
+    @property
+    def body(self) -> bytes:
+        """The message's body."""
+        return self.message.body
+
+    @property
+    def topic(self) -> str:
+        """The topic that it was sent to first."""
+        return self.message.properties.get("RETRY_TOPIC") or self.message.topic
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first delivery; one more for each time that the group has sent it back."""
+        return self.message.reconsume_times + 1
+
+
+@dataclass(slots=True)
+class History:
+    """What happened, in order. ``str()`` has a line for each event; of very many the first and the last."""
+
+    begin_ms: int
+    calls: list[Call] = field(default_factory=list)
+    _notes: list[tuple[int, str, str | Callable[[], str]]] = field(default_factory=list)
+    _open: dict[int, Call] = field(default_factory=dict)
+
+    def note(self, now_ms: int, who: str, what: str | Callable[[], str]) -> None:
+        """Add an event; a function is called when somebody reads it."""
+        self._notes.append((now_ms - self.begin_ms, who, what))
+
+    def begin(self, now_ms: int, work: Work, about: Callable[[Call], str]) -> Call | None:
+        """A listener is called; None if the work is no listener's."""
+        if not work.about:
+            return None
+        who, _, rest = work.label.partition(" ")
+        place, _, queue_offset = rest.rpartition(" ")
+        topic, _, queue_id = place.partition("/")
+        group, _, process = who.partition("@")
+        where = f"{topic}/{queue_id.rpartition('/')[2]}:{queue_offset}"
+        call = Call(group, process, where, work.about, now_ms - self.begin_ms)
+        self.calls.append(call)
+        self._open[id(work)] = call
+        self.note(now_ms, who, lambda: f"is given {about(call)}")
+        return call
+
+    def end(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
+        """A listener has ended."""
+        call = self._open.pop(id(work), None)
+        if call is not None:
+            call.ended_ms, call.outcome, call.error = now_ms - self.begin_ms, outcome, error
+            said = f"{outcome}: {error!r}" if error is not None else outcome
+            self.note(now_ms, work.label.partition(" ")[0], f"{said} ({call.where})")
+
+    def delivered(self, group: str, message_at: Callable[[int], StoredMessage]) -> Iterator[Delivered]:
+        """Each message of each call of a group's listeners, in order."""
+        for call in self.calls:
+            if call.group == group:
+                for _, physical_offset in call.about:
+                    yield Delivered(
+                        message_at(physical_offset),
+                        group,
+                        call.process,
+                        call.began_ms,
+                        call.ended_ms,
+                        call.outcome,
+                        call.error,
+                    )
+
+    def settle(self) -> None:
+        """Read now what is else read when somebody asks: the broker is about to close."""
+        self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]
+
+    def __iter__(self) -> Iterator[Event]:
+        for at_ms, who, what in self._notes:
+            yield Event(at_ms, who, what if isinstance(what, str) else what())
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def __str__(self) -> str:
+        lines = list(map(str, self))
+        if (left_out := len(lines) - _FIRST_LINES - _LAST_LINES) > 1:
+            lines[_FIRST_LINES:-_LAST_LINES] = [f"             … {left_out:,} more"]
+        return "\n".join(lines)
+
+
+def show(message: Message | StoredMessage | Any) -> str:
+    """Body and tag of a message, shortened."""
+    body = message.body
+    text = repr(body) if len(body) <= _SHOWN_BYTES else f"{body[:_SHOWN_BYTES]!r}… ({len(body):,} bytes)"
+    tags = message.properties.get("TAGS")
+    return f"{text} [{tags}]" if tags else text

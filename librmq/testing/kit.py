@@ -1,0 +1,504 @@
+"""The kit: a broker under a clock that the test moves, processes around it, and what happened, to assert on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
+
+from librmq.broker import Broker, BrokerSettings
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.consumer import PushConsumer
+from librmq.errors import NotIdleError
+from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import MessageQueue, StoredMessage, retry_topic
+from librmq.producer import Producer
+from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
+from librmq.runner import Step, Work
+from librmq.testing.faults import Faults
+from librmq.testing.history import Call, Delivered, History, show
+from librmq.testing.process import Process
+from librmq.testing.turns import KitRunner, current_work, group_of
+from librmq.verify import verify
+
+__all__ = ["Elapsed", "Kit", "UnsoundStoreError"]
+
+_SETTLE_MS: Final = 120_000
+_LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class UnsoundStoreError(AssertionError):
+    """What the broker has on its disk at the end of a test does not hold together."""
+
+
+@dataclass(frozen=True)
+class Elapsed(Awaitable["Elapsed"]):
+    """How much time has passed. May be awaited, which a test in an event loop has to do."""
+
+    time: timedelta
+    _rest: Callable[[], Awaitable[timedelta]] | None = None
+
+    def __await__(self) -> Generator[Any, None, Elapsed]:
+        if self._rest is None:
+            return self
+        return Elapsed((yield from self._rest().__await__()))
+
+
+class Kit:
+    """A broker, a clock that stands still until it is moved, and processes that send and consume.
+
+    A context manager: at its end the broker is closed, and what it has on its disk must be sound. That is a
+    `MemoryFiles` unless ``path`` names a folder. Nothing sleeps, nothing runs in between: turns are taken by
+    `advance`, `run_until_idle` and `run_for`, in the thread that calls them. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        settings: BrokerSettings | None = None,
+        store_config: StoreConfig | None = None,
+        now_ms: int = 1_700_000_000_000,
+        runner: KitRunner | None = None,
+        check: bool = True,
+    ) -> None:
+        """``check`` False leaves out the look at the store at the end."""
+        self.clock = runner.manual_clock if runner is not None else ManualClock(now_ms)
+        """The time, which `advance` moves."""
+        self.runner = runner or KitRunner(self.clock)
+        self.runner.kit = self
+        self.files: Files = MemoryFiles() if path is None else DiskFiles()
+        self.path = os.path.join(os.sep, "rmq") if path is None else os.fspath(path)
+        """The broker's directory."""
+        self.faults = Faults(self)
+        """Faults on request."""
+        self.processes: list[Process] = []
+        """All that have been, dead ones too."""
+        self._settings = settings
+        self._store_config = store_config or StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+        self._check = check
+        self._history = History(self.clock.now_ms())
+        self._tolerated: set[str] = set()
+        self._watchers: list[Callable[[], None]] = []
+        self._routes: dict[str, tuple[QueueData, ...]] = {}
+        self._unstarted: list[PushConsumer] = []
+        self._producers: dict[str, Producer] = {}
+        self._pulled_by: dict[tuple[str, str, int], str] = {}
+        self._is_new = False
+        self._closed = False
+        self._open_broker()
+        self._test = self._process("test", lambda process: None)
+
+    broker: Broker
+    """The broker; another one after `crash_broker`."""
+
+    def _open_broker(self) -> None:
+        self.broker = Broker.open(
+            self.path,
+            self._settings,
+            store_config=self._store_config,
+            runner=self.runner,
+            files=self.files,
+        )
+        self.broker.watch(self._changed)
+
+    # ---- who sends and consumes
+
+    def producer(self, group: str = "test", **settings: Any) -> Producer:
+        """A producer of the test's own; asked for the same again, the same. ``settings`` are those of `Producer`."""
+        found = None if settings else self._producers.get(group)
+        if found is None:
+            found = self._test.producer(group, **settings)
+            if not settings:
+                self._producers[group] = found
+        return found
+
+    def consumer(self, group: str, *, fail_fast: bool = True, **settings: Any) -> PushConsumer:
+        """A consumer in a process of its own, started by itself when something is sent or time moves.
+
+        ``settings`` are those of `PushConsumer`. What its listeners raise, other than `ReconsumeLater` and
+        `SuspendQueue`, fails the test; with ``fail_fast`` False it is a failed delivery, as in production.
+        """
+        made: list[PushConsumer] = []
+
+        def again(process: Process) -> PushConsumer:
+            consumer = process.consumer(group, **settings)
+            if made:  # a restarted or a further one: with the listeners of the first
+                first = made[0]
+                for topic, listener in first.listeners.items():
+                    of = first.subscriptions[topic]
+                    expression = {"sql": of.expression} if of.expression_type == "SQL92" else {"tags": of.expression}
+                    consumer.subscribe(topic, batch=listener.as_list, must_return=listener.must_return, **expression)(
+                        listener.function
+                    )
+            else:
+                made.append(consumer)
+            return consumer
+
+        if not fail_fast:
+            self._tolerated.add(group)
+        process = self._process(self._free_name(group), again)
+        process.state = again(process)
+        self._unstarted += process.consumers
+        return made[0]
+
+    def app(self, name: str, factory: Callable[[Process], Any], *, fail_fast: bool = True) -> Process:
+        """A process that ``factory(process)`` sets up, now and anew after each restart.
+
+        The process is a route: what takes a broker in production takes it. What the factory returns is its ``state``.
+        """
+        process = self._process(self._free_name(name), factory)
+        if not fail_fast:
+            self._tolerated.add(process.name)
+        self._set_up(process)
+        self._is_new = True
+        return process
+
+    def _process(self, name: str, factory: Callable[[Process], Any], generation: int = 1) -> Process:
+        count = len(self.processes)
+        order = "after" if not count else self.runner.choose(f"client ids of {name}", ("after", "before"))
+        host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
+        process = Process(self, name, generation, host, factory)
+        self.processes.append(process)
+        return process
+
+    def _free_name(self, name: str) -> str:
+        names = {process.name for process in self.processes}
+        number = 1
+        while (free := name if number == 1 else f"{name}-{number}") in names:
+            number += 1
+        return free
+
+    def _set_up(self, process: Process) -> None:
+        process.state = process.factory(process)
+        for consumer in process.consumers:
+            consumer.start()
+
+    def _start(self) -> None:
+        """Start the consumers that were only declared, and let all that is new take its queues."""
+        while self._unstarted:
+            consumer = self._unstarted.pop(0)
+            if not consumer.is_running and not consumer.client.dead:
+                consumer.start()
+                self._is_new = True
+        if self._is_new:
+            self._is_new = False
+            self._take_turns(self.clock.now_ms())
+
+    # ---- time
+
+    def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
+        """Let time pass, and do all that is due on the way. In an event loop: ``await`` it.
+
+        `NotIdleError` where a coroutine waits for something that does not come.
+        """
+        until = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
+        return self._run(lambda: until)
+
+    def run_until_idle(self) -> Elapsed:
+        """Do all that can be done now: time stands still.
+
+        But where an explored schedule has made something fail, up to two minutes pass, in which a cluster gets over
+        it: a lock that a dead process held ends, a member that was lost is back.
+        """
+        return self._run(lambda: self.clock.now_ms() + (_SETTLE_MS if self.runner.settles() else 0))
+
+    def run_for(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
+        """Let so much time pass at most, only as far as something is due; tells how much it was."""
+        end = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
+
+        def until() -> int:
+            due = self.runner.next_due_ms()
+            return due if due is not None and self.clock.now_ms() < due <= end else self.clock.now_ms()
+
+        return self._run(until, again=True)
+
+    def _run(self, until: Callable[[], int], again: bool = False) -> Elapsed:
+        begin = self.clock.now_ms()
+        self._start()
+        while True:
+            at = until()
+            self._take_turns(at)
+            if self.runner.has_tasks:
+                return Elapsed(timedelta(0), partial(self._rest, until, at, begin, again))
+            self.clock.move_to(max(at, self.clock.now_ms()))
+            if not again or until() <= self.clock.now_ms():
+                return Elapsed(timedelta(milliseconds=self.clock.now_ms() - begin))
+
+    async def _rest(self, until: Callable[[], int], at: int, begin: int, again: bool) -> timedelta:
+        while True:
+            await self.runner.advance_async(max(0, at - self.clock.now_ms()))
+            self._take_turns(at)
+            if self.runner.has_tasks:
+                continue
+            at = until() if again else at
+            if not again or at <= self.clock.now_ms():
+                return timedelta(milliseconds=self.clock.now_ms() - begin)
+
+    def _take_turns(self, until_ms: int) -> None:
+        __tracebackhide__ = True
+        try:
+            self.runner.take_turns(until_ms)
+        except Exception as error:
+            raise error.with_traceback(_own_traceback(error)) from error.__cause__
+        if not self.runner.has_tasks and (waiting := self.runner.running - self.runner.late):
+            labels = sorted(work.label for work in waiting)
+            raise NotIdleError(f"still running: {', '.join(labels[:5])}")
+
+    def checkpoint(self, label: str = "checkpoint") -> None:
+        """A place in a listener where others may run; so is every send. Without exploring it does nothing."""
+        self.runner.point(label)
+
+    # ---- faults of processes and of the broker
+
+    def crash(self, process: Process, *, restart: bool = True) -> None:
+        """A process dies: what it had not saved is lost, and it starts again with fresh state, unless told not to."""
+        self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
+        self._die(process)
+        if restart:
+            self._again(process)
+
+    def restart(self, process: Process) -> Process:
+        """A process shuts down in order, and starts again with fresh state. Gives the new one."""
+        self.note("fault", f"{process.label} shuts down in order and starts again")
+        process.shut_down()
+        return self._again(process)
+
+    def join(self, process: Process) -> Process:
+        """A further process like this one starts. Gives it."""
+        other = self._process(self._free_name(process.name), process.factory)
+        if process.name in self._tolerated:
+            self._tolerated.add(other.name)
+        self.note("fault", f"{other.label} joins, made like {process.label}")
+        self._set_up(other)
+        return other
+
+    def lose(self, process: Process) -> None:
+        """The broker loses a process and does not tell: others take its queues, it goes on with what it has.
+
+        At the next of its 30 s it is back.
+        """
+        self.note("fault", f"{process.label} is lost to the broker, and does not know")
+        for client_id, client in process.clients.items():
+            self.broker.call(ChannelClosed(client_id))
+            client.forgotten_by(self.broker.name)
+
+    def crash_broker(self, *, down: float | timedelta = 0) -> None:
+        """The broker dies, and is opened again after ``down`` seconds. What it had acknowledged is there."""
+        self.note("fault", "the broker dies")
+        self.broker.abandon()
+        self._changed()
+        seconds = down.total_seconds() if isinstance(down, timedelta) else down
+
+        def open_again(now_ms: int) -> int | None:
+            self._open_broker()
+            self.note("fault", "the broker is back")
+            self._pulled_by.clear()
+            for process in self.processes:
+                for client in [] if process.dead else process.clients.values():
+                    client.forgotten_by(self.broker.name)
+            self._changed()
+            return None
+
+        if not seconds:
+            open_again(self.clock.now_ms())
+        else:
+            with self.runner.lock:
+                self.runner.wake(Step("the broker is back", open_again), self.clock.now_ms() + round(1000 * seconds))
+
+    def _die(self, process: Process) -> None:
+        process.die()
+        self.runner.unwind(process)
+        if not self.broker.dead:
+            for client_id in process.clients:
+                self.broker.forget(client_id)
+
+    def _again(self, process: Process) -> Process:
+        new = self._process(process.name, process.factory, process.generation + 1)
+        self._set_up(new)
+        return new
+
+    # ---- what happened
+
+    def delivered(self, group: str) -> list[Delivered]:
+        """Each message that a listener of the group was given, once for each time, in order."""
+        return list(self._history.delivered(group, self._message_at))
+
+    def retries(self, group: str) -> list[StoredMessage]:
+        """Each message that was sent back for the group to be delivered again, in order, as it waits or waited."""
+        topic = retry_topic(group)
+        found = [m for m in self.broker.messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]
+        return sorted(found, key=lambda message: message.physical_offset)
+
+    def dead_letters(self, group: str) -> list[StoredMessage]:
+        """What the group has given up."""
+        return self.broker.dead_letters(group)
+
+    def offsets(self, group: str) -> dict[MessageQueue, int]:
+        """The group's progress as the broker has it: by queue, the offset of the next message."""
+        name = self.broker.name
+        return {
+            MessageQueue(topic, name, queue_id): queue_offset
+            for topic in self.broker.topics()
+            for queue_id, queue_offset in sorted(self.broker.consumer_offsets(group, topic).items())
+        }
+
+    def messages(self, topic: str) -> list[StoredMessage]:
+        """All messages of a topic, in the order in which they were stored."""
+        return sorted(self.broker.messages(topic), key=lambda message: message.physical_offset)
+
+    def history(self) -> History:
+        """What happened so far; ``print`` it."""
+        return self._history
+
+    def _message_at(self, physical_offset: int) -> StoredMessage:
+        message = self.broker.store.message_at(physical_offset)
+        if message is None:
+            raise LookupError(f"there is no message at {physical_offset} any more")
+        return message
+
+    # ---- what runner, processes and faults tell
+
+    def note(self, who: str, what: str | Callable[[], str]) -> None:
+        """Add a line to the history."""
+        self._history.note(self.clock.now_ms(), who, what)
+
+    def noted_pull(self, process: Process, request: PullMessage) -> None:
+        """A pull: worth a line when the queue is another's now."""
+        place = request.group, request.topic, request.queue_id
+        if self._pulled_by.get(place) != process.label:
+            before = self._pulled_by.get(place)
+            self._pulled_by[place] = process.label
+            if before is not None:
+                where = f"{request.topic}/{request.queue_id}"
+                self.note(f"{request.group}@{process.label}", f"takes {where} over at {request.queue_offset}")
+
+    def before_send(self, process: Process, topic: str) -> None:
+        """A message is about to be stored."""
+        if current_work() is None:
+            self._start()
+        self.faults.before_send(process, topic)
+
+    def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
+        """A message, or a batch of them, was stored."""
+        if current_work() is not None:
+            name = self.broker.name
+            for offset_id in response.offset_ids:
+                self.runner.sent(name, topic, int(offset_id[-16:], 16))
+        self.faults.after_send(process, topic, response)
+
+    def listener_begins(self, work: Work) -> None:
+        """User code is called."""
+        self._history.begin(self.clock.now_ms(), work, self._about)
+
+    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
+        """User code has ended."""
+        self._history.end(self.clock.now_ms(), work, outcome, error)
+
+    def fails_fast(self, work: Work) -> bool:
+        """Whether what a listener raised fails the test."""
+        process = work.label.partition(" ")[0].partition("@")[2].partition("~")[0].partition(".")[0]
+        return group_of(work) not in self._tolerated and process not in self._tolerated
+
+    def ended_in_background(self, result: object, error: Exception | None) -> None:
+        """What `Process.background` runs has ended."""
+        if error is not None and self.runner.failure is None:
+            self.runner.failure = error
+
+    def let_others_run(self) -> None:
+        """All that can be done now, before the test goes on."""
+        self._start()
+        self._take_turns(self.clock.now_ms())
+
+    def process_of(self, work: Work) -> Process | None:
+        """The process whose code a work is."""
+        for process in self.processes:
+            if work.owner is process or any(work.owner is client for client in process.clients.values()):
+                return process
+        return None
+
+    def _about(self, call: Call) -> str:
+        shown: list[str] = []
+        if self.broker.dead:
+            return call.where
+        for _, physical_offset in call.about:
+            message = self._message_at(physical_offset)
+            times = f", attempt {message.reconsume_times + 1}" if message.reconsume_times else ""
+            shown.append(f"{show(message)}{times}")
+        return f"{call.where} {', '.join(shown)}"
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """What the broker has of a topic; while it is down, what it had."""
+        if self.broker.dead:
+            return self._routes.get(topic, ())
+        found = self._routes[topic] = self.broker.topic_route(topic)
+        return found
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Have ``changed`` called when topics change, or the broker was opened anew."""
+        self._watchers.append(changed)
+        return lambda: self._watchers.remove(changed) if changed in self._watchers else None
+
+    def _changed(self) -> None:
+        for changed in list(self._watchers):
+            changed()
+
+    # ---- its end
+
+    def close(self) -> None:
+        """End all processes, close the broker, and look at its store: `UnsoundStoreError` if it does not hold together.
+
+        Closing again does nothing.
+        """
+        if self._closed:
+            return
+        if not self._check:
+            self.abandon()
+            return
+        self._end()
+        if self.broker.dead:
+            self._open_broker()
+        self.broker.close()
+        damage = verify(self.path, self._store_config, self.files).damage
+        if damage:
+            lines = "\n".join(f"{one.file} at {one.offset}: {one.what}" for one in damage[:10])
+            raise UnsoundStoreError(f"the broker's store is not sound:\n{lines}")
+
+    def abandon(self) -> None:
+        """End all without a look at the store, as after a failure."""
+        if not self._closed:
+            self._history.settle()
+            self._end()
+            self.broker.abandon()
+
+    def _end(self) -> None:
+        self._closed = True
+        for process in self.processes:
+            process.die()
+        self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.add_note(f"what happened:\n{self._history}")
+            self.abandon()
+        else:
+            self.close()
+
+
+def _own_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's code on, if there is any in it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+        traceback = traceback.tb_next
+    return traceback or error.__traceback__

@@ -1,0 +1,138 @@
+"""What the pytest plugin does once a test asks for it; `pytest_librmq` is all that an ordinary run loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from librmq.errors import InputError
+from librmq.testing.batons import end_threads
+from librmq.testing.explore import Exploration, read_seed, schedule_document, search
+from librmq.testing.explorer import Explorer
+from librmq.testing.kit import Kit
+
+__all__ = ["add_history", "end_threads", "explore_item", "kit_of", "summarize"]
+
+_KIT: Final = pytest.StashKey[Kit]()
+_EXPLORER: Final = pytest.StashKey[Explorer]()
+_ERROR: Final = pytest.StashKey[BaseException | None]()
+_EXPLORED: Final = pytest.StashKey[list[tuple[str, Exploration]]]()
+
+
+def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
+    """The fixture ``rmq``."""
+    node = request.node
+    marker = node.get_closest_marker("rmq")
+    settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
+    if settings.pop("on_disk", False):
+        folder = request.getfixturevalue("tmp_path") / "broker"
+        folder.mkdir()
+        settings["path"] = folder
+    explorer = node.stash.get(_EXPLORER, None)
+    # Under many schedules once is enough: the same broker writes all of them.
+    kit = node.stash[_KIT] = Kit(runner=explorer, check=explorer is None or explorer.is_first, **settings)
+    try:
+        yield kit
+        if node.stash.get(_ERROR, None) is None:
+            kit.close()
+    finally:
+        kit.abandon()
+        del node.stash[_KIT]
+
+
+def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Note what a phase of a test has failed with, and show what happened until then."""
+    error = None if call.excinfo is None else call.excinfo.value
+    if error is None or (report.skipped and not hasattr(report, "wasxfail")):
+        return
+    item.stash.setdefault(_ERROR, None)
+    if item.stash[_ERROR] is None:
+        item.stash[_ERROR] = error
+    kit, explorer = item.stash.get(_KIT, None), item.stash.get(_EXPLORER, None)
+    if kit is not None:
+        history = str(kit.history())
+        if explorer is not None:
+            explorer.trace.history = history
+        else:
+            report.sections.append(("what happened (rmq)", history))
+
+
+class _NothingToExplore(Exception):
+    """The test was skipped."""
+
+
+def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Repeat the whole protocol of a test, fixtures of its own included, and report the run that tells most."""
+    config = item.config
+    marker = item.get_closest_marker("rmq_explore")
+    assert marker is not None
+    if "rmq" not in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")
+    runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
+    given = config.getoption("rmq_seed")
+    seed = str(given if given is not None else marker.kwargs.get("seed", "0"))
+    try:
+        replay = read_seed(seed)
+    except InputError as error:
+        raise pytest.UsageError(f"--rmq-seed: {error}") from error
+    reports: list[pytest.TestReport] = []
+    failed: dict[int, list[pytest.TestReport]] = {}
+    parent = item.parent
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+
+    def run(explorer: Explorer) -> BaseException | None:
+        item.stash[_EXPLORER], item.stash[_ERROR] = explorer, None
+        # The next item is said to be the parent, so that fixtures wider than the test's own stay.
+        reports[:] = runtestprotocol(item, log=False, nextitem=parent)  # type: ignore[arg-type]
+        if any(report.skipped and not hasattr(report, "wasxfail") for report in reports):
+            raise _NothingToExplore
+        error = item.stash[_ERROR]
+        if error is not None:
+            failed[id(explorer.trace)] = list(reports)
+        return error
+
+    try:
+        result = search(run, runs, seed, replay)
+    except _NothingToExplore:
+        pass
+    else:
+        if result.found is not None:
+            reports = failed[id(result.found.trace)]
+            _describe(item, reports, result)
+        config.stash.setdefault(_EXPLORED, []).append((item.nodeid, result))
+    finally:
+        item.stash[_ERROR] = None
+        del item.stash[_EXPLORER]
+        item.session._setupstate.teardown_exact(nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+def _describe(item: pytest.Item, reports: list[pytest.TestReport], result: Exploration) -> None:
+    """Add the schedule to the report, and keep it in a file."""
+    assert result.found is not None
+    text = result.report()
+    cache = getattr(item.config, "cache", None)
+    if cache is not None and result.found.decisions:
+        path = Path(cache.mkdir("rmq")) / (re.sub(r"[^\w.-]+", "-", item.nodeid)[-150:] + ".json")
+        path.write_text(schedule_document(item.nodeid, result.found), "utf-8")
+        text += f"\nor from the file {path}:\npytest {item.nodeid!r} --rmq-seed={path}"
+    for report in reports:
+        if report.failed or hasattr(report, "wasxfail"):
+            report.sections.append(("explored (rmq)", text))
+            break
+
+
+def summarize(reporter: pytest.TerminalReporter) -> None:
+    """Tell which kinds of decisions exploring has met."""
+    explored = reporter.config.stash.get(_EXPLORED, [])
+    if explored:
+        reporter.section("explored (rmq)")
+        for nodeid, result in explored:
+            reporter.line(f"{nodeid}: {result.summary()}")

@@ -1,0 +1,160 @@
+"""Turns taken by hand, with an eye on what listeners do: what they raise, whom they send to, how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from librmq.clock import ManualClock
+from librmq.errors import EndlessLoopError
+from librmq.listener import ReconsumeLater, SuspendQueue
+from librmq.runner import ManualRunner, Step, Turn, Work
+from librmq.testing.process import Process, ProcessDied
+
+if TYPE_CHECKING:
+    from librmq.testing.kit import Kit
+
+__all__ = ["KitRunner", "current_work"]
+
+LONGEST_CHAIN = 1_000
+
+_current: ContextVar[Work | None] = ContextVar("librmq.testing.current", default=None)
+
+
+def current_work() -> Work | None:
+    """The user code that is running now; None in the test itself."""
+    return _current.get()
+
+
+class KitRunner(ManualRunner):
+    """A `ManualRunner` that tells a `Kit` what user code does, and stops at the first failure."""
+
+    kit: Kit
+
+    def __init__(self, clock: ManualClock | None = None) -> None:
+        super().__init__(clock)
+        self.failure: BaseException | None = None
+        """What the test is to fail with; no turn is taken any more."""
+        self.late: set[Work] = set()
+        """Listeners that have done what they do, and return later."""
+        self._until_ms = 0
+        self._depths: dict[tuple[str, int], tuple[int, str, tuple[str, int] | None]] = {}
+
+    @property
+    def has_tasks(self) -> bool:
+        """Coroutines of listeners wait in the event loop."""
+        return bool(self._tasks)
+
+    def settles(self) -> bool:
+        """Whether something has failed that nobody asked for, and time is needed to get over it."""
+        return False
+
+    def unwind(self, process: Process) -> None:
+        """A process has died: end what of its code has begun."""
+
+    def _take_turns(self, until_ms: int) -> None:
+        self._until_ms = until_ms
+        super()._take_turns(until_ms)
+
+    def take_turns(self, until_ms: int) -> None:
+        """All turns up to a time; raises what a listener has raised."""
+        self._take_turns(until_ms)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def pick(self, options: Iterator[Turn]) -> Turn | None:
+        """The turn to take; None ends the run."""
+        if self.failure is not None:
+            return None
+        while (turn := next(options, None)) is not None and is_dead(turn):
+            self.drop(turn)
+            options = self.options(self._until_ms)
+        return turn
+
+    def drop(self, turn: Turn) -> None:
+        """Forget a turn of a process that has died."""
+        if isinstance(turn, Work) and turn in self.ready:
+            self.ready.remove(turn)
+        elif isinstance(turn, Step):
+            turn.at = None
+
+    def perform(self, work: Work) -> None:
+        """Run user code."""
+        token = _current.set(work)
+        self.kit.listener_begins(work)
+        try:
+            self._check_chain(work)
+            super().perform(work)
+        except ProcessDied:
+            self.running.discard(work)
+            self.kit.listener_ends(work, "died", None)
+        finally:
+            _current.reset(token)
+
+    def _finish(self, work: Work, result: object, error: Exception | None) -> None:
+        wait_ms = self.kit.faults.slow(group_of(work)) if work.about else 0
+        if not wait_ms:
+            self._end(work, result, error)
+            return
+        self.late.add(work)
+        self.kit.note("fault", f"the listener of {group_of(work)} takes {wait_ms:,} ms")
+
+        def end(now_ms: int) -> int | None:
+            self.late.discard(work)
+            self._end(work, result, error)
+            return None
+
+        with self.lock:
+            self.wake(Step(f"{work.label} ends", end, work.owner), self.now_ms() + wait_ms)
+
+    def _end(self, work: Work, result: object, error: Exception | None) -> None:
+        if is_dead(work):
+            outcome = "died"
+        elif error is None:
+            outcome = "returned"
+        else:
+            outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
+        self.kit.listener_ends(work, outcome, error)
+        if outcome == "failed" and error is not None and self.kit.fails_fast(work) and self.failure is None:
+            self.failure = error
+        super()._finish(work, result, error)
+
+    # ---- chains: messages each sent by the listener of the one before
+
+    def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
+        """A message was stored; by the listener that runs now, or by none."""
+        work = _current.get()
+        if work is not None and work.about:
+            parent = max(work.about, key=lambda address: self._depths.get(address, (0,))[0])
+            depth = self._depths.get(parent, (0,))[0] + 1
+            self._depths[broker_name, physical_offset] = depth, f"{group_of(work)} → {topic}", parent
+
+    def _check_chain(self, work: Work) -> None:
+        if not self._depths:
+            return
+        for address in work.about:
+            if self._depths.get(address, (0,))[0] > LONGEST_CHAIN:
+                links: list[str] = []
+                at: Any = address
+                while at is not None and at in self._depths and len(links) < LONGEST_CHAIN:
+                    _, link, at = self._depths[at]
+                    links.append(link)
+                kinds = list(dict.fromkeys(links))
+                loop = ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")
+                raise EndlessLoopError(
+                    f"{LONGEST_CHAIN:,} messages in a row, each sent by the listener of the one before "
+                    f"(group → topic that it sends to): {loop}; the next is for {work.label}"
+                )
+
+
+def is_dead(turn: Turn) -> bool:
+    """Whether a turn is of a process that has died."""
+    owner = getattr(turn, "owner", None)
+    return owner is not None and owner.dead
+
+
+def group_of(work: Work) -> str:
+    """The consumer group of a listener's work."""
+    return work.label.partition(" ")[0].partition("@")[0]

@@ -1,0 +1,613 @@
+"""Any time: messages that wait in a wheel of slots, a slot a second, and are delivered when theirs has passed.
+
+A message names its time by one of the properties TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, the first of which
+wins. It is stored in topic ``rmq_sys_wheel_timer``, with its own topic and queue in REAL_TOPIC and REAL_QID and its
+time, rounded down to the precision (an exact multiple loses a whole unit), in TIMER_OUT_MS. From there it is put into
+the slot of that time: a unit in the timer log, which points at the unit before it in the slot, and the slot in the
+wheel, which points at the last. A slot is emptied when its whole unit of time has passed, so that nothing is early:
+each message is written once more, to its own topic. What is further away than the window goes into a slot on the way,
+and is put on from there ("rolled"): back to the timer topic.
+
+A message with TIMER_DEL_UNIQKEY, its value ``topic+uniqueKey``, delivers nothing, but keeps that message, if it is in
+the same slot, from being delivered: it has to name the same time.
+
+Mirrors 5.3.3's ``TimerMessageStore`` and ``HookUtils``; the files are in `librmq.timerfiles`. They come with the first
+message that waits: a 4.9 store without timers is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+import numpy as np
+
+from librmq import codec
+from librmq.dispatch import parse_level
+from librmq.errors import (
+    ConfigError,
+    CorruptionError,
+    FlushFailedError,
+    MessageIllegalError,
+    ReadOnlyError,
+    RecordError,
+    StoreClosedError,
+    StoreError,
+)
+from librmq.files import Files
+from librmq.javahash import java_int, java_long, string_hash
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+from librmq.timerfiles import (
+    DEFAULT,
+    DELETE,
+    ROLL,
+    SLOT_SIZE,
+    UNIT_SIZE,
+    Slot,
+    TimerCheckpoint,
+    TimerLog,
+    TimerWheel,
+    Unit,
+    timer_log_size,
+)
+from librmq.topics import HALF_TOPIC, validate_topic
+
+__all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "Timers", "delete_key", "is_timed"]
+
+_log = logging.getLogger("librmq.timer")
+
+TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
+DELAY_SEC: Final = "TIMER_DELAY_SEC"
+DELAY_MS: Final = "TIMER_DELAY_MS"
+DELIVER_MS: Final = "TIMER_DELIVER_MS"
+OUT_MS: Final = "TIMER_OUT_MS"
+ENQUEUE_MS: Final = "TIMER_ENQUEUE_MS"
+DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
+ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
+DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
+
+_QUEUE: Final = 0
+_NEVER_IN_THE_WHEEL: Final = (1 << 63) - 1
+_LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
+_BLANK_SLOTS: Final = 60
+_READ: Final = 32
+_INT32: Final = 1 << 31
+
+
+class TimerRefusedError(MessageIllegalError):
+    """The time that a message names is no number, or too far away, or what it deletes would be due by now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerSettings:
+    """How the wheel is made, and how far ahead it takes messages; the defaults are 5.3.3's.
+
+    The names are those of a ``config`` row. `ConfigError` for what is out of range.
+    """
+
+    timer_precision_ms: int = 1000
+    """A slot has so many milliseconds."""
+    timer_roll_window_slot: int = 2 * 86_400
+    """What is so many slots away, or more, is put on the way."""
+    timer_log_file_size: int = 100 << 20
+    timer_max_delay_sec: int = 3 * 86_400
+    """What is further away is refused."""
+    slots_total: int = 7 * 86_400
+    """The slots of a turn; the wheel has two."""
+    save_every_s: float | None = 1
+    """From the first change that is not saved to saving; None leaves it to `Timers.save`."""
+    retry_s: float = 10
+    """From a failure (a full disk) to the next try."""
+    most_at_once: int = 10_000
+    """So many messages are delivered, or put into the wheel, in one turn; what is left is due at once."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("timer_precision_ms", 1, 86_400_000),
+            ("timer_roll_window_slot", 2, _INT32 - 1),
+            ("timer_log_file_size", UNIT_SIZE + 16, _INT32),
+            ("timer_max_delay_sec", 1, _INT32 - 1),
+            ("slots_total", _BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2),
+            ("most_at_once", 1, _INT32 - 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(f"{name}: expected a whole number from {least} to {most}, found {value!r}")
+        if self.window_ms >= _INT32:
+            raise ConfigError("timer_roll_window_slot: its slots are longer than a unit can hold (24 days)")
+        for name in ("save_every_s", "retry_s"):
+            value = getattr(self, name)
+            if value is None and name == "save_every_s":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86_400 * 365:
+                raise ConfigError(f"{name}: expected seconds, found {value!r}")
+
+    @property
+    def window_slots(self) -> int:
+        """The slots ahead that are used, of those of a turn."""
+        return min(self.timer_roll_window_slot, self.slots_total - _BLANK_SLOTS)
+
+    @property
+    def window_ms(self) -> int:
+        return self.window_slots * self.timer_precision_ms
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self | None:
+        """The settings that a ``config`` row names, over 5.3.3's; None if it names none of a timer."""
+        known = {field.name for field in fields(cls)}
+        named = {name: value for name, value in row.items() if name in known}
+        return cls(**named) if named else None
+
+    @classmethod
+    def of_store(cls, path: str, files: Files) -> Self | None:
+        """What the timer files of a store tell, 5.3.3's for the rest; None where there are none."""
+        told = {}
+        if size := timer_log_size(path, files):
+            told["timer_log_file_size"] = size
+        if size := files.size(TimerWheel.path_in(path)):
+            told["slots_total"] = size // SLOT_SIZE // 2
+        return cls(**told) if told else None
+
+
+def is_timed(properties: Mapping[str, str]) -> bool:
+    """Whether a message with these properties waits for a time of its own; a delay level goes before."""
+    if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0 or OUT_MS in properties:
+        return False
+    return DELAY_SEC in properties or DELAY_MS in properties or DELIVER_MS in properties
+
+
+def delete_key(topic: str, unique_key: str) -> str:
+    """What `TIMER_DEL_UNIQKEY` names the message of a topic by."""
+    return f"{topic}+{unique_key}"
+
+
+def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSettings) -> int | None:
+    """The slot's time for a message, None if it is to be delivered at once. `TimerRefusedError` as `Timers.put`."""
+    deliver_ms = None
+    for name, unit, begin in ((DELAY_SEC, 1000, now_ms), (DELAY_MS, 1, now_ms), (DELIVER_MS, 1, 0)):
+        if name in properties:
+            value = java_long(properties[name])
+            if value is None:
+                raise TimerRefusedError(f"{name}: expected a whole number, found {properties[name]!r:.80}")
+            deliver_ms = begin + value * unit
+            break
+    if deliver_ms is None or deliver_ms <= now_ms:
+        if DELETE_KEY in properties:
+            raise TimerRefusedError("what it deletes is due by now")
+        return None
+    if deliver_ms - now_ms > 1000 * settings.timer_max_delay_sec:
+        raise TimerRefusedError(f"the time is more than {settings.timer_max_delay_sec} seconds away")
+    precision_ms = settings.timer_precision_ms
+    return (deliver_ms - 1) // precision_ms * precision_ms
+
+
+class _Emptying:
+    """A slot that is being emptied: where its units are, the first first, and what is deleted of it."""
+
+    def __init__(self, time_ms: int, last: int, positions: array[int], deleted: set[str]) -> None:
+        self.time_ms = time_ms
+        self.last = last
+        """The slot's last unit; another one came later."""
+        self.positions = positions
+        """Positions of units, the next to be delivered last."""
+        self.deleted = deleted
+
+
+class Timers:
+    """The timers of a store. Not thread-safe: one caller at a time.
+
+    After a crash all goes on from what was last saved: messages delivered since then may be delivered again, none is
+    lost, none is early. The wheel is made again from the timer log whenever it is opened; the log is the truth.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("use Timers.open(store, settings)")
+
+    @classmethod
+    def open(
+        cls,
+        store: MessageStore,
+        settings: TimerSettings | None = None,
+        *,
+        delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+    ) -> Self:
+        """The timers of a store that is open for writing; nothing is written where it has none.
+
+        ``delivered(message, result)`` is told of each delivery: the message as it waited, and where it went; it must
+        not raise. `ConfigError` for settings that disagree with the files, `CorruptionError` for files that are none
+        of a timer's.
+        """
+        timers = object.__new__(cls)
+        timers._open(store, settings or TimerSettings(), delivered)
+        return timers
+
+    def _open(
+        self,
+        store: MessageStore,
+        settings: TimerSettings,
+        delivered: Callable[[StoredMessage, AppendResult], None] | None,
+    ) -> None:
+        self._store = store
+        self._files: Files = store.files
+        self._settings = settings
+        self._precision_ms = settings.timer_precision_ms
+        self._delivered = delivered
+        self._save_ms: int | None = None
+        self._retry_at_ms: int | None = None
+        self._changed = False
+        self._emptying: _Emptying | None = None
+        self._slots = 2 * settings.slots_total
+        self._waiting = np.zeros(self._slots, np.bool_)  # which slots have something to deliver
+        size = timer_log_size(store.path, self._files)
+        if size is not None and size != settings.timer_log_file_size:
+            raise ConfigError(f"timer_log_file_size: the files have {size} bytes, not {settings.timer_log_file_size}")
+        now_ms = store.clock.now_ms()
+        found = TimerCheckpoint.read(store.path, self._files)
+        self._checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._floor(now_ms))
+        self._read_ms = self._floor(self._checkpoint.read_time_ms)
+        self._queue_offset = self._checkpoint.queue_offset
+        self._write_ms = self._floor(now_ms)
+        self._timer_log = TimerLog(store.path, settings.timer_log_file_size, files=self._files)
+        self._wheel = TimerWheel.open(store.path, self._slots, files=self._files)
+        if found is not None or self._wheel is not None or size is not None:
+            self._recover()
+
+    def _floor(self, time_ms: int) -> int:
+        return time_ms - time_ms % self._precision_ms
+
+    # -------------------------------------------------------------------------------------------------------- opening
+
+    def _recover(self) -> None:
+        """Cut the timer log where it is known to be on the device, and make the wheel agree with it."""
+        behind = self._timer_log.resume(self._checkpoint.log_position)
+        last, slots = self._slots_of_log()
+        if behind:
+            # Somebody died: the original's queue offset may be ahead of the log that was flushed with it.
+            unit = None if last is None else self._timer_log.unit(last)
+            message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
+            if message is not None and message.topic == TIMER_TOPIC:
+                self._queue_offset = min(self._queue_offset, message.queue_offset + 1)
+        wheel = self._wheel
+        if wheel is None:
+            if not slots:
+                return
+            wheel = self._wheel = TimerWheel.create(self._store.path, self._slots, files=self._files)
+        times = wheel.times()
+        for time in times[times >= self._read_ms // self._precision_ms].tolist():
+            if time not in slots:
+                wheel.clear(time)
+        for time, slot in slots.items():
+            if wheel.slot(time) != slot:
+                wheel.put(slot)
+            self._waiting[time % self._slots] = True
+
+    def _slots_of_log(self) -> tuple[int | None, dict[int, Slot]]:
+        """Where the last unit is, and the slots that the units make which are not emptied yet."""
+        precision_ms, begin = self._precision_ms, self._read_ms // self._precision_ms
+        slots: dict[int, Slot] = {}
+        last = None
+        for position, block in self._timer_log.blocks(self._timer_log.end):
+            last = position + (len(block) - 1) * UNIT_SIZE
+            times = (block["write_time_ms"].astype(np.int64) + block["delay_ms"]) // precision_ms
+            waiting = np.flatnonzero(times >= begin)
+            counts = np.where(block["magic"][waiting] & DELETE, -1, 1)
+            for time in np.unique(times[waiting]).tolist():
+                of_slot = times[waiting] == time
+                places = position + waiting[of_slot] * UNIT_SIZE
+                before = slots.get(time)
+                first, count = (int(places[0]), 0) if before is None else (before.first, before.messages)
+                slots[time] = Slot(time, first, int(places[-1]), count + int(counts[of_slot].sum()), 0)
+        return last, slots
+
+    # ------------------------------------------------------------------------------------------------------ putting
+
+    def put(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:
+        """Store a message: into the timer topic if it names a time to come, else where it is sent to; as 5.x writes it.
+
+        Call `run_due` soon after, which puts it into the wheel. ``fields`` are those of `MessageStore.append`.
+        `TimerRefusedError` for a time that is no number or too far away, and for a deletion that comes too late; else
+        what `MessageStore.append` raises. Nothing was written then.
+        """
+        sys_flag = fields.get("sys_flag", 0) & codec.TRANSACTION_MASK
+        properties = message.properties
+        if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+            other = Message(message.topic, message.body, flag=message.flag)
+            other.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
+            return self._store.append(other, queue_id, **fields)
+        if sys_flag in (0, codec.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
+            out_ms = out_time_ms(properties, self._store.clock.now_ms(), self._settings)
+            fields.pop("properties_raw", None)
+            if out_ms is not None:
+                validate_topic(message.topic)
+                properties = {
+                    **properties,
+                    OUT_MS: str(out_ms),
+                    codec.PROPERTY_REAL_TOPIC: message.topic,
+                    codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+                }
+                message, queue_id = Message(TIMER_TOPIC, message.body, flag=message.flag), _QUEUE
+        if fields.get("properties_raw") is None:
+            fields["properties_raw"] = _encoded(properties)
+        return self._store.append(message, queue_id, **fields)
+
+    # ------------------------------------------------------------------------------------------------------ by time
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Put new messages into the wheel, empty the slots that have passed; returns when to call next (ms), if at all.
+
+        None if nothing waits: whoever stores into the timer topic calls it soon after. `StoreClosedError`,
+        `FlushFailedError` and `ReadOnlyError` where the store takes no messages any more.
+        """
+        write_ms = self._floor(now_ms)
+        if write_ms < self._write_ms:  # the clock was put back: what comes now may be due before what was read
+            self._read_ms = min(self._read_ms, write_ms)
+            self._retry_at_ms = self._save_ms = None
+        self._write_ms = write_ms
+        if self._retry_at_ms is not None:
+            if now_ms < self._retry_at_ms:
+                return self._retry_at_ms
+            self._retry_at_ms = None
+        try:
+            if not (self._empty_slots(now_ms) and self._fill_slots(now_ms)):
+                return now_ms
+            if self._changed and self._settings.save_every_s is not None:
+                if self._save_ms is None or self._save_ms > now_ms + round(1000 * self._settings.save_every_s):
+                    self._save_ms = now_ms + round(1000 * self._settings.save_every_s)
+                if self._save_ms <= now_ms:
+                    self.save(now_ms)
+        except _LASTING:
+            raise
+        except StoreError as error:
+            self._retry_at_ms = now_ms + round(1000 * self._settings.retry_s)
+            _log.error("the timer goes on at %d: %s", self._retry_at_ms, error)
+            return self._retry_at_ms
+        next_slot_ms = self._next_slot_ms()
+        dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, self._save_ms) if due is not None]
+        return min(dues, default=None)
+
+    def _next_slot_ms(self) -> int | None:
+        """The time of the next slot that has something to deliver."""
+        begin = self._read_ms // self._precision_ms
+        at = begin % self._slots
+        ahead = int(self._waiting[at:].argmax()) if at < self._slots else 0
+        if not self._waiting[at + ahead]:
+            ahead = int(self._waiting[:at].argmax()) if at else 0
+            if not self._waiting[ahead]:
+                return None
+            ahead += self._slots - at
+        return (begin + ahead) * self._precision_ms
+
+    def _empty_slots(self, now_ms: int) -> bool:
+        """Deliver from all slots that have passed; false if there is more than one turn takes."""
+        left = self._settings.most_at_once
+        while True:
+            emptying = self._emptying
+            if emptying is None:
+                time_ms = self._next_slot_ms()
+                if time_ms is None or time_ms >= self._write_ms:
+                    self._read_ms = max(self._read_ms, self._write_ms)
+                    return True
+                self._read_ms = time_ms
+                emptying = self._emptying = self._begin_slot(time_ms)
+            positions = emptying.positions
+            while positions:
+                if left == 0:
+                    return False
+                self._take(positions[-1], emptying, now_ms)
+                positions.pop()
+                left -= 1
+            self._end_slot(emptying)
+            self._emptying = None
+            self._changed = True
+
+    def _end_slot(self, emptying: _Emptying) -> None:
+        time = emptying.time_ms // self._precision_ms
+        slot = None if self._wheel is None else self._wheel.slot(time)
+        if slot is None or slot.last == emptying.last:
+            self._waiting[time % self._slots] = False
+        if self._read_ms == emptying.time_ms:  # else the clock was put back meanwhile
+            self._read_ms += self._precision_ms
+
+    def _begin_slot(self, time_ms: int) -> _Emptying:
+        """Follow a slot's units from the last to the first; those that delete are read at once."""
+        positions, deleted = array("q"), set()
+        slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)
+        position = -1 if slot is None else slot.last
+        while position >= 0:
+            unit = self._timer_log.unit(position)
+            if unit is None:
+                _log.error("the timer log has no unit at %d, which slot %d leads to", position, time_ms)
+                break
+            if unit.magic & DELETE and not unit.magic & ROLL:
+                message = self._message(unit.physical_offset, unit.message_size)
+                if message is not None and DELETE_KEY in message.properties:
+                    deleted.add(message.properties[DELETE_KEY])
+            else:
+                positions.append(position)
+            if unit.previous >= position:
+                _log.error(
+                    "the unit at %d of the timer log leads to %d, which is not before it", position, unit.previous
+                )
+                break
+            position = unit.previous
+        return _Emptying(time_ms, -1 if slot is None else slot.last, positions, deleted)
+
+    def _take(self, position: int, emptying: _Emptying, now_ms: int) -> None:
+        """Deliver what a unit stands for, or put it on."""
+        unit = self._timer_log.unit(position)
+        message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
+        if unit is None or message is None:
+            return
+        rolls = bool(unit.magic & ROLL)
+        properties = message.properties
+        if not rolls and message.unique_key:
+            topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            if delete_key(topic, message.unique_key) in emptying.deleted:
+                return
+        self._deliver(message, unit.write_time_ms, rolls, now_ms)
+
+    def _deliver(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
+        properties = {**message.properties, ENQUEUE_MS: str(enqueue_ms)}
+        topic, queue_id = message.topic, message.queue_id
+        if rolls:
+            times = java_int(properties.get(ROLL_TIMES, "0"))
+            properties[ROLL_TIMES] = str((times or 0) + 1)
+        elif DELETE_KEY in properties:
+            return
+        else:
+            topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            queue_id = _number(java_int(properties.get(codec.PROPERTY_REAL_QUEUE_ID, "")), -1)
+        properties[DEQUEUE_MS] = str(now_ms)
+        try:
+            if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
+                raise MessageIllegalError(f"nothing is delivered to {topic}")
+            result = self._store.submit(
+                Message(topic, message.stored_body, flag=message.flag),
+                queue_id,
+                born_timestamp_ms=message.born_timestamp_ms,
+                born_host=message.born_host,
+                store_host=message.store_host,
+                sys_flag=message.sys_flag,
+                reconsume_times=message.reconsume_times,
+                properties_raw=_encoded(properties),
+            ).result
+        except MessageIllegalError as error:
+            self._drop(message.queue_offset, message.physical_offset, error)
+            return
+        self._changed = True
+        if not rolls and self._delivered is not None:
+            self._delivered(message, result)
+
+    def _drop(self, queue_offset: int, physical_offset: int, error: Exception) -> None:
+        _log.error(
+            "the timer message at queue offset %d, physical offset %d is dropped: %s",
+            queue_offset, physical_offset, error,
+            extra={"topic": TIMER_TOPIC, "queue_id": _QUEUE, "queue_offset": queue_offset},
+        )  # fmt: skip
+
+    def _message(self, physical_offset: int, size: int) -> StoredMessage | None:
+        """The record that a unit points at, None, said in the log, if there is none."""
+        try:
+            raw = self._store.log.read(physical_offset, size)
+            if raw is None:
+                return None  # gone with the begin of the log
+            codec.check_record(raw, 0, size, check_body=False)
+        except (CorruptionError, RecordError) as error:
+            _log.error("the timer message at physical offset %d can't be read: %s", physical_offset, error)
+            return None
+        return StoredMessage(raw)
+
+    def _fill_slots(self, now_ms: int) -> bool:
+        """Put what is new in the timer topic into its slots; false if there is more than one turn takes."""
+        queue = self._store.queue(TIMER_TOPIC, _QUEUE)
+        if queue is None:
+            return True
+        corrected = min(max(self._queue_offset, queue.min_offset), queue.max_offset)
+        if corrected != self._queue_offset:
+            if self._queue_offset or queue.min_offset:
+                _log.error("the timer's queue offset was %d, and is set to %d", self._queue_offset, corrected)
+            self._queue_offset = corrected
+        left = self._settings.most_at_once
+        while self._queue_offset < queue.max_offset:
+            if left <= 0:
+                return False
+            found = self._store.read(TIMER_TOPIC, _QUEUE, self._queue_offset, _READ)
+            for message in found.messages:
+                self._fill(message, now_ms)
+                self._queue_offset = message.queue_offset + 1
+                self._changed = True
+                left -= 1
+            if not found.messages:
+                if found.next_offset <= self._queue_offset:
+                    return True
+                self._queue_offset = found.next_offset
+        return True
+
+    def _fill(self, message: StoredMessage, now_ms: int) -> None:
+        properties = message.properties
+        out_ms = java_long(properties.get(OUT_MS, ""))
+        if out_ms is None:
+            error = MessageIllegalError(f"{OUT_MS}: expected a time, found {properties.get(OUT_MS)!r:.80}")
+            self._drop(message.queue_offset, message.physical_offset, error)
+            return
+        write_ms, precision_ms = self._write_ms, self._precision_ms
+        out_ms = self._floor(out_ms)
+        if out_ms < write_ms:
+            self._deliver(message, _NEVER_IN_THE_WHEEL, False, now_ms)
+            return
+        magic, window_ms, slots = DEFAULT, self._settings.window_ms, self._settings.window_slots
+        if out_ms - write_ms >= window_ms:
+            magic |= ROLL
+            nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # give the next turn time enough
+            out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
+        if DELETE_KEY in properties:
+            magic |= DELETE
+        if self._wheel is None:
+            self._wheel = TimerWheel.create(self._store.path, self._slots, files=self._files)
+        time = out_ms // precision_ms
+        emptied = self._emptying is not None and self._emptying.time_ms == out_ms
+        slot = self._wheel.slot(time) if self._waiting[time % self._slots] and not emptied else None
+        position = self._timer_log.append(
+            Unit(
+                UNIT_SIZE, -1 if slot is None else slot.last, magic, write_ms, out_ms - write_ms,
+                message.physical_offset, message.size, string_hash(properties.get(codec.PROPERTY_REAL_TOPIC, "")), 0,
+            )
+        )  # fmt: skip
+        first, count = (position, 0) if slot is None else (slot.first, slot.messages)
+        self._wheel.put(Slot(time, first, position, count + (-1 if magic & DELETE else 1), 0))
+        self._waiting[time % self._slots] = True
+
+    # ------------------------------------------------------------------------------------------------------- saving
+
+    def save(self, now_ms: int) -> None:
+        """Write the checkpoint, after a flush of all that it vouches for; nothing where nothing has changed.
+
+        Raises what `MessageStore.flush` does.
+        """
+        self._save_ms = None
+        if self._wheel is None and not self._changed:
+            return
+        if not self._changed and self._checkpoint.read_time_ms == self._read_ms:
+            return
+        self._changed = False
+        try:
+            read_ms, queue_offset, position = self._read_ms, self._queue_offset, self._timer_log.end
+            self._store.flush()
+            self._timer_log.flush()
+            if self._wheel is not None:
+                self._wheel.flush()
+            checkpoint = self._checkpoint
+            if queue_offset != checkpoint.queue_offset:
+                checkpoint.version_counter += 1
+                checkpoint.version_timestamp_ms = now_ms
+            checkpoint.read_time_ms, checkpoint.log_position = read_ms, position
+            checkpoint.queue_offset = checkpoint.master_queue_offset = queue_offset
+            checkpoint.write(self._store.path, self._files)
+        except BaseException:
+            self._changed = True
+            raise
+        self._timer_log.trim(read_ms - self._settings.window_ms)
+
+    def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
+        """What waits in the wheel, by slot: when it is due (ms), and the message."""
+        for time in sorted(self._wheel.times()[self._waiting].tolist() if self._wheel is not None else ()):
+            slot = self._begin_slot(time * self._precision_ms)
+            for position in reversed(slot.positions):
+                unit = self._timer_log.unit(position)
+                message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
+                if message is not None:
+                    yield java_long(message.properties.get(OUT_MS, "")) or 0, message
+
+
+def _encoded(properties: Mapping[str, str]) -> bytes:
+    """Properties as 5.x writes them: with a separator behind the last, too."""
+    return codec.encode_properties(properties) + b"\2" if properties else b""
+
+
+def _number(value: int | None, default: int) -> int:
+    return default if value is None else value

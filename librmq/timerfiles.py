@@ -1,0 +1,388 @@
+"""The files of 5.x's timer: a wheel of slots, a log of what is in them, and a checkpoint.
+
+::
+
+    timerwheel         slot  time in units of the precision  8   big-endian; slot n is for times t with
+                             first position in the log       8   t mod (2 * slots) = n
+                             last position                   8
+                             messages, less deletions        4
+                             magic                           4   0
+
+    timerlog/<start>   unit  size            4   52
+                             previous        8   position of the unit before it in its slot, -1 for none
+                             magic           4   1, plus 2: put there to be put on, plus 4: it deletes another
+                             write time      8   the wheel's time (ms) when it was written
+                             delay           4   from there to the slot's time (ms)
+                             physicalOffset  8   of the message, in topic rmq_sys_wheel_timer
+                             size            4   of the message
+                             topic hash      4   Java's hashCode of the message's own topic
+                             reserved        8   0
+                       blank size 4 | 0 8 | magic cbd43194 4, up to the end of the file: where a unit and 16 bytes do
+                             not fit
+
+    config/timercheck  read time 8 | log position 8 | queue offset 8 | master's queue offset 8 |
+                       data version: state 8, time 8, counter 8 | zeros                         4096 bytes
+
+Mirrors 5.3.3's ``TimerWheel``, ``TimerLog`` and ``TimerCheckpoint``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.errors import CorruptionError
+from librmq.files import DiskFiles, File, Files, make_folders
+from librmq.layout import CONFIG, TIMERLOG, TIMERWHEEL
+from librmq.mappedfile import MappedFileQueue, MappingPool
+
+__all__ = [
+    "BLANK_MAGIC",
+    "CHECKPOINT_SIZE",
+    "DEFAULT",
+    "DELETE",
+    "ROLL",
+    "SLOT_SIZE",
+    "UNIT_DTYPE",
+    "UNIT_SIZE",
+    "Slot",
+    "TimerCheckpoint",
+    "TimerLog",
+    "TimerWheel",
+    "Unit",
+    "read_slots",
+    "timer_log_size",
+]
+
+UNIT_SIZE: Final = 52
+SLOT_SIZE: Final = 32
+CHECKPOINT_SIZE: Final = 4096
+DEFAULT: Final = 1
+ROLL: Final = 2
+DELETE: Final = 4
+BLANK_MAGIC: Final = -875286124
+
+_UNIT: Final = struct.Struct(">iqiqiqiiq")
+_SLOT: Final = struct.Struct(">qqqii")
+_BLANK: Final = struct.Struct(">iqi")
+_CHECKPOINT: Final = struct.Struct(">qqqqqqq")
+_LARGEST_WHEEL: Final = 1 << 30
+_UNITS_AT_ONCE: Final = 16_384
+
+UNIT_DTYPE: Final = np.dtype(
+    [
+        ("size", ">i4"),
+        ("previous", ">i8"),
+        ("magic", ">i4"),
+        ("write_time_ms", ">i8"),
+        ("delay_ms", ">i4"),
+        ("physical_offset", ">i8"),
+        ("message_size", ">i4"),
+        ("topic_hash", ">i4"),
+        ("reserved", ">i8"),
+    ]
+)
+
+
+class Unit(NamedTuple):
+    """A unit of the timer log: a message in its slot."""
+
+    size: int
+    previous: int
+    magic: int
+    write_time_ms: int
+    delay_ms: int
+    physical_offset: int
+    message_size: int
+    topic_hash: int
+    reserved: int
+
+    @property
+    def slot_time_ms(self) -> int:
+        """The time of the slot that it is in."""
+        return self.write_time_ms + self.delay_ms
+
+
+class Slot(NamedTuple):
+    """A slot of the wheel."""
+
+    time: int
+    """In units of the precision, since 1970."""
+    first: int
+    last: int
+    messages: int
+    magic: int
+
+
+class TimerWheel:
+    """The slots, in a file that is mapped whole. One writer; not thread-safe."""
+
+    def __init__(self, path: str, files: Files, slots: int, file: File) -> None:
+        self.path = path
+        self._files = files
+        self.slots = slots
+        """How many slots there are in the file: twice as many as a turn has."""
+        self._file = file
+        self._dirty = False
+
+    @staticmethod
+    def path_in(store: str) -> str:
+        return os.path.join(store, TIMERWHEEL)
+
+    @classmethod
+    def open(cls, store: str, slots: int, *, files: Files | None = None) -> Self | None:
+        """Open the wheel of a store for writing, None where there is none; `CorruptionError` for another size."""
+        files, path = files or DiskFiles(), cls.path_in(store)
+        size = files.size(path)
+        if not size:
+            return None
+        if size != slots * SLOT_SIZE:
+            raise CorruptionError(path, 0, "size", f"expected {slots * SLOT_SIZE} bytes, found {size}")
+        return cls(path, files, slots, files.open(path, writable=True))
+
+    @classmethod
+    def create(cls, store: str, slots: int, *, files: Files | None = None) -> Self:
+        """Make an empty wheel; durable when it returns."""
+        files, path = files or DiskFiles(), cls.path_in(store)
+        if files.size(path) is not None:
+            files.delete(path)
+        file = files.create(path, slots * SLOT_SIZE)
+        files.flush(file)
+        files.flush_folder(store)
+        return cls(path, files, slots, file)
+
+    def slot(self, time: int) -> Slot | None:
+        """The slot for a time in units of the precision, None if it was last used for another time."""
+        slot = Slot._make(_SLOT.unpack_from(self._file.buffer, time % self.slots * SLOT_SIZE))
+        return slot if slot.time == time and (slot.first or slot.last or slot.messages or slot.time) else None
+
+    def put(self, slot: Slot) -> None:
+        """Write a slot."""
+        at = slot.time % self.slots * SLOT_SIZE
+        self._files.reserve(self._file, at, at + SLOT_SIZE)
+        self._file.buffer[at : at + SLOT_SIZE] = _SLOT.pack(*slot)
+        self._dirty = True
+
+    def clear(self, time: int) -> None:
+        """Empty the slot for a time."""
+        at = time % self.slots * SLOT_SIZE
+        self._files.reserve(self._file, at, at + SLOT_SIZE)
+        self._file.buffer[at : at + SLOT_SIZE] = bytes(SLOT_SIZE)
+        self._dirty = True
+
+    def times(self) -> npt.NDArray[np.int64]:
+        """The time of each slot, a copy."""
+        slots = np.frombuffer(self._file.buffer, np.dtype([("time", ">i8"), ("rest", "V24")]))
+        return slots["time"].astype(np.int64)
+
+    def flush(self) -> None:
+        """Return when the slots have reached the device."""
+        if self._dirty:
+            self._files.flush(self._file)
+            self._dirty = False
+
+
+def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
+    """The slots of a store's wheel that were ever used, with their numbers; of ``timerwheel.gz`` where that is there.
+
+    `CorruptionError` for a file that is no wheel.
+    """
+    path = TimerWheel.path_in(store)
+    packed = f"{path}.gz"
+    if files.size(path):
+        data: bytes | memoryview = files.read(path, _LARGEST_WHEEL)
+    elif files.size(packed):
+        data = _unpacked(packed, files)
+    else:
+        return
+    if len(data) % SLOT_SIZE:
+        raise CorruptionError(path, 0, "size", f"expected a multiple of {SLOT_SIZE} bytes, found {len(data)}")
+    rows = np.frombuffer(data, np.dtype(f"V{SLOT_SIZE}"))
+    for number in np.flatnonzero(rows != rows.dtype.type(bytes(SLOT_SIZE))).tolist():
+        yield number, Slot._make(_SLOT.unpack_from(data, number * SLOT_SIZE))
+
+
+def _unpacked(path: str, files: Files) -> bytes:
+    try:
+        unpacked = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS).decompress(files.read(path), _LARGEST_WHEEL)
+    except zlib.error as error:
+        raise CorruptionError(path, 0, "header", f"expected a wheel packed by gzip: {error}") from None
+    return unpacked
+
+
+class TimerLog:
+    """The log of units. One writer; not thread-safe."""
+
+    def __init__(self, store: str, file_size: int, *, files: Files | None = None, writable: bool = True) -> None:
+        """List the files; `CorruptionError` for names and lengths that can't be.
+
+        A writer removes those of length zero, which a crash leaves.
+        """
+        folder, files = os.path.join(store, TIMERLOG), files or DiskFiles()
+        if writable:
+            for entry in files.list(folder):
+                if not entry.is_folder and not entry.size:
+                    files.delete(os.path.join(folder, entry.name))
+        self._files = MappedFileQueue(folder, file_size, files, MappingPool(4), writable=writable, durable=writable)
+        self.end = self._files.begin
+        """Where the next unit goes; set by `resume`."""
+
+    @property
+    def begin(self) -> int:
+        """Where the first file starts."""
+        return self._files.begin
+
+    def resume(self, end: int) -> bool:
+        """Go on at ``end``; what lies behind it is cleared. True if there was anything."""
+        files = self._files
+        self.end = max(files.begin, min(end, files.end))
+        start = files.start_of(self.end)
+        behind = any(other > self.end for other in files.starts)
+        if start is not None and any(files.file(start).buffer[self.end - start :]):
+            behind = True
+        files.delete_from(self.end + 1)
+        files.zero_from(self.end)
+        return behind
+
+    def append(self, unit: Unit) -> int:
+        """Write a unit; returns its position."""
+        files, size = self._files, self._files.file_size
+        if self.end >= files.end:
+            files.create(self.end)
+        start = self.end - self.end % size
+        left = start + size - self.end
+        if UNIT_SIZE + _BLANK.size > left:
+            self._write(start, self.end, _BLANK.pack(left, 0, BLANK_MAGIC))
+            self.end = start = start + size
+            files.create(start)
+        at = self.end
+        self._write(start, at, _UNIT.pack(*unit))
+        self.end = at + UNIT_SIZE
+        return at
+
+    def _write(self, start: int, at: int, data: bytes) -> None:
+        self._files.reserve(start, at - start, at - start + len(data))
+        self._files.file(start).buffer[at - start : at - start + len(data)] = data
+        self._files.mark_dirty(start)
+
+    def unit(self, position: int) -> Unit | None:
+        """The unit at ``position``, None where there is none."""
+        file = self._files.file_at(position)
+        if file is None:
+            return None
+        at = position % file.size
+        if at + UNIT_SIZE > file.size:
+            return None
+        unit = Unit._make(_UNIT.unpack_from(file.buffer, at))
+        return unit if _is_unit(unit) else None
+
+    def items(self) -> Iterator[tuple[int, Unit | int]]:
+        """Every unit with its position, and the size of every blank; up to the first place that has neither."""
+        for start in list(self._files.starts):
+            buffer, at = self._files.file(start).buffer, 0
+            while at + _BLANK.size <= len(buffer):
+                unit = self.unit(start + at)
+                if unit is not None:
+                    yield start + at, unit
+                    at += UNIT_SIZE
+                    continue
+                size, _, magic = _BLANK.unpack_from(buffer, at)
+                if magic != BLANK_MAGIC or size != len(buffer) - at:
+                    return
+                yield start + at, size
+                break
+
+    def blocks(self, end: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """The units below ``end``, many at a time: ``(position of the first, array of UNIT_DTYPE)``, copies."""
+        for start in list(self._files.starts):
+            upto = min(end - start, self._files.file_size)
+            buffer, at = self._files.file(start).buffer, 0
+            while at + UNIT_SIZE <= upto:
+                count = min(_UNITS_AT_ONCE, (upto - at) // UNIT_SIZE)
+                block = np.frombuffer(buffer[at : at + count * UNIT_SIZE], UNIT_DTYPE)
+                sound = (block["size"] == UNIT_SIZE) & (block["magic"] > 0) & (block["magic"] < 8)
+                if not sound.all():
+                    block = block[: int(sound.argmin())]
+                if len(block):
+                    yield start + at, block
+                if len(block) < count:
+                    break
+                at += count * UNIT_SIZE
+
+    def trim(self, write_time_ms: int) -> None:
+        """Delete the files, but the last, whose units were all written before a time."""
+        size = self._files.file_size
+        while len(self._files.starts) > 1:
+            start = self._files.starts[0]
+            at = (size - _BLANK.size) // UNIT_SIZE * UNIT_SIZE - UNIT_SIZE
+            last = self.unit(start + at)
+            if last is None or last.write_time_ms >= write_time_ms:
+                return
+            self._files.delete_before(start + size)
+
+    def flush(self) -> None:
+        """Return when all units have reached the device."""
+        self._files.flush()
+
+
+def _is_unit(unit: Unit) -> bool:
+    return unit.size == UNIT_SIZE and 0 < unit.magic < 8
+
+
+def timer_log_size(store: str, files: Files) -> int | None:
+    """The length of the timer log's files, None where there are none."""
+    sizes = (entry.size for entry in files.list(os.path.join(store, TIMERLOG)) if not entry.is_folder)
+    return next(filter(None, sizes), None)
+
+
+@dataclass(slots=True)
+class TimerCheckpoint:
+    """How far the timer has come."""
+
+    read_time_ms: int = 0
+    """The next slot to be emptied."""
+    log_position: int = 0
+    """The timer log has reached the device up to here."""
+    queue_offset: int = 0
+    """The next message of the timer topic to be put into the wheel."""
+    master_queue_offset: int = 0
+    state_version: int = 0
+    version_timestamp_ms: int = 0
+    version_counter: int = 0
+
+    @staticmethod
+    def path_in(store: str) -> str:
+        return os.path.join(store, CONFIG, "timercheck")
+
+    @classmethod
+    def read(cls, store: str, files: Files) -> Self | None:
+        """The checkpoint of a store, None where there is none; `CorruptionError` for a file of another length."""
+        path = cls.path_in(store)
+        size = files.size(path)
+        if not size:
+            return None
+        if size != CHECKPOINT_SIZE:
+            raise CorruptionError(path, min(size, CHECKPOINT_SIZE), "size", f"expected 4096 bytes, found {size}")
+        return cls(*_CHECKPOINT.unpack_from(files.read(path)))
+
+    def write(self, store: str, files: Files) -> None:
+        """Write it at once; durable when it returns."""
+        path = self.path_in(store)
+        make_folders(files, os.path.dirname(path))
+        data = _CHECKPOINT.pack(
+            self.read_time_ms,
+            self.log_position,
+            self.queue_offset,
+            self.master_queue_offset,
+            self.state_version,
+            self.version_timestamp_ms,
+            self.version_counter,
+        )
+        files.write(path, data.ljust(CHECKPOINT_SIZE, b"\0"))

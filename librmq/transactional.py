@@ -1,0 +1,129 @@
+"""The transactional message table: the record of a message and what the message changes, in one transaction.
+
+::
+
+    with transactional(session, message, group="billing") as first:
+        if first:
+            session.execute(...)        # commits with the record, or not at all
+
+The record is inserted first. A second delivery that comes meanwhile waits at that row; when the first commits, it finds
+the message consumed, and when the first is undone or dies, it goes on itself. So the effect happens once, on this one
+database, as long as the record is kept. ``docs/dedup.md`` tells the conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from librmq.clock import Clock, SystemClock
+from librmq.dedup import KEEP_CONSUMED, milliseconds
+from librmq.dedupstore import dedup_key, unique_id
+from librmq.errors import ConfigError
+from librmq.sqltables import Link, check_name, is_integrity_error, linked
+
+__all__ = ["Transactional", "purge_messages", "transactional"]
+
+
+def transactional(
+    session: Any,
+    message: Any,
+    *,
+    group: str,
+    application: str = "",
+    key: Callable[[Any], str | None] = unique_id,
+    table: str = "rmq_messages",
+    keep: float | timedelta = KEEP_CONSUMED,
+    clock: Clock | None = None,
+) -> Transactional:
+    """A transaction that is told whether ``message`` comes for the first time: to be entered by ``with``.
+
+    ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
+    ``AsyncSession`` or ``AsyncConnection``, in which nothing has begun. Leaving the block commits, an exception undoes
+    everything and goes on. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a
+    key every delivery is a first one. ``table`` is made by `librmq.sqltables.upgrade_tables`, and kept small by
+    `purge_messages`, which deletes records that are older than ``keep``.
+
+    What the database's driver raises goes through, and the message comes again. `ConfigError` where the session has
+    begun something, or commits each statement by itself. As thread-safe as the session.
+    """
+    if not group:
+        raise ConfigError("group: expected the consumer group's name, found none")
+    check_name(table)
+    business_key = key(message)
+    record = None
+    if business_key:
+        record = dedup_key(application, message.topic, group, message.tags, business_key)
+    expires_at_ms = (clock or SystemClock()).now_ms() + milliseconds("keep", keep)
+    return Transactional(session, table, record, expires_at_ms)
+
+
+class Transactional:
+    """One transaction of `transactional`. What ``with`` gives is true for a message that comes for the first time."""
+
+    def __init__(self, session: Any, table: str, key: str | None, expires_at_ms: int) -> None:
+        self._session = session
+        self._table = table
+        self._key = key
+        self._expires_at_ms = expires_at_ms
+
+    def __enter__(self) -> bool:
+        return self._begin(self._session)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._session.commit()
+        else:
+            self._session.rollback()
+
+    async def __aenter__(self) -> bool:
+        if not hasattr(self._session, "run_sync"):
+            raise ConfigError(f"{type(self._session).__name__} is entered by `with`, not by `async with`")
+        first: bool = await self._session.run_sync(self._begin)
+        return first
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self._session.commit()
+        else:
+            await self._session.rollback()
+
+    def _begin(self, session: Any) -> bool:
+        if hasattr(session, "run_sync"):
+            raise ConfigError(f"{type(session).__name__} is entered by `async with`, not by `with`")
+        link = Link(session)
+        if link.in_transaction:
+            raise ConfigError("the session has begun something: the record comes first, so commit or undo that before")
+        link.check_transactions()
+        if self._key is None:
+            return True
+        try:
+            link.execute(
+                f"INSERT INTO {self._table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)",
+                key=self._key,
+                expires_at_ms=self._expires_at_ms,
+            )
+        except BaseException as error:
+            link.rollback()  # of nothing: the record is the first
+            if is_integrity_error(error):
+                return False
+            raise
+        return True
+
+
+def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
+    """Delete the records of ``table`` that have expired, and commit; how many there were.
+
+    ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
+    """
+    check_name(table)
+    with linked(connection) as link:
+        purged = link.execute(f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms", now_ms=now_ms).changed
+        link.commit()
+        return purged

@@ -1,0 +1,248 @@
+"""Producers of transactions: a message that is seen if, and only if, a local transaction is committed.
+
+::
+
+    half sent, stored ──> local transaction runs ──> committed: the message is delivered
+         │                        │                 rolled back: it never is
+         └ refused: nothing runs  └ unknown, or the process dies: the broker asks ``check`` later
+
+Mirrors ``TransactionMQProducer`` and ``DefaultMQProducerImpl.sendMessageInTransaction``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+from librmq import codec
+from librmq.errors import ClientError, ConfigError, MessageIllegalError
+from librmq.message import Message, StoredMessage
+from librmq.producer import Producer, SendResult
+from librmq.protocol import (
+    CheckTransaction,
+    EndTransaction,
+    Request,
+    Route,
+    SendStatus,
+    TransactionState,
+)
+from librmq.runner import Work
+
+__all__ = ["CheckedMessage", "OpenTransaction", "TransactionProducer", "TransactionResult"]
+
+R = TypeVar("R")
+_log = logging.getLogger("librmq.producer")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMessage:
+    """A message whose transaction the broker asks about."""
+
+    topic: str
+    """The topic that it was sent to."""
+    half: StoredMessage
+    """The half message as it is stored."""
+    properties: Mapping[str, str]
+
+    @property
+    def body(self) -> bytes:
+        """The body as it was sent."""
+        return self.half.body
+
+    @property
+    def tags(self) -> str | None:
+        """The tag."""
+        return self.half.tags
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The business keys."""
+        return self.half.keys
+
+    @property
+    def message_id(self) -> str:
+        """The unique id, which names the transaction too."""
+        return self.half.message_id
+
+    @property
+    def check_times(self) -> int:
+        """The how manieth question this is."""
+        return int(self.properties.get(codec.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
+
+
+Check = Callable[[CheckedMessage], TransactionState | Awaitable[TransactionState | None] | None]
+"""Tells how a local transaction ended; UNKNOWN, None or an exception: ask again later. May be a coroutine function."""
+Execute = Callable[[Message, Any], TransactionState | None]
+"""Runs the local transaction; None or an exception is UNKNOWN."""
+
+
+class TransactionResult(NamedTuple):
+    """Where a half message went, and what was said of its transaction."""
+
+    sent: SendResult
+    state: TransactionState
+
+
+class OpenTransaction:
+    """A transaction whose half message is stored; see `TransactionProducer.transaction`."""
+
+    def __init__(self, sent: SendResult) -> None:
+        self.sent = sent
+        self.state = TransactionState.COMMIT
+
+    def rollback(self) -> None:
+        """Roll back when the block ends, though it ends well."""
+        self.state = TransactionState.ROLLBACK
+
+    def unknown(self) -> None:
+        """Say nothing when the block ends: the broker will ask."""
+        self.state = TransactionState.UNKNOWN
+
+
+class TransactionProducer(Producer):
+    """Sends messages that are seen only once a local transaction is committed. Thread-safe.
+
+    ``check(message)`` tells the broker how a transaction ended of which it heard nothing; any producer of the group may
+    be asked, after a restart too, so it looks where the outcome is kept (a database), not into memory. ``execute``
+    runs the local transaction of `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the
+    broker's workers. The group is not to be shared with ordinary producers, which can't be asked.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        group: str,
+        check: Check,
+        *,
+        execute: Execute | None = None,
+        check_pool: Executor | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(route, group, **settings)
+        if not callable(check):
+            raise ConfigError(f"check: expected a function of a message, found {check!r}")
+        self._check = check
+        self._execute = execute
+        self._check_pool = check_pool
+
+    def send_in_transaction(
+        self, message: Message, arg: object = None, *, execute: Execute | None = None
+    ) -> TransactionResult:
+        """Store a half message, run ``execute(message, arg)``, and end the transaction as it says.
+
+        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. It does not run where the
+        half is not stored as asked; that one is rolled back. What the broker does not hear, it asks about.
+
+        `MessageIllegalError` for a delay, and as `send`; where the half could not be sent, the error of `send`: nothing
+        ran. It may have been stored all the same; then the check tells that nothing was committed.
+        """
+        run = execute or self._execute
+        if run is None:
+            raise ConfigError("send_in_transaction wants `execute`, here or where the producer is made")
+        made, sent = self._send_half(message)
+        state: TransactionState | None = TransactionState.ROLLBACK
+        if sent.status is SendStatus.SEND_OK:
+            self._runner.point(f"local transaction {message.topic}")
+            try:
+                state = run(made, arg)
+                if state is not None and not isinstance(state, TransactionState):
+                    raise TypeError(f"expected a TransactionState or None, found {state!r}")
+            except Exception:
+                _log.exception("group %s: the local transaction of %s has failed", self.group, sent.message_id)
+                state = TransactionState.UNKNOWN
+        state = state or TransactionState.UNKNOWN
+        self._end(sent, state)
+        return TransactionResult(sent, state)
+
+    @contextmanager
+    def transaction(self, message: Message) -> Iterator[OpenTransaction]:
+        """A block that is the local transaction: it commits where it ends well, an exception rolls back and goes on.
+
+        A process that dies within it leaves the outcome to the check.
+        """
+        _, sent = self._send_half(message)
+        opened = OpenTransaction(sent)
+        if sent.status is not SendStatus.SEND_OK:
+            self._end(sent, TransactionState.ROLLBACK)
+            raise ClientError(f"the half message is stored, but not as asked: {sent.status.value}; nothing ran")
+        self._runner.point(f"local transaction {message.topic}")
+        try:
+            yield opened
+        except Exception:
+            self._end(sent, TransactionState.ROLLBACK)
+            raise
+        self._end(sent, opened.state)
+
+    def _send_half(self, message: Message) -> tuple[Message, SendResult]:
+        if message.delay_level > 0:
+            raise MessageIllegalError("a message in a transaction can't be delayed")
+        made = self._prepare(message, b"", {})
+        made.properties[codec.PROPERTY_TRANSACTION_PREPARED] = "true"
+        made.properties[codec.PROPERTY_PRODUCER_GROUP] = self.group
+        return made, self._send_in_turn(made, None)
+
+    def _end(self, sent: SendResult, state: TransactionState) -> None:
+        """Tell the broker, which asks where it does not hear."""
+        if state is TransactionState.UNKNOWN:
+            return
+        _, physical_offset = codec.parse_offset_message_id(sent.offset_id)
+        request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
+        self._tell(sent.queue.broker_name, request)
+
+    def _tell(self, broker_name: str, request: EndTransaction) -> None:
+        self._runner.point(f"end transaction {request.state.name}")
+        try:
+            self._endpoint(broker_name).call(request)
+        except ClientError as error:
+            _log.warning("group %s: the end of transaction %s was not taken: %s", self.group, request.message_id, error)
+
+    def answer(self, request: Request[R], /) -> R:
+        """A broker asks how a transaction ended; the check runs later, without the runner's lock."""
+        if not isinstance(request, CheckTransaction):
+            return super().answer(request)
+        half = request.message
+        properties = {**half.properties, codec.PROPERTY_WAIT: "false"}
+        message = CheckedMessage(properties.get(codec.PROPERTY_REAL_TOPIC, ""), half, properties)
+        if self._check_pool is not None:
+            self._check_pool.submit(self._check_in_pool, request, message)
+        else:
+            self._runner.submit(
+                Work(
+                    f"{self.group} check {message.topic}",
+                    lambda: self._check(message),
+                    lambda state, error: self._checked(request, state, error),
+                    self.client,
+                )
+            )
+        return cast("R", None)
+
+    def _check_in_pool(self, request: CheckTransaction, message: CheckedMessage) -> None:
+        state, error = None, None
+        try:
+            state = self._check(message)
+            if inspect.isawaitable(state):
+                raise ConfigError("a check that is a coroutine function runs without a pool")
+        except Exception as raised:
+            error = raised
+        with self._runner.lock:
+            self._checked(request, state, error)
+
+    def _checked(self, request: CheckTransaction, state: object, error: Exception | None) -> None:
+        half = request.message
+        if error is None and state is not None and not isinstance(state, TransactionState):
+            error = TypeError(f"expected a TransactionState or None, found {state!r}")
+        if error is not None:
+            _log.error("group %s: the check of %s has failed", self.group, half.message_id, exc_info=error)
+            return
+        if state is None or state is TransactionState.UNKNOWN:
+            return
+        assert isinstance(state, TransactionState)
+        end = EndTransaction(
+            self.group, state, half.queue_offset, half.physical_offset, half.message_id, from_check=True
+        )
+        self._tell(request.broker_name, end)

@@ -1,0 +1,245 @@
+"""What waits for its end or its time, over power failures and kills at any write."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import ManualClock
+from librmq.delay import DelaySchedule, DelaySettings
+from librmq.errors import TransactionRefusedError
+from librmq.files import Files, MemoryFiles
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.testing import CrashImages, RecordingFiles
+from librmq.timer import Timers, TimerSettings
+from librmq.txn import CheckBack, Transactions, TransactionSettings
+from tests.conftest import SlowBudget
+from tests.stores import ROOT, SMALL, START_MS, died
+
+SYNC = replace(SMALL, durability="sync")
+WHEEL = TimerSettings(slots_total=90, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=3)
+
+
+def outcome(number: int) -> str:
+    """What the local transaction of a message comes to, as its producer knows whenever it is asked."""
+    return "commit" if number % 3 else "rollback"
+
+
+@dataclass
+class Broker:
+    """Transactions and delays of one store, and producers that answer what they are asked."""
+
+    files: Files
+    clock: ManualClock
+    answering: bool = True
+
+    def __post_init__(self) -> None:
+        self.store = MessageStore.open(ROOT, SYNC, files=self.files, clock=self.clock)
+        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        now = self.clock.now_ms()
+        self.questions: list[CheckBack] = []
+        self.transactions = Transactions(
+            self.store, self.tables, now, TransactionSettings(most_at_once=2), ask=self.questions.append
+        )
+        self.schedule = DelaySchedule(self.store, self.tables, now, DelaySettings(save_every_s=5))
+        self.timers = Timers.open(self.store, WHEEL)
+
+    def prepare(self, number: int) -> tuple[int, int]:
+        message = Message("T", b"%d" % number, unique_key=f"U{number}")
+        message.properties |= {"TRAN_MSG": "true", "PGROUP": "P"}
+        result = self.transactions.prepare(message, 0)
+        return result.physical_offset, result.queue_offset
+
+    def end(self, number: int, place: tuple[int, int]) -> None:
+        (self.transactions.commit if outcome(number) == "commit" else self.transactions.rollback)(*place, "P")
+
+    def pass_time(self, ms: int) -> None:
+        until = self.clock.now_ms() + ms
+        while True:
+            now = self.clock.now_ms()
+            steps = self.schedule.run_due, self.transactions.run_due, self.timers.run_due
+            dues = [due for step in steps if (due := step(now)) is not None]
+            while self.answering and self.questions:
+                question = self.questions.pop()
+                self.end(int(question.half.body), (question.half.physical_offset, question.half.queue_offset))
+            if not dues or min(dues) > until:
+                break
+            self.clock.move_to(max(min(dues), now))
+        self.clock.move_to(until)
+
+    def counts(self, topic: str) -> Counter[int]:
+        return Counter(int(message.body) for message in self.store if message.topic == topic)
+
+
+@dataclass
+class Life:
+    """What a run did, and from which event on what was promised."""
+
+    files: RecordingFiles
+    prepared: list[tuple[int, int]] = field(default_factory=list)
+    """Events, and the number of a half that was acknowledged by then."""
+    delayed: list[tuple[int, int]] = field(default_factory=list)
+    timed: list[tuple[int, int]] = field(default_factory=list)
+    ended_ms: int = 0
+
+    def promised(self, kind: list[tuple[int, int]], crash_point: int) -> set[int]:
+        return {number for events, number in kind if events <= crash_point}
+
+
+def live(seed: str, steps: int = 40) -> Life:
+    rng = random.Random(seed)
+    life = Life(RecordingFiles())
+    clock = ManualClock(START_MS)
+    broker = Broker(life.files, clock)
+    known: dict[int, tuple[int, int]] = {}
+    for number in range(steps):
+        kind = rng.random()
+        if kind < 0.4:
+            known[number] = broker.prepare(number)
+            life.prepared.append((len(life.files.trace), number))
+        elif kind < 0.6 and known:
+            one = rng.choice(list(known))
+            broker.end(one, known[one])
+        elif kind < 0.75:
+            broker.store.append(Message("D", b"%d" % number, delay_level=rng.choice([1, 2, 3])))
+            life.delayed.append((len(life.files.trace), number))
+        elif kind < 0.9:
+            message = Message("W", b"%d" % number, unique_key=f"W{number}")
+            message.properties["TIMER_DELAY_SEC"] = str(rng.choice([1, 3, 30, 100]))
+            broker.timers.put(message)
+            life.timed.append((len(life.files.trace), number))
+            broker.pass_time(0)
+        elif kind < 0.97:
+            broker.answering = rng.random() < 0.5
+            broker.pass_time(rng.choice([100, 1_000, 7_000, 70_000]))
+        else:
+            broker.tables.persist(clock.now_ms())  # what stands in the tables can be saved at any time
+    life.ended_ms = clock.now_ms()
+    return life
+
+
+def check_after(life: Life, files: Files, crash_point: int, why: Callable[[], str]) -> None:
+    """After a crash: time passes, producers answer; then all is decided and delivered as it should be."""
+    broker = Broker(files, ManualClock(life.ended_ms + 1_000))
+    broker.pass_time(1_200_000)
+    assert broker.transactions.run_due(broker.clock.now_ms()) is None, why()
+    delivered, prepared = broker.counts("T"), life.promised(life.prepared, crash_point)
+    assert {number for number in prepared if outcome(number) == "commit"} <= set(delivered), why()
+    assert all(outcome(number) == "commit" for number in delivered), why()
+    assert max(delivered.values(), default=1) == 1, why()
+    timed = broker.counts("D")
+    assert life.promised(life.delayed, crash_point) <= set(timed), why()
+    early = [m for m in broker.store if m.topic == "D" and m.store_timestamp_ms < due_ms(broker.store, m.body)]
+    assert not early, why()
+    assert life.promised(life.timed, crash_point) <= set(broker.counts("W")), why()
+    for message in broker.store:
+        if message.topic == "W":
+            born, seconds = message.born_timestamp_ms, int(message.properties["TIMER_DELAY_SEC"])
+            assert message.store_timestamp_ms >= born + 1000 * seconds, why()
+    broker.store.close()
+
+
+def due_ms(store: MessageStore, body: bytes) -> int:
+    (waiting,) = (m for m in store if m.body == body and m.topic.startswith("SCHEDULE"))
+    return store.levels.deliver_timestamp_ms(int(waiting.properties["DELAY"]), waiting.store_timestamp_ms)
+
+
+def check_images(seed: str, count: int) -> None:
+    life = live(seed)
+    images, rng = CrashImages(life.files.trace), random.Random(seed)
+    for number in range(count):
+        crash_point = rng.randrange(len(life.files.trace) + 1)
+        image = images.image(f"{seed} {number}", crash_point)
+        check_after(life, image.files(), crash_point, image.__str__)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_what_is_pending_survives_a_power_failure(number: int) -> None:
+    check_images(f"pending {number}", 12)
+
+
+@pytest.mark.slow
+def test_what_is_pending_survives_many_power_failures(slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(200, "images of what is pending", at_least=2):
+        check_images(f"slow pending {number}", 40)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_what_is_pending_survives_a_kill_at_any_write(number: int) -> None:
+    """Every event of the trace in turn: what was written is there, on the device or not."""
+    seed = f"kill {number}"
+    life = live(seed, steps=25)
+    for crash_point in range(0, len(life.files.trace) + 1, 7):
+        files = MemoryFiles()
+        replay(life, files, crash_point)
+        check_after(life, files, crash_point, f"{seed} at event {crash_point}".__str__)
+
+
+def replay(life: Life, files: MemoryFiles, crash_point: int) -> None:
+    """Do again what a run did to its files, up to an event."""
+    open_files = {}
+    for event in life.files.trace[:crash_point]:
+        if event.call == "make_folder":
+            files.make_folder(event.path)
+        elif event.call == "create":
+            open_files[event.path] = files.create(event.path, event.offset)
+        elif event.call == "write":
+            open_files[event.path].buffer[event.offset : event.offset + len(event.data)] = event.data
+        elif event.call == "replace":
+            files.write(event.path, event.data)
+        elif event.call == "rename":
+            files.rename(event.path, event.data.decode())
+            if event.path in open_files:
+                open_files[event.data.decode()] = open_files.pop(event.path)
+        elif event.call == "link":
+            files.link(event.path, event.data.decode())
+        elif event.call == "delete":
+            files.delete(event.path)
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+@pytest.mark.parametrize("point", ["half", "decided", "final", "op", "asked", "answered", "checked"])
+def test_a_kill_at_each_step(point: str, end: str) -> None:
+    """The outcome is that of the local transaction, however far the broker has come."""
+    number = 1 if end == "commit" else 0
+    assert outcome(number) == end
+    files = MemoryFiles()
+    broker = Broker(files, ManualClock(START_MS), answering=False)
+    place = broker.prepare(number)
+    if point == "final" and end == "commit":
+        append = broker.store.append
+
+        def dies(message: Message, *args: int, **fields: int) -> object:
+            if message.topic.endswith("OP_HALF_TOPIC"):
+                raise KeyboardInterrupt
+            return append(message, *args, **fields)  # type: ignore[arg-type]
+
+        broker.store.append = dies  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            broker.end(number, place)
+    elif point == "op":
+        broker.end(number, place)
+    elif point in ("asked", "answered", "checked"):
+        broker.pass_time(60_000)
+        if point != "asked":
+            (question,) = broker.questions
+            broker.end(number, (question.half.physical_offset, question.half.queue_offset))
+        if point == "checked":
+            broker.pass_time(60_000)
+            broker.store.flush()
+            broker.tables.persist(0)
+    again = Broker(died(files), ManualClock(broker.clock.now_ms()))
+    again.pass_time(600_000)
+    assert again.counts("T") == ({number: 1} if end == "commit" else {})
+    if end == "commit":
+        with pytest.raises(TransactionRefusedError):
+            again.transactions.rollback(*place, "P")
+    else:
+        again.end(number, place)
+        assert again.counts("T") == {}

@@ -1,0 +1,128 @@
+"""After a flush, a close and an opening nothing of a store is left that a crash could take."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import StoreIOError
+from librmq.message import Message
+from librmq.retention import Retention
+from librmq.store import MessageStore
+from librmq.testing import CrashImages, FailingFiles, Image
+from tests.crash.runs import BusyFiles, assert_settled
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, fill, opened, served
+
+configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+
+
+def filled(files: BusyFiles, config: StoreConfig, count: int = 60) -> MessageStore:
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    fill(store, clock, random.Random(count), count)
+    return store
+
+
+def expire(store: MessageStore) -> list[str]:
+    """Let all go that may, as retention does between two flushes."""
+    store.flush()
+    retention = Retention(
+        store.log, store.queues.values, store.index, store.config, store.files, ROOT, lock=store._lock
+    )
+    return retention.delete_before(store.log.end)
+
+
+def broker_files(image: Image) -> dict[str, bytes | None]:
+    """All but librmq's own, which only saves time."""
+    return {path: data for path, data in image.contents.items() if not path.startswith(f"{ROOT}/librmq")}
+
+
+@configs
+def test_what_was_flushed(config: StoreConfig) -> None:
+    files = BusyFiles()
+    store = filled(files, config)
+    assert store.flush() == store.log.end
+    assert_settled(files)
+
+
+@configs
+@pytest.mark.parametrize("expiring", [False, True])
+def test_what_was_closed(config: StoreConfig, expiring: bool) -> None:
+    """Once the marker is gone, all is there."""
+    files = BusyFiles()
+    store = filled(files, config, 200)
+    if expiring:
+        assert len([path for path in expire(store) if "/consumequeue" in path]) > 4
+    begin = len(files.trace)
+    store.close()
+    assert_settled(files)
+    images = CrashImages(files.trace)
+    last = images.image(0, len(files.trace))
+    for crash_point in range(begin, len(images)):
+        for seed in range(10):
+            image = images.image(seed, crash_point)
+            assert f"{ROOT}/abort" in image.contents or broker_files(image) == broker_files(last), image
+
+
+@configs
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("flushed", [0, 40])
+def test_what_was_recovered(config: StoreConfig, thorough: bool, flushed: int) -> None:
+    """Of whoever died nothing may be on the device; what the next one opens, it vouches for."""
+    files = BusyFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, config, files=files, clock=clock)
+    if flushed:
+        fill(store, clock, random.Random(1), flushed)
+        store.flush()
+        clock.advance(seconds=60)
+    fill(store, clock, random.Random(2), 60)
+    before = served(store)
+    files = files.killed()
+    with MessageStore.open(ROOT, config, files=files, clock=clock, thorough=thorough) as store:
+        assert_settled(files)
+        assert served(store) == before
+    assert_settled(files)
+
+
+@configs
+def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
+    """Nor records without their entries: what is derived goes behind what it was derived from."""
+    files = BusyFiles()
+    store = filled(files, config, 200)
+    store.flush()
+    begin = len(files.trace)
+    assert len([path for path in expire(store) if "/commitlog/" in path]) > 4
+    images = CrashImages(files.trace)
+    for crash_point in range(begin, len(images)):
+        for seed in range(3):
+            image = images.image(seed, crash_point)
+            starts = [int(path[-20:]) for path in image.contents if path.startswith(f"{ROOT}/commitlog/")]
+            assert sorted(starts) == [*range(min(starts), max(starts) + 1, config.commitlog_file_size)], image
+            with opened(image.files(), config) as again:
+                assert not [cut for cut in again.recovered if "/index/" not in cut.file and cut.kind != "size"], image
+                verdict = again.verify()
+                assert verdict.sound, (verdict.damage, image)
+
+
+def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
+    """No flush failed: the file could not be opened for it. So nothing is given up, and the next one takes it along."""
+    disk = BusyFiles()
+    files = FailingFiles(disk)
+    config = replace(SMALL, mapped_files=1)
+    store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS))
+    for queue_id in range(3):
+        store.append(Message("TopicA", b"body"), queue_id)
+    store.read("TopicA", 0, 0)
+    files.fail("open")
+    with pytest.raises(StoreIOError):
+        store.flush()
+    assert store.flush() == store.log.end
+    assert_settled(disk)
+    store.append(Message("TopicA", b"more"))
+    store.close()
+    assert_settled(disk)

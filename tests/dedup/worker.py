@@ -1,0 +1,134 @@
+"""A process that is killed while it works; started by ``test_kills.py``. Imports nothing of the tests.
+
+    worker.py MODE STORE URL EFFECTS GROUP SEED COUNT
+
+Consumes messages 0 to COUNT − 1 in an order of its own, again and again, and prints a line for each turn.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import sys
+from contextlib import closing, suppress
+from typing import Any
+
+import sqlalchemy
+
+from librmq.clock import Clock, SystemClock
+from librmq.dedup import DedupListener, DedupStore, SqliteDedupStore
+from librmq.dedup_redis import RedisDedupStore
+from librmq.dedup_sql import SqlDedupStore
+from librmq.listener import ReconsumeLater
+from librmq.message import Message
+from librmq.outbox import OutboxSender
+from librmq.transactional import transactional
+
+
+class Delivery(Message):
+    """A message as a consumer would deliver it."""
+
+    __slots__ = ()
+
+    @property
+    def unique_key(self) -> str | None:
+        return self.properties["UNIQ_KEY"]
+
+    @property
+    def message_id(self) -> str:
+        return self.properties["UNIQ_KEY"]
+
+
+def open_store(name: str, url: str) -> DedupStore:
+    if name == "sqlite":
+        return SqliteDedupStore(url, timeout=60)
+    if name == "redis":
+        import redis
+
+        return RedisDedupStore(redis.Redis.from_url(url))
+    return SqlDedupStore(url)
+
+
+def effect(path: str, group: str, name: str) -> None:
+    """One more row in a file that survives everybody."""
+    with closing(sqlite3.connect(path, 60, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("INSERT INTO effects VALUES (?, ?)", (group, name))
+
+
+class Guarded:
+    """Effects in a file, behind a guard."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        self.guard = DedupListener(
+            lambda message: effect(effects, group, message.unique_key),
+            open_store(store, url),
+            group=group,
+            clock=clock,
+            when_store_fails="retry",
+        )
+
+    def deliver(self, name: str) -> None:
+        self.guard(Delivery("orders", unique_key=name))
+
+    def close(self) -> None:
+        store: Any = self.guard.store
+        (store.client if isinstance(store, RedisDedupStore) else store).close()
+
+
+class Transactional:
+    """Effects in the database of the message table."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        self.engine = sqlalchemy.create_engine(url)
+        self.group = group
+
+    def deliver(self, name: str) -> None:
+        message = Delivery("orders", unique_key=name)
+        with self.engine.connect() as connection, transactional(connection, message, group=self.group) as first:
+            if first:
+                insert = sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)")
+                connection.execute(insert, {"name": f"{self.group}/{name}"})
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+class Sender:
+    """Sends an outbox into the file."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        self.effects = effects
+        self.group = group
+        self.engine = sqlalchemy.create_engine(url)
+        self.sender = OutboxSender(self.engine, self, table=group, clock=clock)
+        self.clock = clock
+
+    def send(self, message: Message) -> None:
+        effect(self.effects, self.group, message.body.decode())
+        print("sent", flush=True)
+
+    def deliver(self, name: str) -> None:
+        self.sender.run_due(self.clock.now_ms())
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+MODES: dict[str, Any] = {"guarded": Guarded, "transactional": Transactional, "outbox": Sender}
+
+
+def main(mode: str, store: str, url: str, effects: str, group: str, seed: str, count: str) -> None:
+    consumer = MODES[mode](store, url, effects, group, SystemClock())
+    order = random.Random(seed)
+    names = [str(number) for number in range(int(count))]
+    while True:
+        order.shuffle(names)
+        for name in names:
+            with suppress(ReconsumeLater, sqlalchemy.exc.DBAPIError):
+                consumer.deliver(name)
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

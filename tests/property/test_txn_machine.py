@@ -1,0 +1,189 @@
+"""Transactions against what an outside observer may see, with lost answers, repeated ends, crashes and time.
+
+A message is delivered if and only if its transaction was committed, once, never before and never after a rollback;
+and in the end every transaction that its producer has decided on is decided here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import ManualClock
+from librmq.errors import TransactionRefusedError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.topics import CHECK_MAX_TIME_TOPIC
+from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.verify import verify
+from tests.stores import ROOT, SMALL, START_MS, died
+
+Place = tuple[int, int]
+
+
+@dataclass
+class Local:
+    """A transaction as its producer has it."""
+
+    number: int
+    places: list[Place] = field(default_factory=list)
+    """The coordinates by which it may be ended: those of the send, and those of each question."""
+    outcome: str | None = None
+    """What the local transaction came to; None while it runs."""
+
+
+class TransactionMachine(RuleBasedStateMachine):
+    """Producers that decide, answer or don't; a broker that checks, and dies."""
+
+    @initialize(check_max=st.sampled_from([2, 15]))
+    def begin(self, check_max: int) -> None:
+        self.files = MemoryFiles()
+        self.clock = ManualClock(START_MS)
+        self.locals: list[Local] = []
+        self.settings = TransactionSettings(check_max=check_max, most_at_once=3)
+        self.open()
+
+    def open(self) -> None:
+        self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
+        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.questions: list[CheckBack] = []
+        self.transactions = Transactions(
+            self.store, self.tables, self.clock.now_ms(), self.settings, ask=self.questions.append
+        )
+
+    # --- producers
+
+    @rule(immunity=st.sampled_from([None, "1", "100"]))
+    def send(self, immunity: str | None) -> None:
+        local = Local(len(self.locals))
+        message = Message("T", b"%d" % local.number, unique_key=f"U{local.number}")
+        message.properties |= {"TRAN_MSG": "true", "PGROUP": "P"}
+        if immunity is not None:
+            message.properties["CHECK_IMMUNITY_TIME_IN_SECONDS"] = immunity
+        result = self.transactions.prepare(message, 0)
+        local.places.append((result.physical_offset, result.queue_offset))
+        self.locals.append(local)
+
+    @precondition(lambda self: self.locals)
+    @rule(data=st.data(), outcome=st.sampled_from(["commit", "rollback"]))
+    def decide(self, data: st.DataObject, outcome: str) -> None:
+        """The local transaction ends; nobody is told."""
+        local = data.draw(st.sampled_from(self.locals))
+        local.outcome = local.outcome or outcome
+
+    @precondition(lambda self: any(local.outcome for local in self.locals))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A producer ends a transaction, by any coordinates that it knows, perhaps not for the first time."""
+        local = data.draw(st.sampled_from([local for local in self.locals if local.outcome]))
+        self.tell(local, data.draw(st.sampled_from(local.places)))
+
+    def tell(self, local: Local, place: Place) -> None:
+        if local.outcome == "commit":
+            self.transactions.commit(*place, "P")
+        else:
+            self.transactions.rollback(*place, "P")
+
+    @precondition(lambda self: self.questions)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        """A question is answered, in any order, or never."""
+        question = self.questions.pop(data.draw(st.integers(0, len(self.questions) - 1)))
+        local = self.locals[int(question.half.body)]
+        place = question.half.physical_offset, question.half.queue_offset
+        local.places.append(place)
+        if local.outcome:
+            self.tell(local, place)
+
+    @precondition(lambda self: any(local.outcome for local in self.locals))
+    @rule(data=st.data())
+    def the_opposite_is_refused(self, data: st.DataObject) -> None:
+        """After an end was acknowledged, its opposite changes nothing; but for what was given up before."""
+        local = data.draw(st.sampled_from([local for local in self.locals if local.outcome]))
+        place = local.places[0]
+        self.tell(local, place)
+        if local.outcome == "rollback" and local.number in self.given_up():
+            return
+        before = self.store.log.end
+        try:
+            (self.transactions.rollback if local.outcome == "commit" else self.transactions.commit)(*place, "P")
+        except TransactionRefusedError:
+            assert self.store.log.end == before
+        else:
+            raise AssertionError("expected a refusal")
+
+    # --- the broker
+
+    @rule(seconds=st.sampled_from([0, 1, 7, 60, 61, 200]))
+    def pass_time(self, seconds: int) -> None:
+        until = self.clock.now_ms() + 1000 * seconds
+        due = self.transactions.run_due(self.clock.now_ms())
+        while due is not None and due <= until:
+            self.clock.move_to(due)
+            due = self.transactions.run_due(due)
+        self.clock.move_to(until)
+
+    @rule()
+    def one_turn(self) -> None:
+        """Part of a pass, so that ends come while it goes on."""
+        due = self.transactions.run_due(self.clock.now_ms())
+        if due is not None:
+            self.clock.move_to(due)
+            self.transactions.run_due(due)
+
+    @rule()
+    def save(self) -> None:
+        self.store.flush()
+        self.tables.persist(self.clock.now_ms())
+
+    @rule(clean=st.booleans())
+    def die(self, clean: bool) -> None:
+        if clean:
+            self.save()
+            self.store.close()
+        else:
+            self.files = died(self.files)
+        self.open()
+
+    # --- what is seen
+
+    def of(self, topic: str) -> list[int]:
+        return [int(message.body) for message in self.store if message.topic == topic]
+
+    def given_up(self) -> set[int]:
+        return set(self.of(CHECK_MAX_TIME_TOPIC))
+
+    @invariant()
+    def only_what_was_committed_is_delivered_and_once(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        delivered = self.of("T")
+        assert len(set(delivered)) == len(delivered)
+        assert {self.locals[number].outcome for number in delivered} <= {"commit"}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for local in self.locals:
+            local.outcome = local.outcome or "rollback"
+        for _ in range(20):
+            self.pass_time(200)
+            while self.questions:
+                question = self.questions.pop()
+                local = self.locals[int(question.half.body)]
+                self.tell(local, (question.half.physical_offset, question.half.queue_offset))
+        assert self.transactions.run_due(self.clock.now_ms()) is None
+        delivered = set(self.of("T"))
+        committed = {local.number for local in self.locals if local.outcome == "commit"}
+        assert committed - self.given_up() <= delivered <= committed
+        self.store.close()
+        assert verify(ROOT, SMALL, self.files).sound
+
+
+TestTransactions = TransactionMachine.TestCase
+TestTransactions.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

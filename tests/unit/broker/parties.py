@@ -1,0 +1,79 @@
+"""What tests of brokers share: one in memory under a clock that stands still, and clients that only listen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from librmq.broker import Broker, BrokerSettings
+from librmq.config import StoreConfig
+from librmq.files import Files, MemoryFiles
+from librmq.message import Message
+from librmq.protocol import (
+    ConsumeFrom,
+    ConsumerData,
+    Heartbeat,
+    MessageModel,
+    PullMessage,
+    PullResponse,
+    Request,
+    SendMessage,
+    SendResponse,
+    Subscription,
+)
+from librmq.runner import ManualRunner, Runner
+
+HOST = ("192.168.1.10", 54321)
+
+
+def opened(
+    files: Files | None = None, runner: Runner | None = None, *, store: StoreConfig | None = None, **settings: Any
+) -> Broker:
+    return Broker.open(
+        "/b",
+        BrokerSettings(**settings),
+        files=files or MemoryFiles(),
+        runner=runner or ManualRunner(),
+        store_config=store or StoreConfig.tiny(),
+    )
+
+
+def manual(broker: Broker) -> ManualRunner:
+    assert isinstance(broker.runner, ManualRunner)
+    return broker.runner
+
+
+def send(broker: Broker, topic: str, body: bytes = b"x", queue_id: int = 0, **fields: Any) -> SendResponse:
+    names = ("sys_flag", "default_queues", "reconsume_times", "max_reconsume_times")
+    of_request = {name: fields.pop(name) for name in names if name in fields}
+    message = Message(topic, body, **fields)
+    return broker.call(SendMessage("p", message, queue_id, 1_600_000_000_000, HOST, **of_request))
+
+
+def pull(broker: Broker, topic: str, queue_offset: int = 0, queue_id: int = 0, **fields: Any) -> PullResponse:
+    fields.setdefault("subscription", Subscription(topic))
+    return broker.call(PullMessage("c1", "g", topic, queue_id, queue_offset, **fields))
+
+
+class Listening:
+    """A client that notes what the broker says to it."""
+
+    def __init__(self) -> None:
+        self.heard: list[Request[Any]] = []
+
+    def call(self, request: Request[Any], /) -> Any:
+        self.heard.append(request)
+
+
+def beat(
+    broker: Broker,
+    *subscriptions: Subscription,
+    client_id: str = "c1",
+    group: str = "g",
+    client: Listening | None = None,
+    model: MessageModel = MessageModel.CLUSTERING,
+) -> Listening:
+    client = client or Listening()
+    told = {one.topic: one for one in subscriptions}
+    consumers = (ConsumerData(group, "push", model, ConsumeFrom.LAST, told),)
+    broker.call(Heartbeat(client_id, client, frozenset(), consumers))
+    return client

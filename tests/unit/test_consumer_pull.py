@@ -1,0 +1,235 @@
+"""Pull consumers: subscribing and assigning, polling, positions, progress, misuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.consumer import PullConsumer
+from librmq.errors import ClientStateError, NoRouteError
+from librmq.message import MessageQueue
+from librmq.producer import Producer
+from librmq.protocol import ConsumeFrom, PullMessage, ResetGroup, UpdateOffset
+from tests.world import Seam, World, unreachable
+from tests.world import world as make_world
+
+QUEUES = [MessageQueue("t", "broker-a", number) for number in range(3)]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with make_world(3) as world:
+        yield world
+
+
+@pytest.fixture
+def filled(world: World) -> World:
+    """Ten messages in each queue, of which every second one has tag b."""
+    for number in range(30):
+        world.send(str(number), queue=number % 3, tags="ab"[number // 3 % 2])
+        world.advance(1)
+    return world
+
+
+def _consumer(world: World, name: str = "l1", **settings: Any) -> PullConsumer:
+    return PullConsumer(world.broker, "g", instance_name=name, **settings)
+
+
+def _polled(consumer: PullConsumer) -> list[tuple[int, int]]:
+    return [(message.queue.queue_id, message.queue_offset) for message in consumer]
+
+
+def test_topics_and_queues_may_be_chosen_after_the_start(filled: World) -> None:
+    with _consumer(filled) as consumer:
+        assert consumer.poll() == []
+        consumer.subscribe("t", tags="a")
+        assert len(_polled(consumer)) == 15
+    with _consumer(filled, "l2") as consumer:
+        consumer.assign(QUEUES[:1])
+        assert _polled(consumer) == []
+
+
+def test_a_subscribed_consumer_shares_queues(filled: World) -> None:
+    first, second = _consumer(filled, "l1"), _consumer(filled, "l2")
+    for consumer in (first, second):
+        consumer.subscribe("t")
+        consumer.start()
+    filled.advance()
+    assert first.assignment == tuple(QUEUES[:2])
+    assert second.assignment == tuple(QUEUES[2:])
+    assert len(_polled(first)) == 20
+    assert len(_polled(second)) == 10
+    second.shutdown()
+    filled.advance()
+    assert first.assignment == tuple(QUEUES)
+    filled.send("x", queue=2)
+    assert _polled(first) == [(2, 10)]
+    first.shutdown()
+    assert filled.broker.consumer_offsets("g", "t") == {0: 10, 1: 10, 2: 11}
+
+
+def test_polls_give_messages_of_one_queue_and_pass_over_the_others(filled: World) -> None:
+    consumer = _consumer(filled, pull_batch_size=4)
+    consumer.subscribe("t", tags="b")
+    consumer.start()
+    polls = []
+    while messages := consumer.poll():
+        polls.append([(message.queue.queue_id, message.queue_offset) for message in messages])
+    assert all(len({queue for queue, _ in poll}) == 1 for poll in polls)
+    assert sorted(row for poll in polls for row in poll) == [(q, o) for q in range(3) for o in range(1, 10, 2)]
+    assert [poll[0][0] for poll in polls[:3]] == [0, 1, 2]
+    consumer.shutdown()
+
+
+def test_each_poll_commits_what_the_ones_before_gave(filled: World) -> None:
+    consumer = _consumer(filled)
+    consumer.subscribe("t")
+    consumer.start()
+    consumer.poll()
+    filled.advance(20)
+    assert filled.broker.consumer_offset("g", "t", 0) == 0
+    consumer.poll()
+    filled.advance(5)
+    assert filled.broker.consumer_offset("g", "t", 0) == 10
+    consumer.shutdown()
+
+
+def test_without_auto_commit_nothing_is_stored_but_by_commit(filled: World) -> None:
+    consumer = _consumer(filled, auto_commit=False)
+    consumer.assign(QUEUES[:2])
+    consumer.start()
+    _polled(consumer)
+    filled.advance(60)
+    consumer.commit({QUEUES[0]: 7})
+    assert (consumer.committed(QUEUES[0]), filled.broker.consumer_offset("g", "t", 0)) == (7, 7)
+    consumer.shutdown()
+    assert filled.broker.consumer_offset("g", "t", 1) in (None, 0)
+    again = _consumer(filled)
+    again.assign(QUEUES[:1])
+    again.start()
+    assert _polled(again) == [(0, 7), (0, 8), (0, 9)]
+    again.commit()
+    assert again.committed(QUEUES[0]) == 10
+    again.shutdown()
+
+
+def test_positions(filled: World) -> None:
+    consumer = _consumer(filled, auto_commit=False)
+    assert consumer.queues("t") == QUEUES
+    consumer.assign(QUEUES[:2])
+    consumer.start()
+    assert consumer.assignment == tuple(QUEUES[:2])
+    consumer.seek(QUEUES[0], 3)
+    assert consumer.position(QUEUES[0]) == 3
+    assert _polled(consumer)[:1] == [(0, 3)]
+    assert _polled(consumer) == []
+    consumer.seek_to_begin(QUEUES[1])
+    assert len(_polled(consumer)) == 10
+    consumer.seek_to_end(QUEUES[1])
+    assert consumer.position(QUEUES[1]) == 10
+    for queue_offset in (-1, 11, 1000):
+        with pytest.raises(ClientStateError, match="has offsets 0 to 10"):
+            consumer.seek(QUEUES[1], queue_offset)
+    with pytest.raises(ClientStateError, match="does not read"):
+        consumer.seek(QUEUES[2], 0)
+    with pytest.raises(ClientStateError, match="does not read"):
+        consumer.commit({QUEUES[2]: 0})
+    stored_ms = next(iter(filled.broker.messages("t"))).store_timestamp_ms
+    assert consumer.offset_by_time(QUEUES[0], 0) == 0
+    assert consumer.offset_by_time(QUEUES[0], stored_ms + 6000) == 2
+    assert consumer.offset_by_time(QUEUES[0], filled.runner.now_ms() + 3_600_000) == 9
+    consumer.assign(QUEUES[1:])
+    assert consumer.assignment == tuple(QUEUES[1:])
+    consumer.shutdown()
+
+
+def test_pause_and_resume(filled: World) -> None:
+    consumer = _consumer(filled)
+    consumer.assign(QUEUES)
+    consumer.start()
+    consumer.pause(QUEUES[:2])
+    assert {queue for queue, _ in _polled(consumer)} == {2}
+    consumer.resume(QUEUES[:1])
+    assert {queue for queue, _ in _polled(consumer)} == {0}
+    consumer.shutdown()
+
+
+def test_misuse(filled: World) -> None:
+    consumer = _consumer(filled)
+    with pytest.raises(ClientStateError, match="created"):
+        consumer.poll()
+    consumer.subscribe("t")
+    with pytest.raises(ClientStateError, match="exclude each other"):
+        consumer.assign(QUEUES)
+    consumer.start()
+    with pytest.raises(ClientStateError, match="starts once"):
+        consumer.start()
+    consumer.shutdown()
+    with pytest.raises(ClientStateError, match="shut down"):
+        consumer.poll()
+    assert "shut down" in repr(consumer)
+    other = _consumer(filled)
+    other.assign(QUEUES)
+    with pytest.raises(ClientStateError, match="exclude each other"):
+        other.subscribe("t")
+
+
+def test_a_queue_of_an_unknown_broker(filled: World) -> None:
+    consumer = _consumer(filled)
+    consumer.assign([MessageQueue("t", "elsewhere", 0)])
+    with pytest.raises(NoRouteError, match="elsewhere"):
+        consumer.start()
+
+
+def test_faults(filled: World) -> None:
+    seam = Seam(filled.broker)
+    consumer = PullConsumer(seam, "g", instance_name="l1")
+    consumer.assign(QUEUES[:1])
+    consumer.start()
+    seam.fail = unreachable(PullMessage, UpdateOffset)
+    assert consumer.poll() == []
+    with pytest.raises(ClientStateError, match="not stored"):
+        consumer.commit({QUEUES[0]: 3})
+    seam.fail = unreachable()
+    assert len(consumer.poll()) == 10
+    consumer.shutdown()
+
+
+def test_a_position_that_the_queue_does_not_have(filled: World) -> None:
+    filled.broker.call(UpdateOffset("g", "t", 0, 99))
+    consumer = _consumer(filled)
+    consumer.assign(QUEUES[:1])
+    consumer.start()
+    assert _polled(consumer) == []
+    filled.send("x", queue=0)
+    assert _polled(consumer) == [(0, 10)]
+    consumer.shutdown()
+
+
+def test_reset_of_a_running_group(filled: World) -> None:
+    consumer = _consumer(filled, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t")
+    consumer.start()
+    assert len(_polled(consumer)) == 30
+    filled.advance(20)
+    filled.broker.call(ResetGroup("g", "t", 0))
+    assert len(_polled(consumer)) == 30
+    consumer.shutdown()
+
+
+def test_a_poll_waits_for_the_first_message() -> None:
+    with Broker.temporary() as broker:
+        broker.create_topic("t", 2)
+        consumer = PullConsumer(broker, "g")
+        consumer.subscribe("t")
+        with consumer:
+            assert consumer.poll(0) == []
+            producer = Producer(broker, "p")
+            sender = threading.Thread(target=lambda: producer.send("t", b"late"))
+            sender.start()
+            assert [message.body for message in consumer.poll(60)] == [b"late"]
+            sender.join()

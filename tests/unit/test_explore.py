@@ -1,0 +1,309 @@
+"""Exploring: what it finds, how short it makes it, and that it finds nothing where there is nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from librmq.consumer import DeliveredMessage
+from librmq.errors import InputError
+from librmq.testing import Kit, Process, explore
+from librmq.testing.explore import (
+    as_decided,
+    at_random,
+    decode_schedule,
+    encode_schedule,
+    read_seed,
+    schedule_document,
+    search,
+)
+from librmq.testing.explorer import FAULT, Decision, Explorer, Place
+from tests.conftest import SlowBudget
+from tests.planted import BUGS, Scenario, check_then_act
+
+LANES = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+
+
+def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseException | None]:
+    """As `explore` runs a test."""
+
+    def run(explorer: Explorer) -> BaseException | None:
+        kit = Kit(runner=explorer, check=False)
+        try:
+            function(kit)
+        except AssertionError as error:
+            explorer.trace.history = str(kit.history())
+            return error
+        finally:
+            kit.abandon()
+        return None
+
+    return run
+
+
+@LANES
+def test_planted_bugs_pass_as_usual_and_are_found(bug: Scenario) -> None:
+    with Kit() as rmq:
+        bug(rmq, False)
+    for seed in "012":
+        result = search(run_of(lambda rmq: bug(rmq, False)), 200, seed)
+        assert result.found is not None, result.summary()
+        assert 1 <= len(result.found.decisions) <= 3
+        assert result.runs <= 200
+
+
+@LANES
+def test_a_seed_fails_again_at_the_same_line(bug: Scenario) -> None:
+    with pytest.raises(AssertionError) as first:
+        explore(lambda rmq: bug(rmq, False))
+    report = first.value.__notes__[-1]
+    seed = report.rpartition(" ")[2]
+    assert seed.startswith("rmq1-")
+    with pytest.raises(AssertionError) as second:
+        explore(lambda rmq: bug(rmq, False), seed=seed)
+    assert second.traceback[-1].lineno == first.traceback[-1].lineno
+    assert "run 1 of 1" in second.value.__notes__[-1]
+
+
+@LANES
+def test_mended_bugs_pass(bug: Scenario) -> None:
+    result = explore(lambda rmq: bug(rmq, True), runs=60)
+    assert result.found is None
+    assert result.runs == 60
+
+
+@pytest.mark.slow
+@LANES
+def test_mended_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(50, "times 200 runs"):
+        explore(lambda rmq: bug(rmq, True), runs=200, seed=str(number))
+
+
+def test_what_needs_a_fault_and_a_pause_is_found() -> None:
+    def test(rmq: Kit) -> None:
+        booked: list[bytes] = []
+
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            if message.body not in booked:
+                rmq.checkpoint("between look and insert")
+                booked.append(message.body)
+
+        for order in (b"o-1", b"o-2"):
+            rmq.producer().send("orders", order)
+        rmq.run_until_idle()
+        assert len(booked) == len(set(booked))
+
+    result = search(run_of(test), 1000)
+    assert result.found is not None
+    assert any(decision.chosen.startswith(FAULT) for decision in result.found.decisions)
+    assert any(decision.chosen == "pause" for decision in result.found.decisions)
+
+
+# ---- at least once
+
+
+def deliver_ten(rmq: Kit) -> None:
+    """Ten messages, of which each must be consumed; more often only where something failed."""
+    consumed: Counter[bytes] = Counter()
+
+    def shop(process: Process) -> None:
+        @process.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            rmq.checkpoint("before")
+            consumed[message.body] += 1
+
+    rmq.app("shop", shop)
+    for number in range(10):
+        rmq.producer().send("orders", b"%d" % number)
+    rmq.advance(minutes=5)
+    assert sorted(consumed) == sorted(b"%d" % number for number in range(10)), "a message is lost"
+    duplicates = sum(consumed.values()) - len(consumed)
+    faults = [event for event in rmq.history() if event.who == "fault"]
+    assert not duplicates or faults, "a duplicate that no fault explains"
+
+
+def test_at_least_once() -> None:
+    result = explore(deliver_ten, runs=100)
+    assert {"answer", "choose", "fault", "order", "pause", "test"} <= result.reached.keys()
+    assert result.chosen["fault"] > 10
+
+
+@pytest.mark.slow
+def test_at_least_once_ten_thousand_times(slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(50, "times 200 schedules"):
+        explore(deliver_ten, runs=200, seed=str(number))
+
+
+# ---- schedules
+
+
+DECISIONS = (
+    Decision(Place("order", "a listener", 2), "time"),
+    Decision(Place("fault", "idle", 1), FAULT + "shop dies"),
+)
+
+
+def test_schedules_are_written_and_read(tmp_path: Path) -> None:
+    seed = encode_schedule(DECISIONS)
+    assert decode_schedule(seed) == DECISIONS
+    file = tmp_path / "schedule.json"
+    result = search(run_of(lambda rmq: check_then_act(rmq, False)), 200)
+    assert result.found is not None
+    file.write_text(schedule_document("a test", result.found), "utf-8")
+    assert read_seed(str(file)) == result.found.decisions
+    file.write_text(seed, "utf-8")
+    assert read_seed(str(file)) == DECISIONS
+    assert read_seed("17") is None
+
+
+@pytest.mark.parametrize("text", ["rmq1-", "rmq1-????", "rmq1-" + "A" * 50, "[1]", '{"decisions": 3}', "none.json"])
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="no schedule"):
+        decode_schedule(text)
+
+
+def test_an_unknown_label_means_the_usual() -> None:
+    choose = as_decided(DECISIONS).choose
+    assert choose(Place("order", "a listener", 2), ["a listener", "time"]) == 1
+    assert choose(Place("order", "a listener", 2), ["a listener", "another"]) == 0
+    assert choose(Place("order", "a listener", 1), ["a listener", "time"]) == 0
+
+
+def test_chance_depends_on_the_place_alone() -> None:
+    labels = ["a", "b", "c", "d"]
+    places = [Place("order", f"step {number}", 1) for number in range(200)]
+    first, second = at_random("7", 0.5).choose, at_random("7", 0.5).choose
+    drawn = {place: first(place, labels) for place in places}
+    assert {place: second(place, labels) for place in reversed(places)} == drawn
+    assert len(set(drawn.values())) in (1, 4)  # a kind is left alone or not
+
+
+def test_at_most_two_faults() -> None:
+    for seed in range(40):
+        choose = at_random(str(seed), 0.5).choose
+        labels = ["none", FAULT + "a", FAULT + "b"]
+        chosen = [choose(Place("fault", "none", number), labels) for number in range(1, 200)]
+        assert sum(map(bool, chosen)) <= 2
+
+
+def test_a_schedule_survives_an_edit_of_the_test() -> None:
+    def test(rmq: Kit, edited: bool) -> None:
+        booked: list[bytes] = []
+        if edited:
+            rmq.consumer("audit").subscribe("payments")(lambda message: None)
+            rmq.producer().send("payments", b"p-1")
+
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            if message.body not in booked:
+                rmq.checkpoint("between look and insert")
+                booked.append(message.body)
+
+        rmq.producer().send("orders", b"o-1")
+        rmq.producer().send("orders", b"o-1")
+        if edited:
+            rmq.producer().send("payments", b"p-2")
+        rmq.run_until_idle()
+        assert len(booked) == 1
+
+    result = search(run_of(lambda rmq: test(rmq, False)), 200)
+    assert result.found is not None
+    again = search(run_of(lambda rmq: test(rmq, True)), 1, replay=result.found.decisions)
+    assert again.found is not None
+    assert again.found.decisions == result.found.decisions
+
+
+def test_a_failure_of_the_usual_schedule_is_told_as_such() -> None:
+    def test(rmq: Kit) -> None:
+        raise AssertionError("always")
+
+    with pytest.raises(AssertionError, match="always") as caught:
+        explore(test)
+    assert "the usual schedule fails" in caught.value.__notes__[-1]
+
+
+# ---- listeners that wait for each other
+
+
+def test_a_lock_held_over_a_pause_is_noticed() -> None:
+    lock = threading.Lock()
+
+    def test(rmq: Kit) -> None:
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            with lock:
+                rmq.checkpoint("with the lock")
+
+        for _ in range(2):
+            rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+        assert len(rmq.delivered("billing")) == 2
+
+    place = Place("pause", "billing@billing orders/broker-a/0 0: with the lock", 1)
+    explorer: list[Explorer] = []
+
+    def run(one: Explorer) -> BaseException | None:
+        explorer.append(one)
+        return run_of(test)(one)
+
+    result = search(run, 1, replay=[Decision(place, "pause")])
+    assert result.found is None
+    assert explorer[0].trace.decisions == [Decision(place, "pause")]
+    assert not explorer[0].trace.replayable
+
+
+def test_what_is_no_exception_is_raised_where_the_test_runs() -> None:
+    def test(rmq: Kit) -> None:
+        rmq.consumer("billing").subscribe("orders")(lambda message: pytest.fail("from a listener"))
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+
+    with pytest.raises(pytest.fail.Exception, match="from a listener"):
+        explore(test)
+
+
+def test_finally_runs_when_a_process_dies() -> None:
+    left: list[int] = []
+
+    def test(rmq: Kit) -> None:
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            try:
+                rmq.checkpoint("in the middle")
+            finally:
+                left.append(1)
+
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+        assert [one.outcome for one in rmq.delivered("billing")] == ["died", "returned"]
+
+    place = Place("pause", "billing@billing orders/broker-a/0 0: in the middle", 1)
+    assert search(run_of(test), 1, replay=[Decision(place, FAULT + "billing dies here")]).found is None
+    assert left == [1, 1]
+
+
+def test_coroutines_are_explored() -> None:
+    def test(rmq: Kit) -> None:
+        booked: list[bytes] = []
+
+        @rmq.consumer("billing").subscribe("orders")
+        async def charge(message: DeliveredMessage) -> None:
+            if message.body not in booked:
+                rmq.checkpoint("between look and insert")
+                booked.append(message.body)
+
+        for _ in range(2):
+            rmq.producer().send("orders", b"o-1")
+        rmq.run_until_idle()
+        assert len(booked) == 1
+
+    with Kit() as rmq:
+        test(rmq)
+    result = search(run_of(test), 200)
+    assert result.found is not None
+    assert len(result.found.decisions) <= 3

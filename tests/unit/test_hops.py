@@ -1,0 +1,181 @@
+"""Any time by levels: how many hops, how late, and the proxy that carries messages so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import ManualClock
+from librmq.delay import DelaySchedule, DelaySettings
+from librmq.errors import ConfigError, MessageIllegalError
+from librmq.files import MemoryFiles
+from librmq.hops import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
+from librmq.levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message import Message, StoredMessage
+from librmq.store import MessageStore
+from tests.stores import ROOT, SMALL, START_MS, died
+
+HOUR = 3_600_000
+
+
+def test_ten_hours_and_a_second() -> None:
+    delay_ms = 10 * HOUR + 1_000
+    assert route(delay_ms, choose=simple_level) == Route(36_001, 0)
+    assert route(delay_ms, choose=best_level) == Route(6, 0)
+    assert list(hops(delay_ms)) == [18] * 5 + [1]
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "simple", "best"),
+    [(0, (0, 0), (0, 0)), (-5, (0, 0), (0, 0)), (1, (1, 999), (1, 999)), (1_001, (2, 999), (2, 999)),
+     (59_999, (60, 1), (9, 1)), (60_000, (60, 0), (1, 0)), (7_199_999, (7_200, 1), (13, 1))],
+)  # fmt: skip
+def test_hops_and_overshoot(delay_ms: int, simple: tuple[int, int], best: tuple[int, int]) -> None:
+    assert route(delay_ms, choose=simple_level) == simple
+    assert route(delay_ms, choose=best_level) == best
+
+
+levels = st.builds(
+    DelayLevels, st.lists(st.integers(0, 10**6), min_size=1, max_size=8).filter(lambda delays: delays[0] > 0).map(tuple)
+)
+
+
+@given(delay_ms=st.integers(-5, 2 * 10**6), levels=levels, best=st.booleans())
+def test_a_route_is_its_hops(delay_ms: int, levels: DelayLevels, best: bool) -> None:
+    choose = best_level if best else simple_level
+    count, overshoot = route(delay_ms, levels, choose)
+    if count <= 2_000:
+        chosen = list(hops(delay_ms, levels, choose))
+        assert len(chosen) == count
+        assert sum(map(levels.delay_ms, chosen)) == max(delay_ms, 0) + overshoot
+    assert 0 <= overshoot < levels.delay_ms(1)
+    if best:
+        assert count <= route(delay_ms, levels, simple_level).hops or min(
+            filter(None, levels.delays_ms)
+        ) < levels.delay_ms(1)
+
+
+def test_a_year_costs_no_more_than_a_day() -> None:
+    assert route(365 * 24 * HOUR, choose=simple_level).hops == 365 * 86_400
+    assert route(365 * 24 * HOUR).hops == 365 * 12
+
+
+def test_levels_that_do_not_wait() -> None:
+    with pytest.raises(ConfigError):
+        best_level(5, DelayLevels((0, 0)))
+    with pytest.raises(ConfigError):
+        simple_level(5, DelayLevels(()))
+    assert best_level(5, DelayLevels((10, 0, 3))) == 3
+
+
+def test_of_equal_levels_the_first_is_taken() -> None:
+    assert best_level(5_000, DelayLevels((1_000, 5_000, 5_000))) == 2
+
+
+class Carried:
+    """A store in memory with schedule and proxy."""
+
+    def __init__(self, files: MemoryFiles | None = None, at_ms: int = START_MS) -> None:
+        self.files = files or MemoryFiles()
+        self.clock = ManualClock(at_ms)
+        self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
+        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.schedule = DelaySchedule(self.store, self.tables, at_ms, DelaySettings(first_look_s=0, save_every_s=None))
+        self.told: list[int] = []
+        self.proxy = HopProxy(
+            self.store, self.tables, delivered=lambda message, result: self.told.append(result.queue_offset)
+        )
+
+    def send(self, target_ms: int, body: bytes = b"x", **fields: Any) -> None:
+        message = Message("T", body, tags="t", unique_key="U", flag=3)
+        self.store.append(send_at(message, START_MS + target_ms, 2), **fields)
+
+    def pass_to(self, at_ms: int) -> None:
+        until = START_MS + at_ms
+        while True:
+            self.proxy.run_due(self.clock.now_ms())
+            due = self.schedule.run_due(self.clock.now_ms())
+            if self.store.read(HOP_TOPIC, 0, self.proxy._next_offset).messages:
+                continue
+            if due is None or due > until:
+                break
+            self.clock.move_to(due)
+        self.clock.move_to(until)
+
+    def arrived(self) -> list[StoredMessage]:
+        return [message for message in self.store if message.topic == "T"]
+
+
+def test_a_message_is_carried_to_its_time() -> None:
+    carried = Carried()
+    carried.send(3 * HOUR + 61_250, born_timestamp_ms=5)
+    carried.pass_to(4 * HOUR)
+    (message,) = carried.arrived()
+    assert 0 <= message.store_timestamp_ms - START_MS - (3 * HOUR + 61_250) < 1_100
+    assert (message.queue_id, message.body, message.flag, message.born_timestamp_ms) == (2, b"x", 3, 5)
+    assert message.properties == {"TAGS": "t", "UNIQ_KEY": "U"}
+    assert sum(message.topic == SCHEDULE_TOPIC for message in carried.store) == 5  # 2 h, 1 h, 1 min, 1 s, 1 s
+    assert carried.told == [0]
+
+
+def test_what_is_due_arrives_at_once() -> None:
+    carried = Carried()
+    carried.send(-5)
+    carried.pass_to(0)
+    assert len(carried.arrived()) == 1
+
+
+def test_a_crash_on_the_way_loses_nothing_and_is_not_early() -> None:
+    carried = Carried()
+    carried.send(90_000)
+    carried.pass_to(30_000)
+    again = Carried(died(carried.files), START_MS + 30_000)
+    again.pass_to(200_000)
+    times = [message.store_timestamp_ms - START_MS for message in again.arrived()]
+    assert times
+    assert min(times) >= 90_000
+
+
+def test_a_saved_progress_repeats_nothing() -> None:
+    carried = Carried()
+    carried.send(90_000)
+    carried.pass_to(30_000)
+    carried.schedule.save(0)
+    carried.proxy.save()
+    carried.proxy.save()
+    carried.tables.persist(0)
+    again = Carried(died(carried.files), START_MS + 30_000)
+    again.pass_to(200_000)
+    assert len(again.arrived()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"SCHEDULE_TARGET_MS": "x"}, {"SCHEDULE_TARGET_QID": "-1"}, {"SCHEDULE_TARGET_QID": "q"},
+     {"SCHEDULE_TARGET_TOPIC": "a/b"}, {"SCHEDULE_TARGET_TOPIC": HOP_TOPIC}],
+)  # fmt: skip
+def test_what_names_no_place_is_dropped(changes: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    carried = Carried()
+    message = send_at(Message("T", b"bad"), START_MS)
+    message.properties |= changes
+    carried.store.append(message)
+    carried.send(0)
+    carried.pass_to(0)
+    assert [message.body for message in carried.arrived()] == [b"x"]
+    assert "queue offset 0, physical offset 0 is dropped" in caplog.text
+
+
+def test_messages_that_cannot_be_carried() -> None:
+    with pytest.raises(MessageIllegalError):
+        send_at(Message("a/b"), 0)
+    with pytest.raises(MessageIllegalError, match="delay level"):
+        send_at(Message("T", delay_level=1), 0)
+
+
+def test_the_default_levels_are_those_of_4_9() -> None:
+    assert best_level(30 * 60_000) == 16
+    assert DEFAULT_LEVELS.delay_ms(16) == 30 * 60_000

@@ -1,0 +1,163 @@
+"""What waits in a store: told from its files, beside a writer and without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from librmq import codec
+from librmq.brokerconfig import BrokerConfig
+from librmq.cli import main
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.delay import DelaySchedule, DelaySettings
+from librmq.files import MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message
+from librmq.pending import Pending, pending
+from librmq.store import MessageStore
+from librmq.timer import Timers, TimerSettings
+from librmq.topics import OP_TOPIC
+from librmq.txn import Transactions, TransactionSettings
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS
+
+SMALL_WHEEL = TimerSettings(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
+
+
+class Store:
+    """A store in memory, with whatever may wait in it."""
+
+    def __init__(self, config: StoreConfig = SMALL) -> None:
+        self.files = MemoryFiles()
+        self.clock = ManualClock(START_MS)
+        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.transactions = Transactions(self.store, self.tables, START_MS)
+        self.timers = Timers.open(self.store, SMALL_WHEEL)
+
+    def half(self, number: int, **properties: str) -> tuple[int, int, str]:
+        message = Message("H", b"%d" % number, unique_key=f"H{number}")
+        message.properties |= {"PGROUP": "P", "TRAN_MSG": "true", **properties}
+        result = self.transactions.prepare(message, 0)
+        return result.physical_offset, result.queue_offset, "P"
+
+    def delay(self, level: int, topic: str = "D") -> int:
+        return self.store.append(Message(topic, b"x", delay_level=level, unique_key="D")).physical_offset
+
+    def timer(self, seconds: int, key: str = "K", **properties: str) -> int:
+        message = Message("T", b"x", unique_key=key)
+        message.properties |= {"TIMER_DELAY_SEC": str(seconds), **properties}
+        return self.timers.put(message).physical_offset
+
+    def pending(self, **only: str) -> list[Pending]:
+        return list(pending(self.store, self.tables, **only))  # type: ignore[arg-type]
+
+
+def test_nothing_waits() -> None:
+    store = Store()
+    store.store.append(Message("T", b"x"))
+    assert store.pending() == []
+
+
+def test_halves() -> None:
+    store = Store()
+    places = [store.half(number) for number in range(4)]
+    places.append(store.half(4, CHECK_IMMUNITY_TIME_IN_SECONDS="60"))
+    store.transactions.commit(*places[1])
+    store.transactions.rollback(*places[3])
+    expected = [
+        Pending("half", "H", START_MS + (60_000 if number == 4 else 6_000), f"H{number}", places[number][0], 0)
+        for number in (0, 2, 4)
+    ]
+    assert store.pending() == expected
+    store.clock.advance(ms=10_000)
+    store.transactions.check(store.clock.now_ms(), TransactionSettings())
+    assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 1), ("H2", 1), ("H4", 1)]
+    assert all(one.physical_offset > places[4][0] for one in store.pending())
+    store.transactions.commit(*places[2])  # by old coordinates
+    assert [one.unique_key for one in store.pending()] == ["H0", "H4"]
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT])
+def test_delays_in_the_order_of_their_times(config: StoreConfig) -> None:
+    store = Store(config)
+    places = {level: store.delay(level) for level in (5, 1, 3, 2)}
+    due = {1: 1_000, 2: 5_000, 3: 10_000, 5: 60_000}
+    expected = [Pending("delay", "D", START_MS + due[level], "D", places[level], 0) for level in (1, 2, 3, 5)]
+    assert store.pending() == expected
+    schedule = DelaySchedule(store.store, store.tables, START_MS, DelaySettings(first_look_s=0, save_every_s=0))
+    store.clock.advance(ms=5_000)
+    schedule.run_due(store.clock.now_ms())
+    assert store.pending() == expected[2:]
+
+
+def test_a_delay_whose_entry_lost_its_time() -> None:
+    store = Store()
+    store.store.append(Message("D", b"x", tags="t", delay_level=2))
+    queue = store.store.queue(SCHEDULE_TOPIC, 1)
+    assert queue is not None
+    place, size, _ = queue.entry(0) or (0, 0, 0)
+    queue.truncate_to(0)
+    queue.append(0, place, size, codec.tags_code("t"))
+    assert [one.due_ms for one in store.pending()] == [START_MS + 5_000]
+
+
+def test_timers_in_the_wheel_and_before_it() -> None:
+    store = Store()
+    store.clock.advance(ms=500)
+    places = {seconds: store.timer(seconds, f"K{seconds}") for seconds in (30, 10, 300, 20)}
+    due = {seconds: START_MS + 1000 * seconds for seconds in places}
+    assert [(one.due_ms, one.physical_offset) for one in store.pending()] == [
+        (due[seconds], places[seconds]) for seconds in (30, 10, 300, 20)
+    ]  # as they were stored: none is in the wheel yet
+    store.timers.run_due(store.clock.now_ms())
+    store.timers.save(store.clock.now_ms())
+    places[5] = store.timer(5, "K5")
+    expected = [
+        Pending("timer", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
+        for seconds in (10, 20, 30, 300, 5)
+    ]
+    assert store.pending() == expected
+    store.clock.advance(ms=21_000)
+    store.timers.run_due(store.clock.now_ms())
+    store.timers.save(store.clock.now_ms())
+    assert [one.unique_key for one in store.pending()] == ["K30", "K300"]
+
+
+def test_timers_that_are_deleted() -> None:
+    store = Store()
+    store.timer(10, "gone")
+    store.timer(10, "stays")
+    store.timer(10, "d", TIMER_DEL_UNIQKEY="T+gone")
+    store.timers.run_due(store.clock.now_ms())
+    store.timers.save(store.clock.now_ms())
+    assert [one.unique_key for one in store.pending()] == ["stays"]
+
+
+def test_of_one_kind_or_topic() -> None:
+    store = Store()
+    store.half(0)
+    store.delay(1)
+    store.delay(1, "E")
+    store.timer(10)
+    assert [one.kind for one in store.pending()] == ["half", "delay", "delay", "timer"]
+    assert [one.kind for one in store.pending(kind="timer")] == ["timer"]
+    assert [one.topic for one in store.pending(topic="E")] == ["E"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock) as store:
+        place = store.append(Message("D", b"x", delay_level=1, unique_key="U")).physical_offset
+        store.append(Message(OP_TOPIC, b"0", tags="d"))
+        assert main(["pending", str(tmp_path / "store")]) == 0  # beside the writer
+        line = (
+            f'{{"kind":"delay","topic":"D","due_ms":{START_MS + 1000},"unique_key":"U",'
+            f'"physical_offset":{place},"checks":0}}\n'
+        )
+        assert capsys.readouterr().out == line
+    assert main(["pending", str(tmp_path / "store"), "--kind", "half"]) == 0
+    assert main(["timers", str(tmp_path / "store")]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["pending", str(tmp_path / "none")]) == 2

@@ -1,0 +1,52 @@
+"""The process queue: progress by the examples of the original, and its size in memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from librmq.codec import Record, encode_record
+from librmq.consumer import ProcessQueue
+from librmq.message import MessageQueue, StoredMessage
+
+QUEUE = MessageQueue("t", "broker-a", 0)
+
+
+def _messages(first: int, count: int, body: bytes = b"x", **more: str) -> list[StoredMessage]:
+    raw = "\2".join(f"{name}\1{value}" for name, value in more.items()).encode()
+    return [
+        StoredMessage(encode_record(Record(topic="orders", queue_offset=at, body=body, properties_raw=raw)))
+        for at in range(first, first + count)
+    ]
+
+
+@pytest.mark.parametrize(("left", "progress"), [([], 1011), ([1009, 1010], 1009), ([1001], 1001)])
+def test_progress(left: list[int], progress: int) -> None:
+    queue = ProcessQueue(QUEUE)
+    queue.put(_messages(1001, 10), 0, 1011)
+    taken = queue.take(10)
+    assert queue.remove([message for message in taken if message.queue_offset not in left]) == progress
+    assert queue.progress == progress
+    if left:
+        assert queue.remove([message for message in taken if message.queue_offset in left]) == 1011
+    assert queue.remove(taken) is None
+
+
+def test_a_thousand_take_at_most_half_more_than_their_records() -> None:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        messages = _messages(
+            0, 1000, bytes(100), KEYS="order-4711", UNIQ_KEY="7F00000100002A9F0000000000000000", TAGS="a"
+        )
+        queue = ProcessQueue(QUEUE)
+        for at in range(0, 1000, 32):
+            queue.put(messages[at : at + 32], 0, 1000)
+        records = sum(len(message.raw) for message in messages)
+        del messages
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(queue) == 1000
+    assert taken <= 1.5 * records

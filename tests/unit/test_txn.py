@@ -1,0 +1,674 @@
+"""Transactions: prepared, ended, checked, given up; and what ending them twice comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq import codec
+from librmq.brokerconfig import BrokerConfig
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import (
+    ConfigError,
+    DiskFullError,
+    FlushFailedError,
+    MessageIllegalError,
+    StoreClosedError,
+    TransactionRefusedError,
+)
+from librmq.files import MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.txn import CHECK_GROUP, CheckBack, EndedHalves, Transactions, TransactionSettings
+from tests.stores import ROOT, SMALL, START_MS, died
+
+Half = AppendResult
+
+
+class Desk:
+    """Transactions of a store in memory, what producers are asked, and what is given up."""
+
+    def __init__(
+        self,
+        config: StoreConfig = SMALL,
+        *,
+        files: MemoryFiles | None = None,
+        at_ms: int = START_MS,
+        original: bool = False,
+        settings: TransactionSettings | None = None,
+    ) -> None:
+        self.files = files or MemoryFiles()
+        self.clock = ManualClock(at_ms)
+        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.asked: list[CheckBack] = []
+        self.discarded: list[tuple[StoredMessage, int]] = []
+        self.topics: list[str] = []
+        self.transactions = Transactions(
+            self.store, self.offsets, at_ms, settings,
+            ask=self.asked.append,
+            discarded=lambda *what: self.discarded.append(what),
+            make_topic=self.topics.append,
+            original=original,
+        )  # fmt: skip
+
+    def prepare(self, number: int = 0, **changes: Any) -> Half:
+        """A half message, born now."""
+        unique_key = changes.pop("unique_key", f"U{number}")
+        message = Message("T", b"%d" % number, tags="t", unique_key=unique_key, flag=changes.pop("flag", 0))
+        message.properties |= {"TRAN_MSG": "true", "PGROUP": "P", **changes.pop("properties", {})}
+        return self.transactions.prepare(message, 3, **changes)
+
+    def commit(self, half: Half | StoredMessage, group: str = "P") -> AppendResult | None:
+        return self.transactions.commit(half.physical_offset, half.queue_offset, group)
+
+    def rollback(self, half: Half | StoredMessage) -> None:
+        self.transactions.rollback(half.physical_offset, half.queue_offset, "P")
+
+    def check(self, later_ms: int = 10_000, **settings: Any) -> list[StoredMessage]:
+        """A whole pass some time later; returns the copies that are asked about."""
+        self.clock.advance(ms=later_ms)
+        asked = self.transactions.check(self.clock.now_ms(), TransactionSettings(**settings)).asked
+        return [question.half for question in asked]
+
+    def pass_to(self, at_ms: int) -> list[int]:
+        """Let time pass to ``at_ms`` after the start; returns at what times a check was due."""
+        until, times = START_MS + at_ms, []
+        due = self.transactions.run_due(self.clock.now_ms())
+        while due is not None and due <= until:
+            self.clock.move_to(due)
+            times.append(due - START_MS)
+            due = self.transactions.run_due(due)
+        self.clock.move_to(until)
+        return times
+
+    def of(self, topic: str) -> list[StoredMessage]:
+        return [message for message in self.store if message.topic == topic]
+
+    def delivered(self) -> list[bytes]:
+        return [message.body for message in self.of("T")]
+
+    def ops(self) -> list[bytes]:
+        return [message.body for message in self.of(OP_TOPIC)]
+
+    def progress(self) -> tuple[int | None, int | None]:
+        found = [self.offsets.consumer_offset(topic, CHECK_GROUP, 0) for topic in (HALF_TOPIC, OP_TOPIC)]
+        return found[0], found[1]
+
+    def after_crash(self, **more: Any) -> Desk:
+        return Desk(files=died(self.files), at_ms=self.clock.now_ms(), **more)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# --- prepared and ended
+
+
+def test_a_half_is_seen_by_nobody(desk: Desk) -> None:
+    half = desk.prepare(7, sys_flag=codec.TRANSACTION_PREPARED, born_timestamp_ms=5, reconsume_times=2)
+    (stored,) = desk.store
+    assert (stored.topic, stored.queue_id, stored.queue_offset) == (HALF_TOPIC, 0, half.queue_offset)
+    assert (stored.sys_flag, stored.born_timestamp_ms, stored.reconsume_times) == (0, 5, 2)
+    assert stored.properties["REAL_TOPIC"] == "T"
+    assert stored.properties["REAL_QID"] == "3"
+
+
+def test_a_half_that_no_topic_can_take(desk: Desk) -> None:
+    with pytest.raises(MessageIllegalError):
+        desk.transactions.prepare(Message("a/b", b""), 0)
+    assert desk.store.log.end == 0
+
+
+def test_commit_writes_the_message_and_an_op(desk: Desk) -> None:
+    desk.prepare(0)
+    half = desk.prepare(7, flag=9, born_timestamp_ms=5, born_host=("10.0.0.1", 2))
+    final = desk.commit(half)
+    _, stored, message, op = desk.store
+    assert final is not None
+    assert final.physical_offset == message.physical_offset
+    assert (message.topic, message.queue_id, message.body, message.flag) == ("T", 3, b"7", 9)
+    assert message.sys_flag == codec.TRANSACTION_COMMIT
+    assert message.prepared_transaction_offset == half.physical_offset
+    assert (message.born_timestamp_ms, message.born_host) == (5, ("10.0.0.1", 2))
+    assert message.properties_raw == stored.properties_raw
+    assert (op.topic, op.queue_id, op.body, op.tags) == (OP_TOPIC, 0, b"1", "d")
+    assert op.properties == {"TAGS": "d", "WAIT": "true"}
+
+
+def test_rollback_writes_an_op_alone(desk: Desk) -> None:
+    desk.rollback(desk.prepare())
+    assert [message.topic for message in desk.store] == [HALF_TOPIC, OP_TOPIC]
+
+
+def test_a_delayed_commit_goes_to_the_schedule(desk: Desk) -> None:
+    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=codec.encode_properties(
+        {"PGROUP": "P", "UNIQ_KEY": "u", "REAL_TOPIC": "T", "REAL_QID": "3", "TRAN_MSG": "true", "DELAY": "2"}
+    ))  # fmt: skip
+    desk.commit(half)
+    (waiting,) = desk.of(SCHEDULE_TOPIC)
+    assert waiting.properties == {"PGROUP": "P", "UNIQ_KEY": "u", "REAL_TOPIC": "T", "REAL_QID": "3", "DELAY": "2"}
+    assert desk.commit(half) is None
+    assert len(desk.of(SCHEDULE_TOPIC)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "group", "said"),
+    [
+        ({}, "other", "producer group wrong"),
+        ({"queue_offset": 1}, "P", "state table offset wrong"),
+        ({"physical_offset": 1}, "P", "Find prepared"),
+        ({"physical_offset": -1}, "P", "Find prepared"),
+        ({"physical_offset": 1 << 40}, "P", "Find prepared"),
+    ],
+)
+def test_an_end_of_something_else_is_refused(desk: Desk, changes: dict[str, Any], group: str, said: str) -> None:
+    half = desk.prepare()._replace(**changes)
+    before = desk.store.log.end
+    for end in (desk.transactions.commit, desk.transactions.rollback):
+        with pytest.raises(TransactionRefusedError, match=said) as raised:
+            end(half.physical_offset, half.queue_offset, group)
+        assert raised.value.code == 1
+    assert desk.store.log.end == before
+
+
+def test_what_is_no_half_cannot_be_committed(desk: Desk) -> None:
+    message = Message("T", b"b")
+    message.properties["PGROUP"] = "P"
+    with pytest.raises(TransactionRefusedError, match="Find prepared"):
+        desk.commit(desk.store.append(message, 0))
+
+
+@pytest.mark.parametrize("properties", [{"REAL_TOPIC": "T"}, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}])
+def test_a_half_that_cannot_be_delivered_is_refused(desk: Desk, properties: dict[str, str]) -> None:
+    raw = codec.encode_properties({"PGROUP": "P", **properties})
+    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=raw)
+    with pytest.raises(TransactionRefusedError) as raised:
+        desk.commit(half)
+    assert raised.value.code == 13
+    assert desk.ops() == []
+
+
+# --- ended twice
+
+
+def test_a_second_commit_delivers_nothing(desk: Desk) -> None:
+    half = desk.prepare()
+    assert desk.commit(half) is not None
+    assert desk.commit(half) is None
+    assert desk.delivered() == [b"0"]
+    with pytest.raises(TransactionRefusedError, match="committed before"):
+        desk.rollback(half)
+    assert desk.ops() == [b"0"]
+
+
+def test_a_commit_after_a_rollback_is_refused(desk: Desk) -> None:
+    half = desk.prepare()
+    desk.rollback(half)
+    desk.rollback(half)
+    with pytest.raises(TransactionRefusedError, match="rolled back before"):
+        desk.commit(half)
+    assert desk.delivered() == []
+    assert desk.ops() == [b"0"]
+
+
+def test_without_a_unique_id_a_second_end_is_refused(desk: Desk) -> None:
+    half = desk.prepare(unique_key=None)
+    desk.commit(half)
+    with pytest.raises(TransactionRefusedError, match="has ended before"):
+        desk.commit(half)
+    assert desk.delivered() == [b"0"]
+
+
+def test_as_in_the_original_each_commit_delivers() -> None:
+    desk = Desk(original=True)
+    half = desk.prepare()
+    desk.commit(half)
+    desk.commit(half)
+    desk.rollback(half)
+    desk.commit(half)
+    assert desk.delivered() == [b"0"] * 3
+    assert desk.ops() == [b"0"] * 4
+
+
+def test_equal_unique_ids_of_two_messages_are_kept_apart(desk: Desk) -> None:
+    halves = [desk.prepare(number, unique_key="same", born_timestamp_ms=number) for number in range(2)]
+    desk.check()
+    desk.commit(halves[0])
+    assert desk.commit(halves[1]) is not None
+    assert desk.delivered() == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
+    half = desk.prepare(flag=5)
+    (copy,) = desk.check()
+    getattr(desk, end)(half)
+    assert desk.ops() == [b"1"]
+    assert desk.check() == []
+    assert desk.progress() == (2, 1)
+    assert desk.delivered() == ([b"0"] if end == "commit" else [])
+    if end == "commit":
+        assert desk.commit(copy) is None
+    else:
+        with pytest.raises(TransactionRefusedError):
+            desk.commit(copy)
+
+
+def test_as_in_the_original_old_coordinates_leave_the_copy_pending() -> None:
+    desk = Desk(original=True)
+    half = desk.prepare()
+    desk.check()
+    desk.commit(half)
+    (again,) = desk.check()
+    desk.commit(again)
+    assert desk.delivered() == [b"0", b"0"]
+
+
+def test_a_copy_delivers_the_flag_that_was_sent(desk: Desk) -> None:
+    desk.prepare(flag=5)
+    (copy,) = desk.check()
+    assert copy.flag == 0
+    desk.commit(copy)
+    assert [message.flag for message in desk.of("T")] == [5]
+
+
+def test_a_commit_after_the_discard_delivers(desk: Desk) -> None:
+    half = desk.prepare()
+    for _ in range(3):
+        desk.check(check_max=2)
+    assert len(desk.of(CHECK_MAX_TIME_TOPIC)) == 1
+    assert desk.commit(half) is not None
+    assert desk.commit(half) is None
+    assert desk.delivered() == [b"0"]
+
+
+def test_a_rollback_whose_op_the_check_has_passed_is_remembered(desk: Desk) -> None:
+    half = desk.prepare()
+    desk.rollback(half)
+    desk.check()
+    assert desk.progress() == (1, 1)
+    with pytest.raises(TransactionRefusedError, match="rolled back"):
+        desk.commit(half)
+
+
+# --- crashes between two writes
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, store: MessageStore, topic: str, error: Exception) -> None:
+    append, left = store.append, [error]
+
+    def fail(message: Message, *args: Any, **fields: Any) -> Any:
+        if message.topic == topic and left:
+            raise left.pop()
+        return append(message, *args, **fields)
+
+    monkeypatch.setattr(store, "append", fail)
+
+
+def test_a_crash_between_final_and_op_delivers_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = desk.prepare()
+    fail_once(monkeypatch, desk.store, OP_TOPIC, RuntimeError("killed"))
+    with pytest.raises(RuntimeError):
+        desk.commit(half)
+    again = desk.after_crash()
+    (copy,) = again.check()
+    assert again.commit(copy) is None
+    assert again.delivered() == [b"0"]
+    assert again.check() == []
+
+
+def test_a_commit_without_room_for_the_op_is_made_good(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = desk.prepare(unique_key=None)
+    fail_once(monkeypatch, desk.store, OP_TOPIC, DiskFullError("full"))
+    with pytest.raises(DiskFullError):
+        desk.commit(half)
+    assert desk.commit(half) is None
+    assert desk.delivered() == [b"0"]
+    assert desk.ops() == [b"0"]
+
+
+def test_a_crash_before_the_progress_is_saved_asks_twice_and_delivers_once(desk: Desk) -> None:
+    desk.prepare()
+    desk.check()
+    again = desk.after_crash()
+    assert again.progress() == (None, None)
+    copies = again.check()
+    assert [copy.queue_offset for copy in copies] == [2, 3]  # of the half, and of its first copy
+    again.commit(copies[0])
+    assert again.ops() == [b"2", b"3"]
+    assert again.commit(copies[1]) is None
+    assert again.delivered() == [b"0"]
+    assert again.check() == []
+
+
+def test_progress_is_stored_after_a_flush(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.prepare()
+    monkeypatch.setattr(desk.store, "flush", raising(FlushFailedError(OSError())))
+    with pytest.raises(FlushFailedError):
+        desk.check()
+    assert desk.progress() == (None, None)
+
+
+# --- the check, step by step
+
+
+def test_a_check_of_nothing(desk: Desk) -> None:
+    assert desk.check() == []
+    assert desk.progress() == (None, None)
+    assert desk.topics == [HALF_TOPIC]
+
+
+def test_a_half_without_an_op_is_put_back_and_asked_about(desk: Desk) -> None:
+    desk.prepare(flag=5, reconsume_times=2)
+    (copy,) = desk.check()
+    half, stored = desk.store
+    assert stored == copy
+    (question,) = desk.asked
+    assert (question.group, question.topic, question.queue_id, question.check_times) == ("P", "T", 3, 1)
+    assert question.properties == {**half.properties, "TRANSACTION_CHECK_TIMES": "1", "WAIT": "false"}
+    assert copy.properties == {**half.properties, "TRANSACTION_CHECK_TIMES": "1"}
+    assert (copy.topic, copy.queue_offset, copy.body) == (HALF_TOPIC, 1, half.body)
+    assert (copy.born_timestamp_ms, copy.flag, copy.reconsume_times) == (half.born_timestamp_ms, 0, 0)
+    assert desk.progress() == (1, None)
+
+
+def test_halves_with_an_op_are_passed(desk: Desk) -> None:
+    for number in range(40):
+        (desk.commit if number % 2 else desk.rollback)(desk.prepare(number))
+    assert desk.check() == []
+    assert desk.progress() == (40, 40)
+
+
+def test_ops_out_of_order(desk: Desk) -> None:
+    halves = [desk.prepare(number) for number in range(4)]
+    desk.commit(halves[3])
+    desk.commit(halves[1])
+    assert [copy.body for copy in desk.check()] == [b"0", b"2"]
+    assert desk.progress() == (4, 2)
+
+
+def test_an_op_of_a_half_that_is_not_judged_yet_stays(desk: Desk) -> None:
+    desk.prepare(0, born_timestamp_ms=START_MS + 9_000)
+    desk.commit(desk.prepare(1))
+    assert desk.check() == []  # the first is too young
+    assert desk.progress() == (None, None)
+    assert len(desk.check()) == 1
+    assert desk.progress() == (2, 1)
+
+
+@pytest.mark.parametrize(("age", "asked"), [(0, 0), (5_999, 0), (6_000, 1), (6_001, 1)])
+def test_a_young_half_ends_the_pass(desk: Desk, age: int, asked: int) -> None:
+    desk.clock.advance(ms=10_000)
+    desk.prepare(born_timestamp_ms=desk.clock.now_ms() + 1 - age)
+    assert len(desk.check(1)) == asked
+
+
+def test_a_half_of_the_same_moment_ends_the_pass(desk: Desk) -> None:
+    desk.prepare(born_timestamp_ms=START_MS - 60_000)
+    assert desk.check(0) == []
+    assert len(desk.check(1)) == 1
+
+
+def test_a_half_from_the_future_is_asked_about(desk: Desk) -> None:
+    desk.prepare(born_timestamp_ms=START_MS + 3_600_000)
+    assert len(desk.check()) == 1
+
+
+def test_an_own_immunity_is_kept_by_putting_back(desk: Desk) -> None:
+    half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
+    for times in (1, 2):
+        assert desk.check() == []
+        copy = desk.of(HALF_TOPIC)[-1]
+        assert copy.properties["TRANSACTION_CHECK_TIMES"] == str(times)
+        assert copy.properties["TRAN_PREPARED_QUEUE_OFFSET"] == str(half.queue_offset)
+        assert copy.properties["WAIT"] == "false"
+    assert desk.asked == []
+    (asked,) = desk.check(50_000)
+    assert asked.properties["TRANSACTION_CHECK_TIMES"] == "3"
+
+
+@pytest.mark.parametrize("value", ["-1", "x", ""])
+def test_an_immunity_that_is_none_is_the_usual_one(desk: Desk, value: str) -> None:
+    raw = {"PGROUP": "P", "REAL_TOPIC": "T", "REAL_QID": "0", "CHECK_IMMUNITY_TIME_IN_SECONDS": value}
+    desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=codec.encode_properties(raw))
+    desk.check(5_999)
+    assert desk.asked == []
+    desk.check(1)
+    assert len(desk.asked) == 1
+
+
+def test_as_in_the_original_an_op_by_the_first_place_ends_an_immune_copy() -> None:
+    desk = Desk(original=True)
+    half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
+    desk.prepare(1, properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60", "TRAN_PREPARED_QUEUE_OFFSET": "2"})
+    desk.prepare(2)
+    desk.store.append(Message(OP_TOPIC, b"2", tags="d"), 0)
+    desk.check()
+    assert half.queue_offset == 0
+    assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0", b"2"]  # 1 ended, and took the op of 2
+
+
+def test_a_first_place_that_is_none_is_no_reason_to_wait(desk: Desk) -> None:
+    properties = {"CHECK_IMMUNITY_TIME_IN_SECONDS": "9999", "TRAN_PREPARED_QUEUE_OFFSET": "x"}
+    desk.prepare(properties=properties)
+    assert len(desk.check()) == 1
+
+
+def test_after_fifteen_checks_a_half_is_given_up(desk: Desk) -> None:
+    desk.prepare(flag=5, reconsume_times=2)
+    times = [question.properties["TRANSACTION_CHECK_TIMES"] for _ in range(15) for question in desk.check()]
+    assert times == [str(number) for number in range(1, 16)]
+    assert desk.check() == []
+    (given_up,) = desk.of(CHECK_MAX_TIME_TOPIC)
+    assert given_up.queue_id == 0
+    assert given_up.properties["TRANSACTION_CHECK_TIMES"] == "15"
+    assert given_up.properties["REAL_TOPIC"] == "T"
+    ((half, check_times),) = desk.discarded
+    assert (half.queue_offset, check_times) == (15, 15)
+    assert set(desk.topics) == {HALF_TOPIC, CHECK_MAX_TIME_TOPIC}
+    assert desk.check() == []
+    assert desk.progress() == (16, None)
+
+
+def test_a_half_that_is_too_old_is_given_up(desk: Desk) -> None:
+    born = START_MS - 72 * 3_600_000
+    desk.prepare(born_timestamp_ms=born)
+    assert len(desk.check(0)) == 0  # of the same moment
+    assert desk.discarded == []
+    assert desk.check(1) == []
+    assert [check_times for _, check_times in desk.discarded] == [1]
+    assert desk.of(CHECK_MAX_TIME_TOPIC)[0].properties["TRANSACTION_CHECK_TIMES"] == "1"
+
+
+def test_how_old_is_too_old_is_a_setting(desk: Desk) -> None:
+    desk.prepare()
+    assert len(desk.check(3_600_001, reserved_hours=2)) == 1
+    assert desk.check(1, reserved_hours=1) == []
+    assert len(desk.discarded) == 1
+
+
+@pytest.mark.parametrize(("times", "asked"), [("x", "0"), ("-7", "-6"), ("14", "15")])
+def test_check_times_as_they_are_read(desk: Desk, times: str, asked: str) -> None:
+    desk.prepare(properties={"TRANSACTION_CHECK_TIMES": times})
+    assert [copy.properties["TRANSACTION_CHECK_TIMES"] for copy in desk.check()] == [asked]
+
+
+def test_a_half_that_is_full_to_the_brim_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(StoreConfig.tiny())
+    desk.prepare(properties={"long": "x" * 32_680})
+    assert desk.check() == []
+    assert "can't be put back" in caplog.text
+    assert desk.of(CHECK_MAX_TIME_TOPIC)[0].properties_raw == desk.of(HALF_TOPIC)[0].properties_raw
+
+
+def test_copies_of_a_pass_wait_for_the_next(desk: Desk) -> None:
+    for number in range(40):
+        desk.prepare(number)
+    assert [copy.queue_offset for copy in desk.check()] == list(range(40, 80))
+    assert [copy.queue_offset for copy in desk.check()] == list(range(80, 120))
+
+
+def test_halves_that_are_gone_are_jumped_over(desk: Desk) -> None:
+    for number in range(60):
+        desk.prepare(number)
+    desk.store.log.delete_before(4096)
+    queue = desk.store.queue(HALF_TOPIC, 0)
+    assert queue is not None
+    queue.advance(4096)
+    gone = queue.min_offset
+    desk.offsets.set_consumer_offset(HALF_TOPIC, CHECK_GROUP, 0, gone - 3)
+    assert [int(copy.body) for copy in desk.check()] == list(range(gone, 60))
+
+
+def test_a_progress_beyond_the_queues_does_nothing(desk: Desk) -> None:
+    desk.prepare()
+    desk.offsets.set_consumer_offset(HALF_TOPIC, CHECK_GROUP, 0, 7)
+    assert desk.check() == []
+    assert desk.progress() == (7, None)
+
+
+def test_an_op_progress_beyond_the_queue_is_corrected(desk: Desk) -> None:
+    desk.commit(desk.prepare(0))
+    desk.prepare(1)
+    desk.offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, 0, 9)
+    desk.check()
+    assert desk.progress()[1] == 1
+
+
+@pytest.mark.parametrize(("body", "tag"), [(b"x", "d"), (b"0", "other"), (b"9" * 30, "d"), (b"99999999999", "d")])
+def test_ops_that_say_nothing_end_nothing(desk: Desk, body: bytes, tag: str) -> None:
+    half = desk.prepare()
+    desk.store.append(Message(OP_TOPIC, body, tags=tag), 0)
+    assert half.queue_offset not in EndedHalves(desk.store, desk.offsets)
+    assert len(desk.check()) == 1
+    assert desk.commit(desk.asked[0].half) is not None
+    assert desk.delivered() == [b"0"]
+
+
+def test_ops_that_somebody_else_wrote_are_seen(desk: Desk) -> None:
+    halves = [desk.prepare(number) for number in range(3)]
+    desk.commit(halves[0])
+    desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0)
+    desk.rollback(halves[2])
+    with pytest.raises(TransactionRefusedError, match="rolled back"):
+        desk.commit(halves[1])
+
+
+def test_late_ops_ask_although_there_are_some(desk: Desk) -> None:
+    """An op message born long after the start of the pass tells that time has gone by: the half is due."""
+    desk.prepare(0)
+    desk.prepare(1)
+    desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0, born_timestamp_ms=START_MS + 60_000)
+    assert [copy.body for copy in desk.check()] == [b"0"]
+
+
+# --- by time
+
+
+def test_passes_come_every_minute_while_something_is_pending(desk: Desk) -> None:
+    assert desk.pass_to(100_000) == []
+    half = desk.prepare()
+    assert desk.pass_to(300_000) == [120_000, 180_000, 240_000, 300_000]
+    assert len(desk.asked) == 4
+    desk.commit(half)
+    assert desk.pass_to(86_400_000) == [360_000]
+    desk.prepare(1)
+    assert desk.pass_to(86_400_000 + 60_000) == [86_460_000]
+
+
+def test_a_year_of_nobody_answering_passes_quickly(desk: Desk) -> None:
+    desk.prepare()
+    assert desk.pass_to(365 * 86_400_000) == [60_000 * number for number in range(1, 17)]
+    assert len(desk.discarded) == 1
+
+
+def test_a_pass_takes_several_turns() -> None:
+    desk = Desk(settings=TransactionSettings(most_at_once=10))
+    halves = [desk.prepare(number) for number in range(25)]
+    desk.pass_to(59_999)
+    desk.clock.advance(ms=1)
+    now = desk.clock.now_ms()
+    assert desk.transactions.run_due(now) == now
+    assert len(desk.asked) == 10
+    desk.commit(halves[24])  # while the pass goes on
+    desk.commit(halves[0])
+    assert desk.transactions.run_due(now) == now
+    assert desk.transactions.run_due(now) == now + 60_000
+    assert [int(question.half.body) for question in desk.asked] == list(range(24))
+    assert desk.progress() == (25, 1)
+    assert desk.delivered() == [b"24", b"0"]
+    desk.asked.clear()
+    desk.pass_to(120_000)
+    assert [int(question.half.body) for question in desk.asked] == list(range(1, 24))
+
+
+def test_a_pass_that_takes_too_long_ends_where_it_is() -> None:
+    desk = Desk(settings=TransactionSettings(most_at_once=10))
+    for number in range(25):
+        desk.prepare(number)
+    desk.pass_to(59_999)
+    assert desk.transactions.run_due(START_MS + 60_000) == START_MS + 60_000
+    assert desk.transactions.run_due(START_MS + 120_001) == START_MS + 180_000
+    assert desk.progress() == (10, None)
+
+
+def test_a_clock_that_is_put_back(desk: Desk) -> None:
+    desk.prepare()
+    assert desk.transactions.run_due(START_MS + 30_000) == START_MS + 60_000
+    assert desk.transactions.run_due(START_MS - 3_600_000) == START_MS - 3_600_000 + 60_000
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **fields: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_pass_that_fails_goes_on_in_the_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.prepare(0)
+    desk.prepare(1)
+    submit = desk.store.submit
+    calls: list[int] = []
+
+    def second_fails(*args: Any, **fields: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise DiskFullError("full")
+        return submit(*args, **fields)
+
+    monkeypatch.setattr(desk.store, "submit", second_fails)
+    assert desk.pass_to(60_000) == [60_000]
+    assert "ends early: full" in caplog.text
+    assert desk.progress() == (1, None)
+    assert [question.half.body for question in desk.asked] == [b"0"]
+    desk.pass_to(120_000)
+    assert [question.half.body for question in desk.asked] == [b"0", b"1", b"0"]
+
+
+def test_a_store_that_is_closed_is_told(desk: Desk) -> None:
+    desk.prepare()
+    desk.pass_to(1_000)
+    desk.store.close()
+    with pytest.raises(StoreClosedError):
+        desk.transactions.run_due(START_MS + 60_000)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"timeout_s": -1}, {"interval_s": 0}, {"longest_pass_s": None}, {"check_max": 0}, {"most_at_once": 1.5}],
+)
+def test_settings_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        dataclasses.replace(TransactionSettings(), **changes)
