@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from librmq import codec
 from librmq.spark.commit import Staged, commit, job_folder
 from librmq.spark.encode import Encoder, Lane
+from librmq.spark.options import WriteOptions
+from librmq.spark.write import Writer
 from tests.spark import shared_session
-from tests.stores import contents, derived  # noqa: F401
 
 START_MS = 1_700_000_000_000
 CONFIG = StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192)
@@ -136,6 +138,27 @@ def test_a_failed_job_leaves_the_store_as_it_was(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- commit, without a session
+
+
+def test_a_task_that_is_tried_again_writes_once(tmp_path: Path) -> None:
+    """Only what the attempt wrote whose message reached the driver is brought in."""
+    from pyspark.sql.types import BinaryType, StructField, StructType
+
+    path = new_store(tmp_path / "store", 0)
+    writer = Writer(WriteOptions(str(path), topic="T"), StructType([StructField("body", BinaryType())]))
+    batch = pa.RecordBatch.from_pydict({"body": pa.array([b"one", b"two"])})
+
+    def failing() -> Iterator[pa.RecordBatch]:
+        yield batch
+        raise RuntimeError("the task was killed")
+
+    with pytest.raises(RuntimeError):
+        writer.write(failing())
+    writer.write(iter([batch]))  # an attempt whose message was lost
+    writer.commit([writer.write(iter([batch])), None])
+    with MessageStore.open(path, read_only=True) as store:
+        assert [message.body for message in store] == [b"one", b"two"]
+    assert not list((path / "librmq" / "spark").iterdir())
 
 
 def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
