@@ -1,0 +1,223 @@
+"""A recorded run of real brokers and clients: what a folder ``clients-*`` holds, as values.
+
+``README.md`` of the reference data explains the files. What is asked for by message here is found by its unique id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from librmq import brokerjson, codec
+from librmq.errors import RecordError
+from librmq.hosts import Host
+from librmq.message import StoredMessage
+from librmq.topics import HALF_TOPIC
+from tests.reference import Row, jsonl
+
+__all__ = ["DELIVERIES", "Recording"]
+
+UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
+DELIVERIES: Final = ("deliver", "deliver_short")
+_SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
+_IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One folder."""
+
+    folder: Path
+
+    @property
+    def events(self) -> tuple[Row, ...]:
+        """What happened, in order."""
+        return jsonl(self.folder / "events.jsonl")
+
+    @property
+    def messages(self) -> tuple[Row, ...]:
+        """The messages of the final log, in order."""
+        return tuple(row for row in jsonl(self.folder / "messages.jsonl") if row["kind"] == "message")
+
+    @cached_property
+    def _scenario(self) -> str:
+        return (self.folder / "scenario.md").read_text("utf-8")
+
+    @cached_property
+    def broker_settings(self) -> dict[str, str]:
+        """The settings with which the brokers were started."""
+        return dict(_SETTING.findall(self._scenario))
+
+    def client_settings(self, group: str) -> dict[str, int]:
+        """What the scenario says in its prose of the clients of a group: ``name=number``, minutes as seconds.
+
+        What follows ``group:`` counts for that group alone, the rest for all.
+        """
+        prose = self._scenario.partition("Broker settings")[0]
+        found: dict[str, int] = {}
+        for part in re.split(r"[;.]\s", prose):
+            named = re.search(r"\b(g_\w+):", part)
+            if named is None or named[1] == group:
+                found.update({name: int(n) * (60 if unit else 1) for name, n, unit in _IN_PROSE.findall(part)})
+            elif group in part:
+                continue
+            else:
+                before = part[: named.start()]
+                found.update({name: int(n) * (60 if unit else 1) for name, n, unit in _IN_PROSE.findall(before)})
+        return found
+
+    # ---- messages by their unique id
+
+    @cached_property
+    def stored(self) -> dict[str, StoredMessage]:
+        """The oldest record of each message that is left in the logs, with its whole body."""
+        found: dict[str, StoredMessage] = {}
+        for log in sorted(self.folder.glob("store*/commitlog")):
+            for message in _records(log):
+                if message.unique_key is not None:
+                    found.setdefault(message.unique_key, message)
+        return found
+
+    @cached_property
+    def born(self) -> dict[str, int]:
+        """When each message was sent."""
+        return {key: message.born_timestamp_ms for key, message in self.stored.items()}
+
+    @cached_property
+    def default_queues(self) -> dict[str, int]:
+        """How many queues the producer of a message wants for a topic that it makes."""
+        found = {}
+        for row in jsonl(self.folder / "rpc.jsonl"):
+            if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and "i" in row["header"]:
+                key = codec.decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
+                found[key] = int(row["header"]["d"])
+        return found
+
+    @cached_property
+    def openings(self) -> list[tuple[int, str]]:
+        """When brokers were started, and which.
+
+        Half messages are checked at intervals from the start of the process on, which is some time before it is told:
+        so long that the first recorded pass comes when it came.
+        """
+        usual = self.broker_settings["brokerName"]
+        interval_ms = int(self.broker_settings["transactionCheckInterval"])
+        found = []
+        for event in self.events:
+            if event["kind"] in ("broker_started", "broker_started_again"):
+                at = event["at_ms"]
+                passes = [
+                    row["storeTimestamp"]
+                    for row in self.messages
+                    if row["topic"] == HALF_TOPIC
+                    and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+                    and row["storeTimestamp"] > at
+                ]
+                if passes:
+                    first = min(passes)
+                    at = first - -(-(first - at) // interval_ms) * interval_ms
+                found.append((at, usual if event["client"] == "broker" else event["client"]))
+        return found
+
+    # ---- clients
+
+    @cached_property
+    def orderly_clients(self) -> frozenset[str]:
+        """The clients that locked queues."""
+        rpc = {row["client"] for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == "LOCK_BATCH_MQ"}
+        return frozenset(rpc | {event["client"] for event in self.events if event.get("mode") == "orderly"})
+
+    @cached_property
+    def store_hosts(self) -> dict[str, Host]:
+        """The address of each broker, as message ids tell it."""
+        found: dict[str, Host] = {}
+        for event in self.events:
+            result = event.get("result")
+            if isinstance(result, dict) and result.get("offsetMsgId"):
+                host, _ = codec.parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
+                found[result["messageQueue"]["brokerName"]] = host
+        return found
+
+    @cached_property
+    def answers(self) -> dict[tuple[str, str], list[Row]]:
+        """What listeners answered, by group and unique id: of each delivery in turn the ``return`` event.
+
+        Where instances of a group get all, by client and unique id. ``position`` tells which message of a batch.
+        """
+        group_of: dict[str, str] = {}
+        calls: dict[tuple[str, int], Row] = {}
+        found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        returns = {event["call"]: event for event in self.events if event["kind"] == "return"}
+        done: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        for event in self.events:
+            if event["kind"] == "done":
+                for body in event["bodies"]:
+                    done[event["client"], body].append(event)
+        for event in self.events:
+            client = event["client"]
+            if event["kind"] == "consumer_start":
+                broadcasts = event["messageModel"] == "BROADCASTING"
+                group_of[client] = client if broadcasts else event["group"]
+            elif event["kind"] == "deliver":
+                calls[client, event["call"]] = event
+                answer = returns.get(event["call"])
+                for position, message in enumerate(event["msgs"]):
+                    if answer is not None:
+                        found[group_of[client], message["msgId"]].append({**answer, "position": position})
+            elif event["kind"] == "deliver_short" and "msgId" in event:
+                ended = done[client, event["body"]]
+                if ended:
+                    found[group_of[client], event["msgId"]].append(ended.pop(0))
+        return found
+
+    @cached_property
+    def checks(self) -> dict[str, list[Row]]:
+        """What producers answered when they were asked for a transaction: by unique id, in turn."""
+        found: dict[str, list[Row]] = defaultdict(list)
+        asked: dict[tuple[str, str, int], str] = {}
+        for event in self.events:
+            if event["kind"] == "check":
+                message = event["message"]
+                asked[event["client"], message["body"], event["n"]] = message["properties"][UNIQUE_KEY]
+            elif event["kind"] == "check_return":
+                found[asked[event["client"], event["body"], event["n"]]].append(event)
+        return found
+
+    # ---- the configuration at the end
+
+    def config(self, store: str, name: str) -> Any:
+        """A file of a broker's configuration, as it left it; None if there is none."""
+        path = self.folder / store / "config" / name
+        return brokerjson.loads(path.read_text("utf-8")) if path.exists() else None
+
+    def client_files(self) -> dict[str, Any]:
+        """The files of broadcasting clients, by their path."""
+        folder = self.folder / "client"
+        return {
+            str(path.relative_to(folder)): brokerjson.loads(path.read_text("utf-8"))
+            for path in sorted(folder.glob("*/*/offsets.json"))
+        }
+
+    def count(self) -> Counter[str]:
+        """How often each kind of event is there."""
+        return Counter(event["kind"] for event in self.events)
+
+
+def _records(log: Path) -> list[StoredMessage]:
+    found = []
+    for path in sorted(log.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at + 8 <= len(data):
+            size = int.from_bytes(data[at : at + 4], "big")
+            if not size or data[at + 4 : at + 8] != bytes.fromhex("daa320a7"):
+                break
+            try:
+                found.append(StoredMessage(data[at : at + size]))
+            except RecordError as error:
+                raise AssertionError(f"{path}: no record at {at}") from error
+            at += size
+    return found
