@@ -15,7 +15,7 @@ from librmq.errors import MalformedError
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.topics import HALF_TOPIC
 from tests.reference import Row
-from tests.replay.deviations import Difference, unlike
+from tests.replay.deviations import Difference, is_direct, unlike
 from tests.replay.reading import UNIQUE_KEY
 from tests.replay.stage import Played, in_log
 from tests.replay.states import states
@@ -168,7 +168,7 @@ def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
     wanted: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for event in recording.events:
-        if event["kind"] == "deliver":
+        if event["kind"] == "deliver" and not is_direct(event):
             mq = event["mq"]
             where = event["client"], mq["topic"], f"{mq['brokerName']}/{mq['queueId']}"
             wanted[where] += [theirs.comparable(message, mq["topic"]) for message in event["msgs"]]
