@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "rmq_explore(runs=200): run the test under so many legal schedules, and show the shortest that fails"
+        "markers",
+        "rmq_explore(runs=200, lines=False): run the test under so many legal schedules, and show the shortest that "
+        "fails; with lines, listeners may be interrupted at any line",
     )
     config.addinivalue_line("markers", "rmq(on_disk=False, **settings): how the kit of fixture rmq is made")
 

@@ -116,6 +116,8 @@ class Client:
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), number)
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
+        self.times_forgotten = 0
+        """How often a broker has forgotten this client, and with it the pulls that it held."""
         self._joined_ms = 0
         self._told: set[str] = set()  # the brokers that know this client
         self._unwatch: Callable[[], None] | None = None
@@ -169,6 +171,7 @@ class Client:
     def forgotten_by(self, broker_name: str) -> None:
         """A broker does not know this client any more (it was opened anew, or heard nothing): told at the next 30 s."""
         with self.runner.lock:
+            self.times_forgotten += 1
             self._told.discard(broker_name)
             now = self.runner.now_ms()
             self.runner.wake(self._beat, self._next_beat(now))

@@ -103,8 +103,8 @@ class Housekeeping:
             self._flushed_at_ms = now_ms
             try:
                 commit.reach(self._log.end)
-            except FlushFailedError:
-                _log.error("a flush of the log failed; the store takes no messages until it is opened anew")
+            except FlushFailedError as error:
+                _log.error("no messages are taken any more: %s", error)
                 return None, sys.maxsize
             if self._log.end > commit.flushed:
                 return now_ms + interval, sys.maxsize

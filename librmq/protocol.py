@@ -287,6 +287,13 @@ class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
 
 
 @_value
+class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
+    """The groups that subscribe to a topic or have progress in it, as they are now; None where nobody is there."""
+
+    topic: str
+
+
+@_value
 class PullResponse:
     """What a pull found; ``next_offset`` is where to go on, whatever the status."""
 

@@ -595,6 +595,11 @@ class _IndexCheck:
         self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
         """False where only making the index again mends it."""
         self._checked = index.files if whole else []  # what is made meanwhile needs no look
+        for file in self._checked[:-1]:
+            if not file.full:
+                self.sound = False
+                what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
+                self.damages.append(Damage(file.path, 36, "index", what))
 
     def offer(
         self, physical_offset: int, store_timestamp_ms: int, prefix_hash: int, unique_key: str | None, keys: str | None

@@ -263,8 +263,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             if file.size != size:
                 raise CorruptionError(source, min(file.size, size), "size", f"expected {size} bytes, found {file.size}")
             if not copy and start + _STILL_WRITTEN * size < end and link_file(files, source, target):
-                files.flush(file)
-                linked += 1
+                linked += 1  # it is flushed when the copy is recovered
             else:
                 copy_file(files, file, target, end=min(size, end - start), size=size)
                 copied += 1

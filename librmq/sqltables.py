@@ -50,8 +50,11 @@ KEY_LIMIT: Final = 255
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]+)")
-_MYSQL_DRIVERS: Final = ("pymysql", "MySQLdb", "mysql", "mariadb", "aiomysql", "asyncmy", "cymysql")
-_POSTGRESQL_DRIVERS: Final = ("psycopg", "psycopg2", "pg8000")
+_DIALECTS: Final = {
+    "sqlite3": "sqlite",
+    **dict.fromkeys(("psycopg", "psycopg2", "pg8000"), "postgresql"),
+    **dict.fromkeys(("pymysql", "MySQLdb", "mysql", "mariadb", "cymysql"), "mysql"),
+}
 
 
 def check_name(name: str) -> str:
@@ -77,7 +80,7 @@ class Link:
     As thread-safe as the connection is. Whatever its driver raises goes through.
     """
 
-    __slots__ = ("_alchemy", "_driver", "connection", "dialect")
+    __slots__ = ("_alchemy", "_style", "connection", "dialect")
 
     def __init__(self, connection: Any) -> None:
         """`ConfigError` if it is no connection."""
@@ -86,20 +89,14 @@ class Link:
         if self._alchemy:
             bind = connection.get_bind() if hasattr(connection, "get_bind") else connection
             self.dialect = _dialect(bind.dialect.name)
-            self._driver = ""
+            self._style = ""
             return
         if not callable(getattr(connection, "cursor", None)) or not callable(getattr(connection, "commit", None)):
             raise ConfigError(f"expected a session or connection, found {type(connection).__name__}")
-        self._driver = type(connection).__module__.partition(".")[0]
-        self.dialect = (
-            "sqlite"
-            if self._driver == "sqlite3"
-            else "postgresql"
-            if self._driver in _POSTGRESQL_DRIVERS
-            else "mysql"
-            if self._driver in _MYSQL_DRIVERS
-            else self._driver
-        )
+        module = type(connection).__module__
+        driver = module.partition(".")[0]
+        self.dialect = _DIALECTS.get(driver, driver)
+        self._style = _parameter_style(module)
 
     def execute(self, sql: str, **parameters: Any) -> Answer:
         """Run one statement."""
@@ -108,16 +105,7 @@ class Link:
             if result.returns_rows:
                 return Answer(result.fetchall(), 0, 0)
             return Answer((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
-        style = getattr(sys.modules.get(self._driver), "paramstyle", "qmark")
-        statement, names = _rendered(sql, style)
-        cursor = self.connection.cursor()
-        try:
-            named = style in ("named", "pyformat")
-            cursor.execute(statement, parameters if named else tuple(parameters[name] for name in names))
-            rows = cursor.fetchall() if cursor.description else ()
-            return Answer(rows, cursor.rowcount, cursor.lastrowid or 0 if self.dialect == "mysql" else 0)
-        finally:
-            cursor.close()
+        return run(self.connection, self._style, sql, parameters)
 
     def commit(self) -> None:
         """End the transaction; what it did stays."""
@@ -169,8 +157,33 @@ def _text(sql: str) -> Any:
     return text(sql)
 
 
+def _parameter_style(module: str) -> str:
+    """What the driver says in which ``module`` a connection is, or a package above it."""
+    while module:
+        style = getattr(sys.modules.get(module), "paramstyle", None)
+        if isinstance(style, str):
+            return style
+        module = module.rpartition(".")[0]
+    return "qmark"
+
+
+def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> Answer:
+    """Run one statement on a driver's connection, which takes parameters in ``style``."""
+    statement, names = rendered(sql, style)
+    cursor = connection.cursor()
+    try:
+        cursor.execute(
+            statement, parameters if style in ("named", "pyformat") else tuple(parameters[name] for name in names)
+        )
+        rows = cursor.fetchall() if cursor.description else ()
+        last_id = getattr(cursor, "lastrowid", 0)
+        return Answer(rows, cursor.rowcount, last_id if isinstance(last_id, int) else 0)
+    finally:
+        cursor.close()
+
+
 @lru_cache(maxsize=256)
-def _rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
+def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
     """``sql`` in a driver's style of parameters, and their names in the order in which they occur."""
     names: list[str] = []
 

@@ -61,12 +61,7 @@ _MAGIC: Final = codec.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
-# The record up to its body, by the two bits of sysFlag that say which hosts have 16 bytes.
-_pack_header = {
-    (born << 4) | (store << 5): struct.Struct(f">IIIiiqqiq{20 if born else 8}sq{20 if store else 8}siqi").pack
-    for born in (0, 1)
-    for store in (0, 1)
-}
+_pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
 
 
 class AppendResult(NamedTuple):
@@ -274,8 +269,8 @@ class MessageStore:
         queue_id: int = 0,
         *,
         born_timestamp_ms: int | None = None,
-        born_host: codec.Host | None = None,
-        store_host: codec.Host | None = None,
+        born_host: codec.Host | bytes | None = None,
+        store_host: codec.Host | bytes | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
         prepared_transaction_offset: int = 0,
@@ -288,14 +283,16 @@ class MessageStore:
         reached the device (it survives the machine); producers that wait together share one flush.
 
         A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords are
-        the record's fields that a broker fills in: the times in ms, hosts as (address, port); both hosts are the
-        store's and the born time is now unless given. ``properties_raw`` stores the bytes as they are instead of
-        encoding the message's properties.
+        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as a record has them;
+        both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes as they
+        are instead of encoding the message's properties; a message that has properties all the same vouches that the
+        bytes say them.
 
         `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
         range.
         """
-        topic, body, properties = message.topic, message.body, message.properties
+        topic, body = message.topic, message.body
+        properties: Mapping[str, str] = message.properties
         if properties_raw is None:
             if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
                 level = self.levels.cap(parse_level(properties["DELAY"]))
@@ -305,7 +302,7 @@ class MessageStore:
             raw = codec.encode_properties(properties)
         else:
             raw = properties_raw
-            properties = codec.decode_properties(raw)
+            properties = properties or codec.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
         if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
             body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
@@ -316,9 +313,9 @@ class MessageStore:
         tags_code = codec.tags_code(tags) if tags else 0
         stored_at = born_at = self._host
         if store_host is not None:
-            stored_at = codec.encode_host(store_host)
+            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
         if born_host is not None:
-            born_at = codec.encode_host(born_host)
+            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
         counted = True
         if sys_flag & _TRANSACTION_MASK:
             counted = has_queue_entry(sys_flag)
@@ -370,6 +367,45 @@ class MessageStore:
         if self._sync and _wait:
             self._commit.reach(physical_offset + size)
         return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
+
+    def append_again(
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        *,
+        raw: bytes | None = None,
+        flag: int | None = None,
+        sys_flag: int | None = None,
+        reconsume_times: int | None = None,
+        prepared_transaction_offset: int = 0,
+    ) -> AppendResult:
+        """Append the message of a record once more, with these properties, to this queue of this topic.
+
+        Body, born time and hosts are the record's, flags and counts too unless given. ``raw`` are the properties as
+        they are to be stored, whatever they say of a delay; None encodes them as `append` does. Returns at once,
+        whatever the durability. Raises what `append` does, and `RecordError` for a record that is none.
+        """
+        data = record.raw
+        begin, end, _, _, _, _ = record.frame
+        header = codec.HEADERS[data[codec.SYS_FLAG_AT + 3] & codec.HOSTS_V6].unpack_from(data)
+        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
+        message: Message = object.__new__(Message)  # of parts that were checked when it was stored
+        message.topic, message.body, message.properties = topic, data[begin:end], dict(properties)
+        message.flag = own_flag if flag is None else flag
+        return self.append(
+            message,
+            queue_id,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_at,
+            store_host=stored_at,
+            sys_flag=own_sys_flag if sys_flag is None else sys_flag,
+            reconsume_times=times if reconsume_times is None else reconsume_times,
+            prepared_transaction_offset=prepared_transaction_offset,
+            properties_raw=raw,
+            _wait=False,
+        )
 
     def append_batch(
         self,

@@ -221,10 +221,16 @@ class TimerLog:
     """The log of units. One writer; not thread-safe."""
 
     def __init__(self, store: str, file_size: int, *, files: Files | None = None, writable: bool = True) -> None:
-        """List the files; `CorruptionError` for names and lengths that can't be."""
-        self._files = MappedFileQueue(
-            os.path.join(store, TIMERLOG), file_size, files or DiskFiles(), MappingPool(4), writable=writable
-        )
+        """List the files; `CorruptionError` for names and lengths that can't be.
+
+        A writer removes those of length zero, which a crash leaves.
+        """
+        folder, files = os.path.join(store, TIMERLOG), files or DiskFiles()
+        if writable:
+            for entry in files.list(folder):
+                if not entry.is_folder and not entry.size:
+                    files.delete(os.path.join(folder, entry.name))
+        self._files = MappedFileQueue(folder, file_size, files, MappingPool(4), writable=writable, durable=writable)
         self.end = self._files.begin
         """Where the next unit goes; set by `resume`."""
 
@@ -332,8 +338,8 @@ def _is_unit(unit: Unit) -> bool:
 
 def timer_log_size(store: str, files: Files) -> int | None:
     """The length of the timer log's files, None where there are none."""
-    sizes = [entry.size for entry in files.list(os.path.join(store, TIMERLOG)) if not entry.is_folder]
-    return sizes[0] if sizes else None
+    sizes = (entry.size for entry in files.list(os.path.join(store, TIMERLOG)) if not entry.is_folder)
+    return next(filter(None, sizes), None)
 
 
 @dataclass(slots=True)

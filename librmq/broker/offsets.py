@@ -31,6 +31,11 @@ class ConsumerOffsets:
         """A group's queue offsets in a topic, by queue id; empty where it has none."""
         return self._of.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
 
+    def groups(self, topic: str) -> list[str]:
+        """The groups that have progress in a topic."""
+        rows = (name.rpartition("@") for name in self._table.rows)
+        return [group for of, _, group in rows if of == topic]
+
     def get(self, group: str, topic: str, queue_id: int) -> int | None:
         """A group's queue offset, None if never stored."""
         return self.of_topic(group, topic).get(queue_id)

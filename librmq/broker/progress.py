@@ -14,6 +14,7 @@ from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
 from librmq.message import MessageQueue
 from librmq.protocol import (
+    ConsumerData,
     MaxOffset,
     MinOffset,
     OffsetByTime,
@@ -21,6 +22,7 @@ from librmq.protocol import (
     ResetGroup,
     ResetOffsets,
     ResponseCode,
+    TopicGroups,
     UpdateOffset,
 )
 from librmq.store import MessageStore
@@ -56,6 +58,18 @@ class Progress:
     def update(self, request: UpdateOffset) -> None:
         """Store a group's progress."""
         self._offsets.set(request.group, request.topic, request.queue_id, request.queue_offset)
+
+    def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
+        """The groups of a topic."""
+        found: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
+        for group in self._registry.consumers.values():
+            if request.topic in group.subscriptions:
+                found[group.name] = ConsumerData(
+                    group.name, group.kind, group.model, group.consume_from, dict(group.subscriptions)
+                )
+            elif group.name in found:
+                found[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
+        return found
 
     def end(self, request: MaxOffset) -> int:
         """Behind the last message of a queue."""

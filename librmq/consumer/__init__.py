@@ -3,10 +3,11 @@
 from librmq.consumer.config import ConsumerConfig, PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, ConsumeContext, ConsumeHook, ConsumerCounts
-from librmq.consumer.orderly import Transaction
+from librmq.consumer.orderly import OrderlyResult
 from librmq.consumer.processqueue import ProcessQueue
 from librmq.consumer.pull import PullConsumer
 from librmq.consumer.push import PushConsumer
+from librmq.consumer.track import MessageTrack, TrackType, message_tracks, resend_dead_letters
 
 __all__ = [
     "BlockedQueue",
@@ -15,9 +16,13 @@ __all__ = [
     "ConsumerConfig",
     "ConsumerCounts",
     "DeliveredMessage",
+    "MessageTrack",
+    "OrderlyResult",
     "ProcessQueue",
     "PullConsumer",
     "PullConsumerConfig",
     "PushConsumer",
-    "Transaction",
+    "TrackType",
+    "message_tracks",
+    "resend_dead_letters",
 ]

@@ -15,7 +15,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
-from librmq.errors import ClientError
+from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.protocol import MessageModel, SendBack
 from librmq.runner import Step
@@ -105,6 +105,8 @@ class ConcurrentDelivery(Delivery):
         self.ended()
         if not held.dropped:
             consumed = 0
+            if isinstance(error, ReconsumeLater) and listener.as_list:
+                consumed = min(max(0, error.consumed), len(messages))
             if error is None:
                 try:
                     consumed = listener.acknowledged(result, len(messages)) + 1
@@ -148,7 +150,7 @@ class ConcurrentDelivery(Delivery):
         )
         try:
             consumer.client.endpoint(held.queue.broker_name).call(request)
-        except ClientError as error:
+        except RmqError as error:
             _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
             return False
         self.counts.sent_back += 1

@@ -29,7 +29,7 @@ from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.logic import names
 from librmq.filter.sqlfilter import compiled
 from librmq.mappedfile import file_name
-from librmq.spark.decode import COLUMNS, Block, Ints, Mask
+from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import DataLossError, Part, Slice
 
@@ -109,6 +109,12 @@ class _Task:
         wanted = options.wanted
         self._tags = None if wanted.tags is None else TagFilter(wanted.tags)
         self._selector = None if options.selector is None else compiled(options.selector).question
+        self._frames = (
+            not set(schema.names) <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
+            or (part.walk is not None and ("topic" in schema.names or not wanted.takes_all))
+            or self._tags is not None
+            or self._selector is not None
+        )
         self._checksums = options.checksums and "body" in schema.names
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -156,7 +162,7 @@ class _Task:
                     f"{self._part.path}: commitlog/{name} is gone (option failOnDataLoss=false reads what is there)"
                 )
             return
-        block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None)
+        block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
             yield from self._told(
@@ -380,10 +386,19 @@ class _Task:
                     continue
                 raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} is gone")
             assert self._file is not None
-            buffer, limit = self._file[1].buffer, min(upto - start, len(raw))
+            buffer, whole, limit = memoryview(self._file[1].buffer), len(raw), min(upto - start, len(raw))
             place = at - start
-            unpack = _SIZE_AND_MAGIC.unpack_from
+            unpack, found = _SIZE_AND_MAGIC.unpack_from, places.append
+            last, least, usual = min(limit, len(raw) - codec.FIXED_SIZE), codec.FIXED_SIZE, codec.MESSAGE_MAGIC
             while place < limit:
+                while place < last:  # the usual record at once
+                    length, magic = unpack(buffer, place)
+                    if magic != usual or length < least or place + length > whole:
+                        break
+                    found(start + place)
+                    place += length
+                if place >= limit:
+                    break
                 if place + codec.BLANK_SIZE > len(raw):
                     bad.append((start + place, "expected a record, found the end of the file"))
                     place = limit

@@ -91,7 +91,7 @@ class Baton:
         finally:
             self._mine.piece = None
             piece.ended = True
-            if thread is not None and not piece.abandoned:
+            if thread is not None:
                 _idle.append(thread)
             self._back.put(None)
 
@@ -105,11 +105,10 @@ class Baton:
 class Piece:
     """A piece of user code that runs in a pooled thread."""
 
-    __slots__ = ("abandoned", "call", "ended", "raised", "thread")
+    __slots__ = ("call", "ended", "raised", "thread")
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call = call
         self.thread: _Thread | None = None
         self.ended = False
-        self.abandoned = False
         self.raised: BaseException | None = None

@@ -23,14 +23,14 @@ from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
 from librmq.runner import Step, Work
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, Delivered, History, show
-from librmq.testing.process import Process
+from librmq.testing.process import LIBRARY, Process
 from librmq.testing.turns import KitRunner, current_work, group_of
 from librmq.verify import verify
 
 __all__ = ["Elapsed", "Kit", "UnsoundStoreError"]
 
 _SETTLE_MS: Final = 120_000
-_LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
 
 
 class UnsoundStoreError(AssertionError):
@@ -81,7 +81,7 @@ class Kit:
         self.processes: list[Process] = []
         """All that have been, dead ones too."""
         self._settings = settings
-        self._store_config = store_config or StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+        self._store_config = store_config or _SMALL_FILES
         self._check = check
         self._history = History(self.clock.now_ms())
         self._tolerated: set[str] = set()
@@ -90,8 +90,8 @@ class Kit:
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[str, Producer] = {}
         self._pulled_by: dict[tuple[str, str, int], str] = {}
+        self._is_new = False
         self._closed = False
-        self._begin_ms = self.clock.now_ms()
         self._open_broker()
         self._test = self._process("test", lambda process: None)
 
@@ -157,6 +157,7 @@ class Kit:
         if not fail_fast:
             self._tolerated.add(process.name)
         self._set_up(process)
+        self._is_new = True
         return process
 
     def _process(self, name: str, factory: Callable[[Process], Any], generation: int = 1) -> Process:
@@ -180,11 +181,15 @@ class Kit:
             consumer.start()
 
     def _start(self) -> None:
-        """Start the consumers that were only declared."""
+        """Start the consumers that were only declared, and let all that is new take its queues."""
         while self._unstarted:
             consumer = self._unstarted.pop(0)
             if not consumer.is_running and not consumer.client.dead:
                 consumer.start()
+                self._is_new = True
+        if self._is_new:
+            self._is_new = False
+            self._take_turns(self.clock.now_ms())
 
     # ---- time
 
@@ -494,6 +499,6 @@ class Kit:
 def _own_traceback(error: BaseException) -> TracebackType | None:
     """The traceback from the user's code on, if there is any in it."""
     traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(LIBRARY):
         traceback = traceback.tb_next
     return traceback or error.__traceback__

@@ -57,7 +57,7 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
     if kit is not None:
         history = str(kit.history())
         if explorer is not None:
-            explorer.history = history
+            explorer.trace.history = history
         else:
             report.sections.append(("what happened (rmq)", history))
 
@@ -71,11 +71,17 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
+    if "rmq" not in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     given = config.getoption("rmq_seed")
     seed = str(given if given is not None else marker.kwargs.get("seed", "0"))
+    try:
+        replay = read_seed(seed)
+    except InputError as error:
+        raise pytest.UsageError(f"--rmq-seed: {error}") from error
     reports: list[pytest.TestReport] = []
-    failed: dict[Explorer, list[pytest.TestReport]] = {}
+    failed: dict[int, list[pytest.TestReport]] = {}
     parent = item.parent
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
@@ -87,18 +93,16 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
             raise _NothingToExplore
         error = item.stash[_ERROR]
         if error is not None:
-            failed[explorer] = list(reports)
+            failed[id(explorer.trace)] = list(reports)
         return error
 
     try:
-        result = search(run, runs, seed, read_seed(seed))
+        result = search(run, runs, seed, replay, lines=marker.kwargs.get("lines", False))
     except _NothingToExplore:
         pass
-    except InputError as error:
-        raise pytest.UsageError(f"--rmq-seed: {error}") from error
     else:
         if result.found is not None:
-            reports = failed[result.found.explorer]
+            reports = failed[id(result.found.trace)]
             _describe(item, reports, result)
         config.stash.setdefault(_EXPLORED, []).append((item.nodeid, result))
     finally:

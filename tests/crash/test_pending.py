@@ -17,11 +17,13 @@ from librmq.files import Files, MemoryFiles
 from librmq.message import Message
 from librmq.store import MessageStore
 from librmq.testing import CrashImages, RecordingFiles
+from librmq.timer import Timers, TimerSettings
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, SMALL, START_MS, died
 
 SYNC = replace(SMALL, durability="sync")
+WHEEL = TimerSettings(slots_total=90, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=3)
 
 
 def outcome(number: int) -> str:
@@ -46,6 +48,7 @@ class Broker:
             self.store, self.tables, now, TransactionSettings(most_at_once=2), ask=self.questions.append
         )
         self.schedule = DelaySchedule(self.store, self.tables, now, DelaySettings(save_every_s=5))
+        self.timers = Timers.open(self.store, WHEEL)
 
     def prepare(self, number: int) -> tuple[int, int]:
         message = Message("T", b"%d" % number, unique_key=f"U{number}")
@@ -60,7 +63,8 @@ class Broker:
         until = self.clock.now_ms() + ms
         while True:
             now = self.clock.now_ms()
-            dues = [due for due in (self.schedule.run_due(now), self.transactions.run_due(now)) if due is not None]
+            steps = self.schedule.run_due, self.transactions.run_due, self.timers.run_due
+            dues = [due for step in steps if (due := step(now)) is not None]
             while self.answering and self.questions:
                 question = self.questions.pop()
                 self.end(int(question.half.body), (question.half.physical_offset, question.half.queue_offset))
@@ -81,6 +85,7 @@ class Life:
     prepared: list[tuple[int, int]] = field(default_factory=list)
     """Events, and the number of a half that was acknowledged by then."""
     delayed: list[tuple[int, int]] = field(default_factory=list)
+    timed: list[tuple[int, int]] = field(default_factory=list)
     ended_ms: int = 0
 
     def promised(self, kind: list[tuple[int, int]], crash_point: int) -> set[int]:
@@ -101,10 +106,16 @@ def live(seed: str, steps: int = 40) -> Life:
         elif kind < 0.6 and known:
             one = rng.choice(list(known))
             broker.end(one, known[one])
-        elif kind < 0.8:
+        elif kind < 0.75:
             broker.store.append(Message("D", b"%d" % number, delay_level=rng.choice([1, 2, 3])))
             life.delayed.append((len(life.files.trace), number))
-        elif kind < 0.95:
+        elif kind < 0.9:
+            message = Message("W", b"%d" % number, unique_key=f"W{number}")
+            message.properties["TIMER_DELAY_SEC"] = str(rng.choice([1, 3, 30, 100]))
+            broker.timers.put(message)
+            life.timed.append((len(life.files.trace), number))
+            broker.pass_time(0)
+        elif kind < 0.97:
             broker.answering = rng.random() < 0.5
             broker.pass_time(rng.choice([100, 1_000, 7_000, 70_000]))
         else:
@@ -126,6 +137,11 @@ def check_after(life: Life, files: Files, crash_point: int, why: Callable[[], st
     assert life.promised(life.delayed, crash_point) <= set(timed), why()
     early = [m for m in broker.store if m.topic == "D" and m.store_timestamp_ms < due_ms(broker.store, m.body)]
     assert not early, why()
+    assert life.promised(life.timed, crash_point) <= set(broker.counts("W")), why()
+    for message in broker.store:
+        if message.topic == "W":
+            born, seconds = message.born_timestamp_ms, int(message.properties["TIMER_DELAY_SEC"])
+            assert message.store_timestamp_ms >= born + 1000 * seconds, why()
     broker.store.close()
 
 
@@ -144,18 +160,18 @@ def check_images(seed: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_halves_and_delays_survive_a_power_failure(number: int) -> None:
+def test_what_is_pending_survives_a_power_failure(number: int) -> None:
     check_images(f"pending {number}", 12)
 
 
 @pytest.mark.slow
-def test_halves_and_delays_survive_many_power_failures(slow_budget: SlowBudget) -> None:
+def test_what_is_pending_survives_many_power_failures(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(200, "images of what is pending", at_least=2):
         check_images(f"slow pending {number}", 40)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_halves_and_delays_survive_a_kill_at_any_write(number: int) -> None:
+def test_what_is_pending_survives_a_kill_at_any_write(number: int) -> None:
     """Every event of the trace in turn: what was written is there, on the device or not."""
     seed = f"kill {number}"
     life = live(seed, steps=25)

@@ -125,7 +125,7 @@ def _process(
             user=uid,
             group=gid,
             extra_groups=None if uid is None else [],
-            env={**os.environ, "LC_ALL": "C"},
+            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(log.parent)},
         )
     try:
         for attempt in range(ATTEMPTS):
@@ -211,13 +211,14 @@ def mysql() -> Iterator[Server]:
     program = servers[0]
     with _folder(uid, gid) as place:
         data = place / "data"
+        own = {"TMPDIR": str(place)}  # a server that starts deletes the temporary tables of others
         version = _run([program, "--no-defaults", "--version"], uid, gid).strip()
         if "MariaDB" in version:
             installer = shutil.which("mariadb-install-db") or "mariadb-install-db"
             _run([installer, "--no-defaults", f"--datadir={data}", "--auth-root-authentication-method=normal",
-                  "--skip-test-db"], uid, gid)  # fmt: skip
+                  "--skip-test-db"], uid, gid, **own)  # fmt: skip
         else:
-            _run([program, "--no-defaults", "--initialize-insecure", f"--datadir={data}"], uid, gid)
+            _run([program, "--no-defaults", "--initialize-insecure", f"--datadir={data}"], uid, gid, **own)
         port = _free_port()
         log = place / "general.log"
         command: list[str | Path] = [program, "--no-defaults", f"--datadir={data}", f"--port={port}"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq.consumer import DeliveredMessage, PushConsumer, Transaction
+from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue
@@ -154,7 +154,7 @@ def test_without_a_maximum_it_never_ends_and_is_reported(world: World, caplog: p
 
 
 def test_several_calls_committed_together(world: World) -> None:
-    results: list[Any] = [Transaction.HOLD, Transaction.ROLLBACK, Transaction.HOLD, Transaction.COMMIT, None]
+    results: list[Any] = [OrderlyResult.HOLD, OrderlyResult.ROLLBACK, OrderlyResult.HOLD, OrderlyResult.COMMIT, None]
     answers = iter(results)
     consumer = _ordered(world, listener=lambda message: next(answers))
     consumer.start()

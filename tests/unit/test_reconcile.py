@@ -290,6 +290,22 @@ def test_an_index_of_which_only_a_later_file_is_there_and_empty(parts: Parts) ->
     assert [parts.index.query("T", f"k{n}") for n in range(20)] == [[place] for place in places]
 
 
+def test_an_index_file_that_is_not_full_though_another_follows(parts: Parts) -> None:
+    """Its last entries did not reach the device, nor did those of the file behind it, but its header."""
+    places = [parts.record(n) for n in range(20)]
+    parts.reconcile()
+    first, second = parts.index.files
+    first.file.buffer[24:40] = struct.pack(">qii", places[9], 4, 11)
+    assert first.header.index_count == 11
+    end = struct.pack(">qqqqii", *2 * (START_MS + 700 * 15,), *2 * (places[14],), 0, 0)
+    second.file.buffer[:] = end + bytes(second.file.size - len(end))
+    parts.index = parts.open_index()
+    assert [one.offset for one in parts.reconcile(mend=False) if one.file == first.path][:1] == [36]
+    parts.reconcile()
+    parts.settled()
+    assert [parts.index.query("T", f"k{n}") for n in range(20)] == [[place] for place in places]
+
+
 def test_an_index_that_ends_between_the_keys_of_a_record(parts: Parts) -> None:
     raw = b"KEYS\x01a b c d\x02UNIQ_KEY\x01U"
     first = parts.record(0, properties_raw=raw)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq import codec
+from librmq import codec, salvage
 from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -278,7 +278,66 @@ def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
         assert {name: queue.min_offset for name, queue in again.queues.items()} == before
 
 
+def test_files_made_ahead_go_with_a_crash_but_for_one() -> None:
+    found = filled(SMALL, 80, clean=False)
+    begin = int(last_log_file(found)[-20:]) + 4096
+    ahead = {f"commitlog/{begin + n * 4096:020d}": bytes(4096) for n in range(4)}
+    files = in_memory(found | ahead)
+    with opened(files) as store:
+        assert len(served(store)) == records_of(found)
+        assert len(ahead.keys() & contents(files).keys()) <= 1
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("there", [0, 2, 4, 7])
+def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> None:
+    """Of the blank's 8 bytes so many are there; the sector holds the end of the record before it."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
+        store.append(Message("TopicA", b"a" * 1500))
+        size = store.append(Message("TopicA")).size
+        last = store.append(Message("TopicA", b"b" * (4096 - store.log.end - size - 12))).physical_offset
+        following = store.append(Message("TopicA")).physical_offset
+        assert following == 4096
+        crashed = contents(files)
+    data = crashed["commitlog/00000000000000000000"]
+    assert data is not None
+    assert data[4084:4088] == (12).to_bytes(4, "big")
+    crashed["commitlog/00000000000000000000"] = data[: 4084 + there] + bytes(12 - there)
+    files = in_memory({**crashed, "checkpoint": bytes(4096)})
+    with opened(files) as store:
+        assert [message.physical_offset for message in store][-1] == last
+        assert store.log.end == 4084
+    assert [cut.records for cut in salvage.kept(ROOT, files)] == [1]
+    assert verify(ROOT, SMALL, files).sound
+
+
 # ------------------------------------------------------------------------------------------------ what is derived
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_index_file_that_nobody_vouched_for_is_made_again(full: bool) -> None:
+    """One that is not full, though the checkpoint may say so of one that ended at the same moment; one that ends later.
+
+    Entries are counted that did not reach the device.
+    """
+    found = filled(SMALL, 80, clean=False)
+    path = sorted(path for path in found if path.startswith("index/"))[0 if full else -1]
+    data = found[path]
+    assert data is not None
+    (count,) = struct.unpack(">i", data[36:40])
+    assert (count == SMALL.max_index_num) is full
+    found[path] = data[:-200] + bytes(200) if full else data[:72] + bytes(len(data) - 72)
+    vouched_for = 0 if full else struct.unpack(">q", data[8:16])[0]
+    if not full:  # and those before it are gone
+        found = {other: kept for other, kept in found.items() if not other.startswith("index/") or other == path}
+    checkpoint = found["checkpoint"]
+    assert checkpoint is not None
+    found["checkpoint"] = checkpoint[:16] + struct.pack(">q", vouched_for) + checkpoint[24:]
+    files = in_memory(found)
+    with opened(files) as store:
+        assert len(served(store)) == records_of(found)
+    assert verify(ROOT, SMALL, files).sound
 
 
 @configs
@@ -368,6 +427,25 @@ def test_a_clean_store_is_not_walked_again() -> None:
     with opened(files) as store:
         assert store.recovered == []
     assert {name: data for name, data in contents(files).items() if not name.startswith("librmq")} == before
+
+
+def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> None:
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
+    for number in range(80):
+        store.append(Message("TopicA", keys=f"k{number}"))
+    store.flush()
+    first, second, _ = store.index.files
+    assert (first.full, second.full) == (True, True)
+    assert store.checkpoint.index_timestamp_ms == START_MS
+    found = contents(files)
+    path = f"index/{second.name}"
+    data = found[path]
+    assert data is not None
+    found[path] = data[:-200] + bytes(200)
+    with opened(in_memory(found)) as again:
+        assert len(served(again)) == 80
+        assert again.verify().sound
 
 
 # ------------------------------------------------------------------------------------- files that can't be right

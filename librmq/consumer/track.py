@@ -1,0 +1,138 @@
+"""What has become of a message: per group, and its dead letters sent again.
+
+Mirrors ``DefaultMQAdminExtImpl.messageTrackDetail`` and ``TrackType``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from librmq.codec import (
+    PROPERTY_DELAY,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_RECONSUME_TIME,
+    PROPERTY_WAIT,
+)
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.errors import FilterEvaluationError, NoRouteError
+from librmq.filter import TAG, SqlFilter, TagFilter
+from librmq.message import Message, StoredMessage
+from librmq.protocol import (
+    LOCAL_HOST,
+    ConsumerData,
+    Endpoint,
+    MessageModel,
+    QueryOffset,
+    Route,
+    SendMessage,
+    Subscription,
+    TopicGroups,
+)
+from librmq.topics import DEAD_LETTER_PREFIX, retry_topic
+
+__all__ = ["MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"]
+
+
+class TrackType(enum.Enum):
+    """How far a group is with a message."""
+
+    CONSUMED = "CONSUMED"
+    """The group's progress is behind it; a redelivery may still wait."""
+    CONSUMED_BUT_FILTERED = "CONSUMED_BUT_FILTERED"
+    """Progress is behind it, but the group does not ask for it."""
+    NOT_CONSUME_YET = "NOT_CONSUME_YET"
+    PULL = "PULL"
+    """Instances poll, and keep to themselves what they make of it."""
+    CONSUME_BROADCASTING = "CONSUME_BROADCASTING"
+    """Each instance has progress of its own."""
+    NOT_ONLINE = "NOT_ONLINE"
+    """The group has been there, but has no instance now."""
+
+
+class MessageTrack(NamedTuple):
+    """A group and how far it is with a message."""
+
+    group: str
+    type: TrackType
+
+
+def message_tracks(route: Route, message: StoredMessage, broker_name: str | None = None) -> list[MessageTrack]:
+    """What each group of the message's topic has done with it, sorted by group.
+
+    ``broker_name`` is needed where the route has several brokers and ``message`` does not tell which it is of. As in
+    the original, what was sent back counts as consumed, and so does what the group's present subscription leaves out.
+    """
+    endpoint = _endpoint(route, message, broker_name)
+    topic = message.topic
+    return [
+        MessageTrack(name, _track(endpoint, message, name, data))
+        for name, data in sorted(endpoint.call(TopicGroups(topic)).items())
+    ]
+
+
+def _endpoint(route: Route, message: StoredMessage, broker_name: str | None) -> Endpoint:
+    if broker_name is None and isinstance(message, DeliveredMessage):
+        broker_name = message.broker_name
+    if broker_name is None:
+        names = route.broker_names()
+        if len(names) != 1:
+            raise NoRouteError(f"which broker has the message? Known are {', '.join(names) or 'none'}")
+        broker_name = names[0]
+    return route.endpoint(broker_name)
+
+
+def _track(endpoint: Endpoint, message: StoredMessage, group: str, data: ConsumerData | None) -> TrackType:
+    if data is None:
+        return TrackType.NOT_ONLINE
+    if data.kind == "pull":
+        return TrackType.PULL
+    if data.model is MessageModel.BROADCASTING:
+        return TrackType.CONSUME_BROADCASTING
+    progress = endpoint.call(QueryOffset(group, message.topic, message.queue_id))
+    if progress is None or progress <= message.queue_offset:
+        return TrackType.NOT_CONSUME_YET
+    subscription = data.subscriptions.get(message.topic)
+    if subscription is not None and not _asks_for(subscription, message):
+        return TrackType.CONSUMED_BUT_FILTERED
+    return TrackType.CONSUMED
+
+
+def _asks_for(subscription: Subscription, message: StoredMessage) -> bool:
+    if subscription.expression_type in ("", TAG):
+        return TagFilter(subscription.expression).matches(message.tags)
+    try:
+        return SqlFilter(subscription.expression).evaluate(message.properties) is True
+    except FilterEvaluationError:
+        return False
+
+
+def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_name: str | None = None) -> int:
+    """Let groups have dead letters once more, with all their retries; gives how many.
+
+    Each goes to the retry topic of the group that had given it up, so that no other group sees it, and is delivered at
+    once. The dead letter stays where it is.
+    """
+    count = 0
+    for letter in letters:
+        topic = letter.topic
+        if not topic.startswith(DEAD_LETTER_PREFIX):
+            raise ValueError(f"{letter.message_id} of topic {topic!r} is no dead letter")
+        again = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
+        again.properties.update(letter.properties)
+        for name in (
+            PROPERTY_DELAY,
+            PROPERTY_REAL_TOPIC,
+            PROPERTY_REAL_QUEUE_ID,
+            PROPERTY_RECONSUME_TIME,
+            PROPERTY_WAIT,
+        ):
+            again.properties.pop(name, None)
+        host = letter.born_host or LOCAL_HOST
+        _endpoint(route, letter, broker_name).call(
+            SendMessage("CLIENT_INNER_PRODUCER", again, 0, letter.born_timestamp_ms, host)
+        )
+        count += 1
+    return count

@@ -1,0 +1,517 @@
+"""The kit without exploring: time, failures, what happened, faults on request, and a sound store at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.broker import BrokerSettings
+from librmq.cli import main
+from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerError,
+    BrokerUnreachableError,
+    EndlessLoopError,
+    SendTimeoutError,
+)
+from librmq.files import MemoryFiles
+from librmq.listener import ReconsumeLater
+from librmq.message import MessageQueue
+from librmq.protocol import MessageModel, Route
+from librmq.testing import Kit, Process, UnsoundStoreError
+from librmq.verify import verify
+
+
+def always_fails(message: DeliveredMessage) -> None:
+    raise ValueError(f"no {message.body!r}")
+
+
+# ---- what the issue of a test is
+
+
+def test_a_failing_charge_ends_in_dead_letters(rmq: Kit) -> None:
+    rmq.consumer("billing", fail_fast=False).subscribe("orders")(always_fails)
+    rmq.producer().send("orders", b"x")
+    rmq.advance(hours=5)
+    assert [m.body for m in rmq.dead_letters("billing")] == [b"x"]
+    delivered = rmq.delivered("billing")
+    assert [one.attempt for one in delivered] == list(range(1, 18))
+    assert {(one.outcome, one.topic, one.body, one.process) for one in delivered} == {
+        ("failed", "orders", b"x", "billing")
+    }
+    assert [one.began_ms // 1000 for one in delivered[:4]] == [0, 10, 40, 100]
+    assert len(rmq.retries("billing")) == 16
+    assert {type(one.error) for one in delivered} == {ValueError}
+
+
+def test_a_listeners_exception_fails_the_test_with_its_own_traceback() -> None:
+    with pytest.raises(ValueError, match="no b'x'") as caught, Kit() as rmq:  # noqa: PT012
+        rmq.consumer("billing").subscribe("orders")(always_fails)
+        rmq.producer().send("orders", b"x")
+        rmq.advance(hours=5)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "always_fails"
+    assert not [frame for frame in caught.traceback[2:] if "librmq/runner" in str(frame.path)][3:]
+    history = caught.value.__notes__[-1]
+    assert "sends orders/0:0 b'x'" in history
+    assert "failed: ValueError(\"no b'x'\")" in history
+
+
+def test_asking_for_a_retry_is_no_failure(rmq: Kit) -> None:
+    times: list[int] = []
+
+    @rmq.consumer("billing").subscribe("orders")
+    def charge(message: DeliveredMessage) -> None:
+        times.append(message.reconsume_times)
+        if len(times) < 3:
+            raise ReconsumeLater(delay_level=1)
+
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    assert times == [0]
+    rmq.advance(seconds=1)
+    assert times == [0, 1]
+    rmq.advance(seconds=1)
+    assert [one.outcome for one in rmq.delivered("billing")] == ["later", "later", "returned"]
+
+
+def test_a_failure_is_told_once_and_the_rest_goes_on() -> None:
+    with Kit() as rmq:
+        consumer = rmq.consumer("billing")
+        seen: list[bytes] = []
+
+        @consumer.subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            seen.append(message.body)
+            if message.body == b"1" and len(seen) == 1:
+                raise ValueError("once")
+
+        for body in (b"1", b"2"):
+            rmq.producer().send("orders", body, queue=0)
+        with pytest.raises(ValueError, match="once"):
+            rmq.run_until_idle()
+        assert seen == [b"1"]
+        rmq.advance(seconds=10)
+        assert seen == [b"1", b"2", b"1"]
+
+
+def test_an_endless_loop_is_told_with_what_keeps_it_busy() -> None:
+    with pytest.raises(EndlessLoopError) as caught, Kit() as rmq:  # noqa: PT012
+        for group, topic, then in (("billing", "orders", "payments"), ("shipping", "payments", "orders")):
+            consumer = rmq.consumer(group)
+            consumer.subscribe(topic)(lambda message, then=then: rmq.producer().send(then, b"x"))
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+    text = str(caught.value)
+    assert "billing → payments" in text
+    assert "shipping → orders" in text
+    assert "more" in caught.value.__notes__[-1]  # the history is cut
+
+
+def test_many_messages_are_no_endless_loop(rmq: Kit) -> None:
+    rmq.consumer("copy").subscribe("orders")(lambda message: rmq.producer().send("copies", message.body))
+    for number in range(1_100):
+        rmq.producer().send("orders", b"%d" % number)
+    rmq.run_until_idle()
+    assert len(rmq.messages("copies")) == 1_100
+
+
+# ---- time
+
+
+def test_time_passes_only_when_it_is_moved(rmq: Kit) -> None:
+    begin = rmq.clock.now_ms()
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    rmq.producer().send("orders", b"later", delay_level=3)
+    assert rmq.run_until_idle().time == timedelta(0)
+    assert rmq.delivered("billing") == []
+    assert rmq.advance(hours=0.001, minutes=0.01, seconds=1, ms=5).time == timedelta(seconds=5.205)
+    assert rmq.clock.now_ms() == begin + 5_205
+    rmq.advance(seconds=5)
+    assert [one.body for one in rmq.delivered("billing")] == [b"later"]
+
+
+def test_running_ends_where_nothing_is_due(rmq: Kit) -> None:
+    rmq.consumer("billing", fail_fast=False).subscribe("orders")(always_fails)
+    rmq.producer().send("orders", b"x")
+    elapsed = rmq.run_for(hours=100)
+    assert len(rmq.dead_letters("billing")) == 1
+    assert timedelta(hours=4) < elapsed.time <= timedelta(hours=5)
+    assert rmq.run_for(hours=1).time == timedelta(0)
+
+
+def test_a_year_passes_in_the_time_of_its_events(rmq: Kit) -> None:
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    rmq.producer().send("orders", b"x")
+    rmq.advance(hours=24 * 365)
+    assert len(rmq.history()) < 50
+
+
+# ---- coroutines
+
+
+def test_coroutine_listeners_without_a_loop(rmq: Kit) -> None:
+    seen: list[bytes] = []
+
+    @rmq.consumer("billing").subscribe("orders")
+    async def charge(message: DeliveredMessage) -> None:
+        await asyncio.sleep(0)
+        seen.append(message.body)
+
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    assert seen == [b"x"]
+
+
+def test_coroutine_listeners_in_a_loop() -> None:
+    async def test() -> None:
+        with Kit() as rmq:
+            seen: list[bytes] = []
+            gate = asyncio.Event()
+
+            @rmq.consumer("billing").subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                if message.body == b"0":
+                    await gate.wait()
+                seen.append(message.body)
+                gate.set()
+
+            producer = rmq.producer()
+            for number in range(3):
+                await producer.send_async("orders", b"%d" % number)
+            await rmq.run_until_idle()
+            assert sorted(seen) == [b"0", b"1", b"2"]
+            assert seen[-1] == b"0"
+            elapsed = await rmq.advance(seconds=30)
+            assert elapsed.time == timedelta(seconds=30)
+            assert len(rmq.offsets("billing")) >= 2
+
+    asyncio.run(test())
+
+
+def test_a_coroutines_exception_fails_the_test() -> None:
+    async def fails(message: DeliveredMessage) -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    async def test() -> None:
+        with Kit() as rmq:
+            rmq.consumer("billing").subscribe("orders")(fails)
+            rmq.producer().send("orders", b"x")
+            await rmq.run_until_idle()
+
+    with pytest.raises(ValueError, match="no") as caught:
+        asyncio.run(test())
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fails"
+
+
+# ---- what happened
+
+
+def test_progress_is_shown(rmq: Kit) -> None:
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    for _ in range(3):
+        rmq.producer().send("orders", b"x", queue=2)
+    rmq.advance(seconds=10)
+    assert rmq.offsets("billing")[MessageQueue("orders", "broker-a", 2)] == 3
+
+
+def test_the_history_reads_well(rmq: Kit) -> None:
+    rmq.consumer("billing").subscribe("orders", tags="paid")(lambda message: None)
+    rmq.producer().send("orders", b"x" * 100, tags="paid")
+    rmq.advance(seconds=10)
+    assert str(rmq.history()).splitlines() == [
+        f"       0.000 s  test             sends orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
+        f"       0.000 s  billing@billing  is given orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
+        "       0.000 s  billing@billing  returned (orders/0:0)",
+        "      10.000 s  billing@billing  saves progress orders/0:1",
+    ]
+
+
+def test_batches_are_shown_message_by_message(rmq: Kit) -> None:
+    rmq.consumer("billing", batch_size=8).subscribe("orders")(lambda messages: None)
+    for number in range(3):
+        rmq.producer().send("orders", b"%d" % number, queue=0)
+    rmq.run_until_idle()
+    assert [one.body for one in rmq.delivered("billing")] == [b"0", b"1", b"2"]
+
+
+# ---- faults on request
+
+
+def bodies(rmq: Kit, group: str = "billing") -> list[bytes]:
+    return [one.body for one in rmq.delivered(group)]
+
+
+def test_a_lost_answer_stores_the_message_twice(rmq: Kit) -> None:
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    rmq.faults.lose_answer("orders")
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    assert bodies(rmq) == [b"x", b"x"]
+    assert len({one.message.unique_key for one in rmq.delivered("billing")}) == 1
+
+
+def test_a_lost_answer_to_a_send_to_a_queue_is_the_callers(rmq: Kit) -> None:
+    rmq.faults.lose_answer()
+    with pytest.raises(BrokerUnreachableError):
+        rmq.producer().send("orders", b"x", queue=0)
+    assert [m.body for m in rmq.messages("orders")] == [b"x"]
+
+
+def test_refused_sends(rmq: Kit) -> None:
+    rmq.faults.refuse_send("orders", times=2)
+    assert rmq.producer().send("orders", b"x").queue_offset == 0
+    rmq.faults.refuse_send(times=3)
+    with pytest.raises(BrokerError):
+        rmq.producer().send("orders", b"y")
+    rmq.faults.refuse_send(busy=True)
+    with pytest.raises(BrokerBusyError):
+        rmq.producer().send("orders", b"y")
+    assert [m.body for m in rmq.messages("orders")] == [b"x"]
+
+
+def test_a_late_answer_uses_the_time_of_the_tries(rmq: Kit) -> None:
+    begin = rmq.clock.now_ms()
+    rmq.faults.late_answer(4)
+    rmq.producer().send("orders", b"x")
+    assert rmq.clock.now_ms() == begin + 4_000
+    rmq.faults.late_answer(timedelta(seconds=4))
+    rmq.faults.lose_answer(times=3)
+    with pytest.raises((SendTimeoutError, BrokerUnreachableError)):
+        rmq.producer().send("orders", b"y")
+
+
+def test_a_slow_listener_lets_its_message_come_again(rmq: Kit) -> None:
+    rmq.consumer("billing", consume_timeout=60).subscribe("orders")(lambda message: None)
+    rmq.faults.slow_listener("billing", timedelta(minutes=10))
+    rmq.producer().send("orders", b"x")
+    rmq.advance(minutes=20)
+    assert bodies(rmq) == [b"x", b"x"]
+    assert [one.attempt for one in rmq.delivered("billing")] == [1, 2]
+
+
+def counting_shop(process: Process) -> list[bytes]:
+    seen: list[bytes] = []
+    process.consumer("billing").subscribe("orders")(lambda message: seen.append(message.body))
+    return seen
+
+
+def test_a_crash_before_progress_was_saved_delivers_again(rmq: Kit) -> None:
+    shop = rmq.app("shop", counting_shop)
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    rmq.crash(shop)
+    rmq.run_until_idle()
+    assert shop.dead
+    assert shop.state == [b"x"]
+    new = rmq.processes[-1]
+    assert (new.name, new.generation, new.label, new.state) == ("shop", 2, "shop~2", [b"x"])
+    assert [one.process for one in rmq.delivered("billing")] == ["shop", "shop~2"]
+
+
+def test_a_restart_in_order_delivers_once(rmq: Kit) -> None:
+    shop = rmq.app("shop", counting_shop)
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    new = rmq.restart(shop)
+    rmq.producer().send("orders", b"y")
+    rmq.run_until_idle()
+    assert (shop.state, new.state) == ([b"x"], [b"y"])
+
+
+def test_a_crash_without_a_restart_leaves_the_work_to_others(rmq: Kit) -> None:
+    shop = rmq.app("shop", counting_shop)
+    other = rmq.join(shop)
+    assert other.label == "shop-2"
+    rmq.run_until_idle()
+    rmq.crash(shop, restart=False)
+    for queue in range(4):
+        rmq.producer().send("orders", b"%d" % queue, queue=queue)
+    rmq.run_until_idle()
+    assert sorted(other.state) == [b"0", b"1", b"2", b"3"]
+
+
+def test_a_further_instance_shares_the_queues(rmq: Kit) -> None:
+    shop = rmq.app("shop", counting_shop)
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    other = rmq.join(shop)
+    rmq.run_until_idle()
+    for queue in range(4):
+        rmq.producer().send("orders", b"%d" % queue, queue=queue)
+    rmq.run_until_idle()
+    assert len(other.state) == 2
+    assert len(shop.state) == 3
+
+
+def test_a_member_that_is_lost_is_back_after_thirty_seconds(rmq: Kit) -> None:
+    shop = rmq.app("shop", counting_shop)
+    other = rmq.join(shop)
+    rmq.producer().send("orders", b"first")
+    rmq.run_until_idle()
+    rmq.lose(shop)
+    rmq.run_until_idle()
+    for queue in range(4):
+        rmq.producer().send("orders", b"%d" % queue, queue=queue)
+    rmq.run_until_idle()
+    assert sorted(body for body in other.state if body != b"first") == [b"0", b"1", b"2", b"3"]
+    rmq.advance(seconds=31)
+    before = len(shop.state)
+    for queue in range(4):
+        rmq.producer().send("orders", b"%d" % queue, queue=queue)
+    rmq.run_until_idle()
+    assert len(shop.state) == before + 2
+
+
+def test_the_broker_dies_and_is_back(rmq: Kit) -> None:
+    shop = rmq.app("shop", counting_shop)
+    rmq.producer().send("orders", b"1")
+    rmq.run_until_idle()
+    rmq.crash_broker()
+    rmq.advance(minutes=1)
+    assert set(shop.state) == {b"1"}
+    rmq.crash_broker(down=timedelta(seconds=5))
+    with pytest.raises((BrokerError, BrokerUnreachableError)):
+        rmq.producer().send("orders", b"2")
+    rmq.advance(minutes=1)
+    rmq.producer().send("orders", b"3")
+    rmq.advance(minutes=1)
+    assert set(shop.state) == {b"1", b"3"}
+    assert "the broker is back" in str(rmq.history())
+
+
+def test_a_skewed_clock_stamps_other_times(rmq: Kit) -> None:
+    def late_clock(process: Process) -> Any:
+        return process.producer()
+
+    process = rmq.app("shop", late_clock)
+    rmq.faults.skew_clock(process, timedelta(hours=-1))
+    process.state.send("orders", b"x")
+    rmq.producer().send("orders", b"y")
+    stamps = [message.born_timestamp_ms for message in rmq.messages("orders")]
+    assert stamps[1] - stamps[0] == 3_600_000
+
+
+def test_background_work_dies_with_its_process(rmq: Kit) -> None:
+    done: list[str] = []
+
+    def shop(process: Process) -> None:
+        process.background(lambda: done.append(process.label))
+
+    process = rmq.app("shop", shop)
+    rmq.crash(process)
+    rmq.run_until_idle()
+    assert done == ["shop~2"]
+
+
+# ---- applications as they are in production
+
+
+def application(route: Route) -> PushConsumer:
+    consumer = PushConsumer(route, "billing")
+    consumer.subscribe("orders")(lambda message: None)
+    return consumer.start()
+
+
+def test_what_takes_a_broker_takes_a_process(rmq: Kit) -> None:
+    shop = rmq.app("shop", application)
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    rmq.crash(shop)
+    rmq.run_until_idle()
+    assert [one.process for one in rmq.delivered("billing")] == ["shop", "shop~2"]
+
+
+def test_its_failures_fail_the_test_unless_told_not_to() -> None:
+    def broken(route: Route) -> PushConsumer:
+        consumer = PushConsumer(route, "billing")
+        consumer.subscribe("orders")(always_fails)
+        return consumer.start()
+
+    with pytest.raises(ValueError, match="no"), Kit() as rmq:  # noqa: PT012
+        rmq.app("shop", broken)
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+    with Kit() as rmq:
+        rmq.app("shop", broken, fail_fast=False)
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+        assert len(rmq.retries("billing")) == 1
+
+
+def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
+    for _ in range(2):
+        rmq.consumer("cache", model=MessageModel.BROADCASTING).subscribe("prices")(lambda message: None)
+    rmq.broker.create_topic("prices", queues=2)  # before: the first message of a new topic is not theirs
+    rmq.producer().send("prices", b"x")
+    rmq.advance(seconds=10)
+    assert sorted(one.process for one in rmq.delivered("cache")) == ["cache", "cache-2"]
+    assert isinstance(rmq.files, MemoryFiles)
+
+
+def test_a_pull_consumer_in_a_test(rmq: Kit) -> None:
+    rmq.producer().send("orders", b"x", queue=1)
+    queue = MessageQueue("orders", "broker-a", 1)
+    consumer = PullConsumer(rmq.processes[0], "reader")
+    consumer.assign([queue])
+    with consumer:
+        consumer.seek(queue, 0)
+        assert [m.body for m in consumer.poll(timeout=0)] == [b"x"]
+
+
+# ---- the end
+
+
+def test_on_disk_its_store_is_a_brokers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Kit(tmp_path / "broker") as rmq:
+        rmq.consumer("billing", fail_fast=False, max_reconsume_times=1).subscribe("orders")(always_fails)
+        rmq.producer().send("orders", b"x")
+        rmq.advance(minutes=1)
+    assert verify(tmp_path / "broker").sound
+    assert main(["dump", str(tmp_path / "broker"), "--format", "jsonl"]) == 0
+    topics = [json.loads(line)["topic"] for line in capsys.readouterr().out.splitlines()]
+    assert topics == ["orders", "SCHEDULE_TOPIC_XXXX", "%RETRY%billing", "%DLQ%billing"]
+
+
+def test_a_store_that_is_not_sound_fails_the_test(tmp_path: Path) -> None:
+    rmq = Kit(tmp_path / "broker")
+    rmq.producer().send("orders", b"x", queue=0)
+    log = tmp_path / "broker" / "commitlog" / f"{0:020}"
+    with log.open("r+b") as file:
+        file.seek(90)
+        file.write(b"?")
+    with pytest.raises(UnsoundStoreError, match="not sound"):
+        rmq.close()
+
+
+def test_settings_of_the_broker() -> None:
+    with Kit(settings=BrokerSettings(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
+        rmq.producer().send("orders", b"x")
+
+
+def test_work_that_does_not_end_is_told() -> None:
+    async def test() -> None:
+        never = asyncio.Event()
+
+        async def waits(message: DeliveredMessage) -> None:
+            await never.wait()
+
+        rmq = Kit(check=False)
+        rmq.consumer("billing").subscribe("orders")(waits)
+        rmq.producer().send("orders", b"x")
+        running = rmq.run_until_idle()
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0):
+                await running
+        never.set()
+        await rmq.run_until_idle()
+        rmq.close()
+
+    asyncio.run(test())

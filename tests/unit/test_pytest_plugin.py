@@ -1,0 +1,180 @@
+"""The pytest plugin, in runs of pytest of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import librmq.testing.plugin  # noqa: F401 (for the same reason as in `run`)
+import pytest_librmq
+from librmq.testing import explore
+from tests.reference import CHECKOUT
+
+TESTS = """
+import pytest
+
+numbers = []
+
+@pytest.fixture
+def booked():
+    yield []
+
+@pytest.fixture(scope="module")
+def once():
+    numbers.append("set up")
+    yield numbers
+    assert numbers[-1] != "torn down"
+    numbers.append("torn down")
+
+@pytest.mark.rmq_explore(runs=100)
+@pytest.mark.parametrize("mended", [False, True])
+def test_orders(rmq, booked, once, mended):
+    once.append("run")
+
+    @rmq.consumer("billing").subscribe("orders")
+    def charge(message):
+        if message.body not in booked:
+            if not mended:
+                rmq.checkpoint("between look and insert")
+            booked.append(message.body)
+
+    for _ in range(2):
+        rmq.producer().send("orders", b"o-1")
+    rmq.run_until_idle()
+    assert booked == [b"o-1"]
+
+def test_fixtures_of_the_test_were_fresh_and_wider_ones_kept(once):
+    assert once.count("set up") == 1
+    assert once.count("run") > 100
+    assert "torn down" not in once
+"""
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    explore(lambda rmq: None, runs=2)  # an inner run forgets what it imports, and some of it can be imported only once
+    return pytester.runpytest_inprocess("-p", "pytest_librmq", *arguments)
+
+
+def test_exploring_shows_the_shortest_schedule_and_runs_it_again(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TESTS)
+    result = run(pytester, "--strict-markers")
+    result.assert_outcomes(passed=2, failed=1)
+    text = result.stdout.str()
+    assert "E       AssertionError: assert [b'o-1', b'o-1'] == [b'o-1']" in text
+    assert "the shortest schedule that fails so has 1 decision" in text
+    result.stdout.fnmatch_lines(["*is given orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
+    result.stdout.fnmatch_lines(
+        ["*test_orders?False?: * runs, * schedules; decisions*pause *", "*test_orders?True?: 100 runs,*"]
+    )
+    seed = re.search(r"rmq1-[\w-]+", text)
+    file = re.search(r"--rmq-seed=(\S+\.json)", text)
+    assert seed is not None
+    assert file is not None
+    assert json.loads(Path(file[1]).read_text("utf-8"))["test"].endswith("test_orders[False]")
+
+    # The test is edited: the schedule is still that one.
+    edited = TESTS.replace("for _ in range(2):", "rmq.producer().send('other', b'x')\n    for _ in range(2):")
+    pytester.makepyfile(edited)
+    for again in (seed[0], file[1]):
+        result = run(pytester, "-k", "False", f"--rmq-seed={again}")
+        result.assert_outcomes(failed=1, deselected=2)
+        result.stdout.fnmatch_lines(["*failed in run 1 of 1*"])
+    pytester.makepyfile(
+        TESTS.replace('@pytest.mark.parametrize("mended", [False, True])', "").replace("mended):", "mended=True):")
+    )
+    run(pytester, "-k", "orders", f"--rmq-seed={seed[0]}").assert_outcomes(passed=1, deselected=1)
+
+
+def test_ordinary_failures_show_what_happened(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_fails(rmq):
+            def charge(message):
+                raise ValueError("out of money")
+            rmq.consumer("billing").subscribe("orders")(charge)
+            rmq.producer().send("orders", b"o-1")
+            rmq.run_until_idle()
+
+        @pytest.mark.rmq(on_disk=True)
+        def test_on_disk(rmq, tmp_path):
+            rmq.producer().send("orders", b"o-1")
+            assert (tmp_path / "broker" / "commitlog").is_dir()
+
+        @pytest.mark.rmq_explore
+        def test_skipped(rmq):
+            pytest.skip("not today")
+
+        @pytest.mark.rmq_explore(runs=5)
+        @pytest.mark.xfail(strict=True)
+        def test_expected(rmq):
+            assert 0
+
+        @pytest.mark.rmq_explore(5)
+        def test_fails_always(rmq):
+            pytest.fail("always")
+        """
+    )
+    result = run(pytester, "-rs")
+    result.assert_outcomes(passed=1, failed=2, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E *ValueError: out of money",
+            "*what happened (rmq)*",
+            "*sends orders/0:0 b'o-1'",
+            "*failed: ValueError('out of money') (orders/0:0)",
+            "*the usual schedule fails*",
+            "SKIPPED*not today",
+        ]
+    )
+
+
+def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(rmq): pass\n")
+    result = run(pytester, "--rmq-seed=rmq1-nonsense")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*no schedule*"])
+    run(pytester, "--rmq-seed=17").assert_outcomes(passed=1)
+
+
+def test_exploring_wants_the_fixture(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(): pass\n")
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*takes the fixture rmq*"])
+
+
+def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TESTS)
+    run(pytester, "-k", "True")
+    assert not [thread for thread in threading.enumerate() if thread.name == "librmq-listener"]
+
+
+def test_a_run_that_asks_for_nothing_does_not_import_the_library(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\ndef test():\n    assert not [name for name in sys.modules if name.partition('.')[0] == 'librmq']\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "pytest_librmq", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(pytest_librmq.__file__).parent), "PATH": ""},
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
+    tutorial = (CHECKOUT / "docs" / "testing.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
+    pytester.makepyfile(test_tutorial="\n".join(blocks))
+    result = run(pytester, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=11)
+    result.stdout.fnmatch_lines(["*test_orders_are_booked_once_by_the_database: 200 runs*"])

@@ -1,0 +1,631 @@
+"""The timer: when messages come, what is refused, deleted and put on, and what is left of it on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq import codec
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError, CorruptionError, DiskFullError, FlushFailedError, MessageIllegalError
+from librmq.files import MemoryFiles
+from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import Message, StoredMessage
+from librmq.store import AppendResult, MessageStore
+from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings, delete_key, is_timed
+from librmq.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
+from librmq.topics import HALF_TOPIC
+from tests.stores import ROOT, SMALL, START_MS, contents, died
+
+TINY = TimerSettings(
+    slots_total=300, timer_roll_window_slot=100, timer_log_file_size=1024, timer_max_delay_sec=10_000, save_every_s=None
+)
+
+
+class Wheel:
+    """Timers of a store in memory, and time that passes from one due slot to the next."""
+
+    def __init__(
+        self,
+        settings: TimerSettings = TINY,
+        *,
+        config: StoreConfig = SMALL,
+        files: MemoryFiles | None = None,
+        at_ms: int = START_MS,
+    ) -> None:
+        self.files = files or MemoryFiles()
+        self.clock = ManualClock(at_ms)
+        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        self.told: list[tuple[StoredMessage, AppendResult]] = []
+        self.settings = settings
+        self.timers = Timers.open(self.store, settings, delivered=lambda *what: self.told.append(what))
+        self.runs: list[int] = []
+
+    def put(self, body: bytes = b"b", *, key: str | None = "U", **properties: object) -> AppendResult:
+        message = Message("T", body, tags="t", unique_key=key, flag=3)
+        message.properties |= {name: str(value) for name, value in properties.items()}
+        result = self.timers.put(message, 2)
+        self.timers.run_due(self.clock.now_ms())
+        return result
+
+    def pass_to(self, at_ms: int) -> int | None:
+        until = START_MS + at_ms
+        due = self.timers.run_due(self.clock.now_ms())
+        while due is not None and due <= until:
+            self.clock.move_to(max(due, self.clock.now_ms()))
+            self.runs.append(due - START_MS)
+            due = self.timers.run_due(self.clock.now_ms())
+        self.clock.move_to(until)
+        return None if due is None else due - START_MS
+
+    def delivered(self) -> list[tuple[bytes, int]]:
+        return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic == "T"]
+
+    def rolled(self) -> list[StoredMessage]:
+        return [m for m in self.store if m.topic == TIMER_TOPIC and "TIMER_ROLL_TIMES" in m.properties]
+
+    def save(self) -> None:
+        self.timers.save(self.clock.now_ms())
+
+    def after_kill(self, **more: Any) -> Wheel:
+        return Wheel(self.settings, files=died(self.files), at_ms=self.clock.now_ms(), **more)
+
+
+# --- when
+
+
+def test_a_store_without_timers_is_left_as_it_is() -> None:
+    wheel = Wheel()
+    before = contents(wheel.files)
+    assert wheel.pass_to(100_000) is None
+    wheel.save()
+    assert contents(wheel.files) == before
+    assert wheel.runs == []
+
+
+@pytest.mark.parametrize(
+    ("at", "delay", "out", "comes"),
+    [
+        (0, 1, -1_000, 0),  # its slot has passed when it comes to the wheel: at once
+        (0, 999, 0, 1_000),
+        (0, 1_000, 0, 1_000),
+        (0, 1_001, 1_000, 2_000),
+        (1, 999, 0, 1_000),
+        (1, 1_000, 1_000, 2_000),
+        (999, 1, 0, 1_000),
+        (500, 10_000, 10_000, 11_000),
+    ],
+)
+def test_the_slot_of_a_time_and_when_it_is_emptied(at: int, delay: int, out: int, comes: int) -> None:
+    wheel = Wheel()
+    wheel.clock.advance(ms=at)
+    if (at, delay) == (0, 1):
+        out, comes = 0, 1_000
+    stored = wheel.store.message_at(wheel.put(TIMER_DELAY_MS=delay).physical_offset)
+    assert stored is not None
+    assert stored.topic == TIMER_TOPIC
+    assert stored.properties["TIMER_OUT_MS"] == str(START_MS + out)
+    wheel.pass_to(max(comes - 1, at))
+    assert wheel.delivered() == []
+    wheel.pass_to(20_000)
+    assert wheel.delivered() == [(b"b", comes)]
+    assert comes >= at + delay
+
+
+def test_what_reaches_the_wheel_too_late_comes_at_once() -> None:
+    wheel = Wheel()
+    message = Message("T", b"late")
+    message.properties["TIMER_DELAY_SEC"] = "2"
+    wheel.timers.put(message)
+    wheel.clock.advance(ms=5_500)
+    wheel.timers.run_due(wheel.clock.now_ms())
+    assert wheel.delivered() == [(b"late", 5_500)]
+    assert wheel.told[0][0].topic == TIMER_TOPIC
+    (delivered,) = (m for m in wheel.store if m.topic == "T")
+    assert delivered.properties["TIMER_ENQUEUE_MS"] == str((1 << 63) - 1)
+
+
+@pytest.mark.parametrize(
+    ("properties", "out"),
+    [
+        ({"TIMER_DELAY_SEC": 5, "TIMER_DELAY_MS": 90_000, "TIMER_DELIVER_MS": 1}, 4_000),
+        ({"TIMER_DELAY_MS": 5_500, "TIMER_DELIVER_MS": 1}, 5_000),
+        ({"TIMER_DELIVER_MS": START_MS + 7_250}, 7_000),
+        ({"TIMER_DELIVER_MS": START_MS + 7_000}, 6_000),
+        ({"TIMER_DELIVER_MS": START_MS}, None),
+        ({"TIMER_DELAY_SEC": 0}, None),
+        ({"TIMER_DELAY_MS": -5}, None),
+    ],
+)
+def test_which_property_wins(properties: dict[str, Any], out: int | None) -> None:
+    wheel = Wheel()
+    stored = wheel.store.message_at(wheel.put(**properties).physical_offset)
+    assert stored is not None
+    if out is None:
+        assert (stored.topic, stored.queue_id) == ("T", 2)
+        assert "TIMER_OUT_MS" not in stored.properties
+    else:
+        assert (stored.topic, stored.properties["TIMER_OUT_MS"]) == (TIMER_TOPIC, str(START_MS + out))
+        assert (stored.properties["REAL_TOPIC"], stored.properties["REAL_QID"]) == ("T", "2")
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"TIMER_DELAY_SEC": "abc"},
+        {"TIMER_DELAY_SEC": ""},
+        {"TIMER_DELAY_SEC": 10_001},
+        {"TIMER_DELAY_SEC": 1 << 62},
+        {"TIMER_DELIVER_MS": START_MS, "TIMER_DEL_UNIQKEY": "T+U"},
+    ],
+)
+def test_what_is_refused(properties: dict[str, Any]) -> None:
+    wheel = Wheel()
+    with pytest.raises(TimerRefusedError):
+        wheel.put(**properties)
+    assert wheel.store.log.end == 0
+
+
+def test_topics_that_cannot_be_are_refused() -> None:
+    message = Message("a/b")
+    message.properties["TIMER_DELAY_SEC"] = "5"
+    with pytest.raises(MessageIllegalError, match="no name of a folder"):
+        Wheel().timers.put(message)
+
+
+def test_a_delay_level_goes_before() -> None:
+    wheel = Wheel()
+    wheel.put(DELAY=1, TIMER_DELAY_SEC=5)
+    (stored,) = wheel.store
+    assert stored.topic == SCHEDULE_TOPIC
+    assert "TIMER_DELAY_SEC" not in stored.properties
+    assert not is_timed({"DELAY": "1", "TIMER_DELAY_SEC": "5"})
+    assert not is_timed({"TIMER_DELAY_SEC": "5", "TIMER_OUT_MS": "1"})
+    assert is_timed({"DELAY": "0", "TIMER_DELAY_SEC": "5"})
+
+
+def test_prepared_messages_do_not_wait() -> None:
+    wheel = Wheel()
+    message = Message("T")
+    message.properties["TIMER_DELAY_SEC"] = "5"
+    wheel.timers.put(message, 0, sys_flag=codec.TRANSACTION_PREPARED)
+    assert [m.topic for m in wheel.store] == ["T"]
+
+
+def test_plain_messages_are_written_as_5_x_does() -> None:
+    wheel = Wheel()
+    wheel.timers.put(Message("T", b"x", tags="t"))
+    wheel.timers.put(Message("T", b"x"))
+    wheel.timers.put(Message("T", b"x"), properties_raw=b"a\x01b")
+    assert [m.properties_raw for m in wheel.store] == [b"TAGS\x01t\x02", b"", b"a\x01b"]
+
+
+def test_a_delivered_message_is_the_one_that_was_sent() -> None:
+    wheel = Wheel()
+    message = Message("T", b"body", tags="t", keys="k", flag=7, unique_key="U")
+    message.properties["TIMER_DELAY_SEC"] = "3"
+    wheel.timers.put(message, 4, born_timestamp_ms=5, born_host=("10.0.0.1", 2), reconsume_times=2)
+    wheel.pass_to(10_000)
+    waited, real = wheel.store
+    assert (real.topic, real.queue_id, real.body) == ("T", 4, b"body")
+    for name in ("flag", "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times"):
+        assert getattr(real, name) == getattr(waited, name)
+    own = {"TIMER_ENQUEUE_MS": str(START_MS), "TIMER_DEQUEUE_MS": str(START_MS + 3_000)}
+    assert real.properties == {**waited.properties, **own}
+    assert real.properties_raw.endswith(b"\x02")
+
+
+def test_messages_come_in_the_order_of_their_times() -> None:
+    wheel = Wheel()
+    seconds = [(number * 37) % 91 + 1 for number in range(200)]
+    for number, second in enumerate(seconds):
+        wheel.put(str(number).encode(), key=None, TIMER_DELAY_SEC=second)
+    assert wheel.pass_to(100_000) is None
+    expected = sorted((1000 * second, number) for number, second in enumerate(seconds))
+    assert wheel.delivered() == [(str(number).encode(), due) for due, number in expected]
+    assert wheel.runs == sorted({1000 * second for second in seconds})
+
+
+def test_a_thousand_messages_over_a_week() -> None:
+    wheel = Wheel(
+        TimerSettings(timer_max_delay_sec=7 * 86_400, timer_roll_window_slot=7 * 86_400), config=StoreConfig.tiny()
+    )
+    for number in range(1_000):
+        wheel.put(str(number).encode(), TIMER_DELAY_SEC=1 + number * 600)
+    wheel.pass_to(8 * 86_400_000)
+    assert [at for _, at in wheel.delivered()] == [1000 + number * 600_000 for number in range(1_000)]
+
+
+def test_many_in_one_slot_take_several_turns() -> None:
+    wheel = Wheel(TimerSettings(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 10}))
+    for number in range(25):
+        wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
+    wheel.pass_to(4_999)
+    wheel.runs.clear()
+    wheel.pass_to(5_000)
+    assert wheel.runs == [5_000] * 3
+    assert [body for body, _ in wheel.delivered()] == [str(number).encode() for number in range(25)]
+
+
+def test_many_new_messages_take_several_turns() -> None:
+    wheel = Wheel(TimerSettings(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 32}))
+    for number in range(100):
+        message = Message("T", b"%d" % number)
+        message.properties["TIMER_DELAY_SEC"] = "5"
+        wheel.timers.put(message)
+    now = wheel.clock.now_ms()
+    turns = 1
+    while wheel.timers.run_due(now) == now:
+        turns += 1
+    assert turns == 4
+    wheel.pass_to(10_000)
+    assert len(wheel.delivered()) == 100
+
+
+# --- put on
+
+
+def test_what_is_further_away_than_the_window_is_put_on() -> None:
+    wheel = Wheel()
+    wheel.put(TIMER_DELAY_SEC=430)
+    assert wheel.pass_to(500_000) is None
+    assert wheel.delivered() == [(b"b", 430_000)]
+    assert [m.properties["TIMER_ROLL_TIMES"] for m in wheel.rolled()] == ["1", "2", "3", "4"]
+    assert {m.properties["TIMER_OUT_MS"] for m in wheel.rolled()} == {str(START_MS + 429_000)}
+    assert wheel.runs == [101_000, 202_000, 303_000, 354_000, 430_000]  # nearly there: half the window
+
+
+def test_a_deletion_is_put_on_with_what_it_deletes() -> None:
+    wheel = Wheel()
+    wheel.put(b"stays", key="S", TIMER_DELAY_SEC=250)
+    wheel.put(b"gone", key="G", TIMER_DELAY_SEC=250)
+    wheel.clock.advance(ms=3_000)
+    wheel.put(b"delete", key="D", TIMER_DELIVER_MS=START_MS + 250_000, TIMER_DEL_UNIQKEY=delete_key("T", "G"))
+    wheel.pass_to(300_000)
+    assert wheel.delivered() == [(b"stays", 250_000)]
+
+
+# --- deleted
+
+
+@pytest.mark.parametrize(
+    ("key", "deliver", "gone"),
+    [
+        (delete_key("T", "U"), 10_500, True),
+        (delete_key("T", "U"), 10_001, True),  # of the same slot
+        (delete_key("T", "U"), 9_500, False),  # of an earlier one: it is empty when the message comes
+        (delete_key("T", "U"), 11_500, False),  # too late
+        (delete_key("T", "V"), 10_500, False),
+        ("T-U", 10_500, False),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 9_000])
+def test_deletion(at: int, key: str, deliver: int, gone: bool) -> None:
+    wheel = Wheel()
+    wheel.put(TIMER_DELIVER_MS=START_MS + 10_500)
+    wheel.pass_to(at)
+    wheel.put(b"delete", key="D", TIMER_DELIVER_MS=START_MS + deliver, TIMER_DEL_UNIQKEY=key)
+    wheel.pass_to(60_000)
+    assert wheel.delivered() == ([] if gone else [(b"b", 11_000)])
+
+
+def test_a_deletion_before_what_it_deletes() -> None:
+    wheel = Wheel()
+    wheel.put(b"delete", key="D", TIMER_DELIVER_MS=START_MS + 10_500, TIMER_DEL_UNIQKEY="T+U")
+    wheel.put(TIMER_DELIVER_MS=START_MS + 10_500)
+    wheel.put(b"other", key=None, TIMER_DELIVER_MS=START_MS + 10_500)
+    assert [slot.messages for _, slot in read_slots(ROOT, wheel.files)] == [1]
+    wheel.pass_to(60_000)
+    assert wheel.delivered() == [(b"other", 11_000)]
+
+
+def test_a_deletion_that_comes_to_the_wheel_too_late_does_nothing() -> None:
+    wheel = Wheel()
+    message = Message("T", b"delete")
+    message.properties |= {"TIMER_DELAY_SEC": "2", "TIMER_DEL_UNIQKEY": "T+U"}
+    wheel.timers.put(message)
+    wheel.clock.advance(ms=60_000)
+    wheel.timers.run_due(wheel.clock.now_ms())
+    assert wheel.delivered() == []
+
+
+# --- what can't be delivered
+
+
+@pytest.mark.parametrize(
+    ("properties", "said"),
+    [
+        ({"REAL_TOPIC": "T", "REAL_QID": "0"}, "TIMER_OUT_MS: expected a time"),
+        ({"REAL_TOPIC": "T", "REAL_QID": "0", "TIMER_OUT_MS": "x"}, "TIMER_OUT_MS: expected a time"),
+        ({"REAL_TOPIC": "T", "TIMER_OUT_MS": str(START_MS)}, "queue id"),
+        ({"REAL_QID": "0", "TIMER_OUT_MS": str(START_MS)}, "topic is empty"),
+        ({"REAL_TOPIC": TIMER_TOPIC, "REAL_QID": "0", "TIMER_OUT_MS": str(START_MS)}, "nothing is delivered"),
+        ({"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0", "TIMER_OUT_MS": str(START_MS - 5_000)}, "nothing is delivered"),
+    ],
+)
+def test_what_cannot_be_delivered_is_dropped_with_an_error(
+    properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wheel = Wheel()
+    wheel.store.append(Message(TIMER_TOPIC, b"bad"), 0, properties_raw=codec.encode_properties(properties))
+    wheel.put(TIMER_DELAY_SEC=2)
+    wheel.pass_to(10_000)
+    assert wheel.delivered() == [(b"b", 2_000)]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "queue offset 0, physical offset 0 is dropped" in record.message
+    assert said in record.message
+
+
+def test_a_record_that_is_damaged_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    wheel = Wheel()
+    wheel.put(TIMER_DELAY_SEC=2)
+    wheel.put(b"sound", TIMER_DELAY_SEC=2)
+    wheel.store.log.patch(4, b"oops")
+    wheel.pass_to(10_000)
+    assert "can't be read" in caplog.text
+    queue = [m.body for m in wheel.store.messages("T", 2)]
+    assert queue == [b"sound"]
+
+
+def test_what_is_gone_with_the_begin_of_the_log_is_passed_over() -> None:
+    wheel = Wheel()
+    for number in range(40):
+        wheel.put(str(number).encode() * 50, TIMER_DELAY_SEC=10)
+    wheel.store.log.delete_before(4096)
+    wheel.pass_to(20_000)
+    assert 0 < len(wheel.told) < 40
+
+
+# --- on disk
+
+
+def test_settings_of_a_row() -> None:
+    row = {"type": "config", "version": "5.3.3", "timer_precision_ms": 500, "slots_total": 1000}
+    assert TimerSettings.from_row(row) == TimerSettings(timer_precision_ms=500, slots_total=1000)
+    assert TimerSettings.from_row({"commitlog_file_size": 5}) is None
+    assert TimerSettings().window_slots == 172_800
+    assert TimerSettings(timer_roll_window_slot=10**6).window_slots == 604_740
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"timer_precision_ms": 0}, {"timer_roll_window_slot": 1}, {"timer_log_file_size": 60},
+        {"timer_max_delay_sec": 0}, {"slots_total": 62}, {"slots_total": 1 << 40}, {"most_at_once": True},
+        {"save_every_s": -1}, {"retry_s": None},
+        {"timer_precision_ms": 86_400_000},  # the window is longer than a unit can say
+    ],
+)  # fmt: skip
+def test_settings_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        TimerSettings(**changes)
+
+
+def test_settings_that_disagree_with_the_files() -> None:
+    wheel = Wheel()
+    wheel.put(TIMER_DELAY_SEC=5)
+    wheel.save()
+    wheel.store.close()
+    assert TimerSettings.of_store(ROOT, wheel.files) == TimerSettings(timer_log_file_size=1024, slots_total=300)
+    with pytest.raises(ConfigError, match="timer_log_file_size"):
+        Wheel(TimerSettings(slots_total=300), files=wheel.files)
+    with pytest.raises(CorruptionError):
+        Wheel(TimerSettings(slots_total=301, timer_log_file_size=1024), files=died(wheel.files))
+
+
+def test_another_precision() -> None:
+    wheel = Wheel(TimerSettings(slots_total=300, timer_precision_ms=100, timer_log_file_size=1024))
+    wheel.put(TIMER_DELAY_MS=1_230)
+    wheel.put(TIMER_DELAY_MS=1_200)
+    assert wheel.pass_to(5_000) is None
+    assert [at for _, at in wheel.delivered()] == [1_200, 1_300]
+
+
+def test_the_checkpoint_is_saved_after_a_while() -> None:
+    wheel = Wheel(TimerSettings(slots_total=300, timer_log_file_size=1024, save_every_s=1))
+    wheel.put(TIMER_DELAY_SEC=5)
+    assert TimerCheckpoint.read(ROOT, wheel.files) is None
+    assert wheel.pass_to(4_999) == 5_000
+    checkpoint = TimerCheckpoint.read(ROOT, wheel.files)
+    assert checkpoint is not None
+    assert (checkpoint.queue_offset, checkpoint.log_position, checkpoint.version_counter) == (1, 52, 1)
+    assert wheel.pass_to(100_000) is None
+    assert wheel.runs == [1_000, 5_000, 6_000]
+    checkpoint = TimerCheckpoint.read(ROOT, wheel.files)
+    assert checkpoint is not None
+    assert checkpoint.read_time_ms == START_MS + 6_000
+
+
+def test_opening_again_changes_nothing() -> None:
+    wheel = Wheel()
+    for number in range(30):
+        wheel.put(TIMER_DELAY_SEC=number + 1)
+    wheel.pass_to(10_000)
+    wheel.save()
+    wheel.store.close()
+    before = contents(wheel.files)
+    again = Wheel(files=wheel.files, at_ms=START_MS + 10_500)
+    again.store.close()
+    timer = {name for name in before if name.startswith("timer") or name.endswith("timercheck")}
+    assert {name: contents(again.files)[name] for name in timer} == {name: before[name] for name in timer}
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_kill_loses_nothing_and_nothing_is_early(saved: bool) -> None:
+    wheel = Wheel()
+    for number in range(60):
+        wheel.put(str(number).encode(), TIMER_DELAY_SEC=number % 30 + 1)
+        if number == 30 and saved:
+            wheel.save()
+    wheel.pass_to(15_000)
+    again = wheel.after_kill()
+    again.pass_to(100_000)
+    due = {str(number).encode(): (number % 30 + 1) * 1000 for number in range(60)}
+    assert {body for body, _ in again.delivered()} == set(due)
+    assert all(at >= due[body] for body, at in again.delivered())
+
+
+def test_a_wheel_that_is_lost_is_made_again() -> None:
+    wheel = Wheel()
+    for number in range(40):
+        wheel.put(str(number).encode(), TIMER_DELAY_SEC=number % 20 + 1)
+    wheel.pass_to(5_000)
+    wheel.save()
+    slots = [slot for _, slot in read_slots(ROOT, wheel.files) if slot.time * 1000 > START_MS + 4_999]
+    files = died(wheel.files)
+    files.delete(TimerWheel.path_in(ROOT))
+    again = Wheel(files=files, at_ms=START_MS + 5_000)
+    assert [slot for _, slot in read_slots(ROOT, files)] == slots
+    again.pass_to(60_000)
+    assert len(again.delivered()) == 40
+
+
+def test_units_behind_the_checkpoint_are_cut_and_made_again() -> None:
+    wheel = Wheel()
+    wheel.put(b"one", TIMER_DELAY_SEC=5)
+    wheel.save()
+    wheel.put(b"two", TIMER_DELAY_SEC=5)
+    again = wheel.after_kill()
+    log = TimerLog(ROOT, 1024, files=again.files, writable=False)
+    assert len(list(log.items())) == 1
+    again.pass_to(60_000)
+    assert [body for body, _ in again.delivered()] == [b"one", b"two"]
+
+
+def test_a_queue_offset_ahead_of_the_log_that_was_flushed() -> None:
+    """So the original leaves it when it is killed."""
+    wheel = Wheel()
+    wheel.put(b"one", TIMER_DELAY_SEC=5)
+    wheel.save()
+    wheel.put(b"two", TIMER_DELAY_SEC=5)
+    files = died(wheel.files)
+    checkpoint = TimerCheckpoint.read(ROOT, files)
+    assert checkpoint is not None
+    checkpoint.queue_offset = checkpoint.master_queue_offset = 2
+    checkpoint.write(ROOT, files)
+    again = Wheel(files=files)
+    again.pass_to(60_000)
+    assert [body for body, _ in again.delivered()] == [b"one", b"two"]
+
+
+def test_a_queue_offset_that_the_queue_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
+    wheel = Wheel()
+    TimerCheckpoint(queue_offset=9, read_time_ms=START_MS).write(ROOT, wheel.files)
+    again = wheel.after_kill()
+    again.put(TIMER_DELAY_SEC=5)
+    again.pass_to(60_000)
+    assert "queue offset was 9" in caplog.text
+
+
+def test_a_checkpoint_of_another_length() -> None:
+    wheel = Wheel()
+    wheel.files.make_folder(f"{ROOT}/config")
+    wheel.files.write(TimerCheckpoint.path_in(ROOT), b"short")
+    with pytest.raises(CorruptionError, match="timercheck"):
+        wheel.after_kill()
+
+
+def test_chains_that_lead_nowhere_end(caplog: pytest.LogCaptureFixture) -> None:
+    wheel = Wheel()
+    for _ in range(3):
+        wheel.put(TIMER_DELAY_SEC=5)
+    log = wheel.timers._timer_log
+    unit = log.unit(52)
+    assert unit is not None
+    end, log.end = log.end, 52
+    log.append(unit._replace(previous=104))
+    log.end = end
+    wheel.pass_to(10_000)
+    assert len(wheel.delivered()) == 2
+    assert "which is not before it" in caplog.text
+
+
+def test_old_files_of_the_timer_log_go() -> None:
+    wheel = Wheel()
+    for number in range(200):
+        wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
+        wheel.pass_to(number * 1000)
+        wheel.save()
+    assert wheel.timers._timer_log.begin > 0
+    wheel.pass_to(300_000)
+    assert len(wheel.delivered()) == 200
+    assert len(wheel.after_kill().delivered()) == 200
+
+
+def test_units_and_blanks_are_read_back() -> None:
+    files = MemoryFiles()
+    files.make_folder(ROOT)
+    log = TimerLog(ROOT, 52 * 3 + 20, files=files)
+    unit = Unit(52, -1, 1, START_MS, 1000, 5, 91, -7, 0)
+    positions = [log.append(unit._replace(physical_offset=number)) for number in range(7)]
+    assert positions == [0, 52, 104, 176, 228, 280, 352]
+    found = list(log.items())
+    assert [position for position, item in found if isinstance(item, Unit)] == positions
+    assert [(position, item) for position, item in found if isinstance(item, int)] == [(156, 20), (332, 20)]
+    assert [at for at, block in log.blocks(log.end) for at in range(at, at + 52 * len(block), 52)] == positions
+    assert not log.resume(log.end)
+    assert log.resume(228)
+    assert [position for position, _ in log.items()] == [0, 52, 104, 156, 176]
+    assert log.unit(10_000) is None
+
+
+# --- errors and clocks
+
+
+def failing(error: Exception, call: Callable[..., Any]) -> Callable[..., Any]:
+    left = [error]
+
+    def fail(*args: Any, **fields: Any) -> Any:
+        if left:
+            raise left.pop()
+        return call(*args, **fields)
+
+    return fail
+
+
+def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    wheel = Wheel()
+    wheel.put(TIMER_DELAY_SEC=2)
+    monkeypatch.setattr(wheel.store, "append_again", failing(DiskFullError("full"), wheel.store.append_again))
+    wheel.pass_to(60_000)
+    assert wheel.delivered() == [(b"b", 12_000)]
+    assert "full" in caplog.text
+
+
+def test_a_failed_flush_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = Wheel(TimerSettings(slots_total=300, timer_log_file_size=1024, save_every_s=0))
+    monkeypatch.setattr(wheel.store, "flush", failing(FlushFailedError(OSError()), wheel.store.flush))
+    with pytest.raises(FlushFailedError):
+        wheel.put(TIMER_DELAY_SEC=2)
+
+
+def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:
+    wheel = Wheel()
+    wheel.put(b"before", TIMER_DELAY_SEC=20)
+    wheel.pass_to(10_000)
+    wheel.clock = wheel.store.clock = ManualClock(START_MS - 60_000)
+    wheel.store._now_ms = wheel.clock.now_ms
+    wheel.put(b"after", TIMER_DELAY_SEC=5)
+    wheel.pass_to(-55_001)
+    assert wheel.delivered() == []
+    wheel.pass_to(60_000)
+    assert wheel.delivered() == [(b"after", -55_000), (b"before", 20_000)]
+
+
+def test_a_clock_that_is_put_back_while_a_slot_is_emptied() -> None:
+    wheel = Wheel(TimerSettings(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 2}))
+    for number in range(5):
+        wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
+    wheel.clock.advance(ms=5_000)
+    assert wheel.timers.run_due(wheel.clock.now_ms()) == START_MS + 5_000
+    wheel.clock = wheel.store.clock = ManualClock(START_MS)
+    wheel.store._now_ms = wheel.clock.now_ms
+    wheel.put(b"late", TIMER_DELAY_SEC=5)
+    wheel.pass_to(60_000)
+    assert sorted(body for body, _ in wheel.delivered()) == [b"0", b"1", b"2", b"3", b"4", b"late"]
+    assert wheel.delivered()[-1] == (b"late", 5_000)
