@@ -13,9 +13,9 @@ from typing import Any, Final
 from librmq import codec
 from librmq.errors import MalformedError
 from librmq.levels import SCHEDULE_TOPIC
-from librmq.topics import HALF_TOPIC
+from librmq.topics import HALF_TOPIC, OFFSET_MOVED_TOPIC
 from tests.reference import Row
-from tests.replay.deviations import Difference, unlike
+from tests.replay.deviations import Difference, is_direct, unlike
 from tests.replay.reading import UNIQUE_KEY
 from tests.replay.stage import Played, in_log
 from tests.replay.states import states
@@ -24,6 +24,7 @@ __all__ = ["differences"]
 
 _LEFT_OUT: Final = ("kind", "storeTimestamp", "bornTimestamp", "bornHost")
 _OP_TOPIC: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+_BODY_IN_BRIEF: Final = 20
 _BEGIN: Final = 100  # so much of a body is compared
 
 
@@ -96,7 +97,7 @@ class Log:
 
 def _is_unordered(row: Row, topic: str) -> bool:
     """Whether a message stands where concurrent listeners, or answers to checks, happened to put it."""
-    if topic in (SCHEDULE_TOPIC, _OP_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
+    if topic in (SCHEDULE_TOPIC, _OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
         return True
     was_checked = codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
     return was_checked and topic != HALF_TOPIC
@@ -168,7 +169,7 @@ def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
     wanted: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for event in recording.events:
-        if event["kind"] == "deliver":
+        if event["kind"] == "deliver" and not is_direct(event):
             mq = event["mq"]
             where = event["client"], mq["topic"], f"{mq['brokerName']}/{mq['queueId']}"
             wanted[where] += [theirs.comparable(message, mq["topic"]) for message in event["msgs"]]
@@ -197,16 +198,19 @@ def _short_deliveries(played: Played) -> Iterator[Difference]:
         if event["kind"] == "deliver_short":
             told = ("topic", "queueId", "queueOffset", "reconsumeTimes", "msgId", "body", "MIN_OFFSET")
             fields = tuple(name for name in told if name in event)
-            wanted[group_of[event["client"]]].add(tuple(event[name] for name in fields))
+            wanted[group_of[event["client"]]].add(_brief(event, fields))
     for row in played.delivered:
         group = group_of[row["client"]]
         if group in wanted:
-            shown = {**row["msg"], **row["msg"]["properties"]}
-            found[group].add(tuple(shown[name] for name in fields))
+            found[group].add(_brief({**row["msg"], **row["msg"]["properties"]}, fields))
     for group in wanted:
         for one in sorted(wanted[group] ^ found[group], key=str):
             who = "recorded only" if one in wanted[group] else "librmq only"
             yield Difference("delivery", group=group, text=f"{group}, {who}: {one}")
+
+
+def _brief(row: Row, fields: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(row[name][:_BODY_IN_BRIEF] if name == "body" else row[name] for name in fields)
 
 
 def _polls(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:

@@ -11,7 +11,7 @@ from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.consumer.orderly import Transaction
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message import MessageQueue
-from librmq.protocol import ConsumeFrom, MessageModel
+from librmq.protocol import ConsumeFrom, MessageModel, UpdateOffset
 from librmq.rebalance import allocate_averagely
 from tests.reference import Row
 from tests.replay.deviations import breaks_client
@@ -51,6 +51,10 @@ class Consumers:
 
     def on_consumer_start(self, event: Row) -> None:
         name, group = event["client"], event["group"]
+        if all(consumer.group != group for consumer in self.consumers.values()):
+            broker = self.stage.broker(event)
+            for topic, queue_id, queue_offset in self.recording.progress_before.get(group, []):
+                broker.call(UpdateOffset(group, topic, queue_id, queue_offset))
         consumer = PushConsumer(self.stage.route, group, instance_name=name, **self._settings(event))
         listener = self._listener(name, group, consumer)
         for topic, told in event["subscription"].items():

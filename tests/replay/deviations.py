@@ -11,7 +11,7 @@ from librmq.topics import AUTO_CREATE_TOPIC
 from tests.reference import Row
 from tests.replay.reading import Recording
 
-__all__ = ["DEVIATIONS", "Deviation", "Difference", "breaks_client", "unlike", "without_delay"]
+__all__ = ["DEVIATIONS", "Deviation", "Difference", "breaks_client", "is_direct", "unlike", "without_delay"]
 
 
 class Difference(NamedTuple):
@@ -94,6 +94,11 @@ DEVIATIONS: Final = (
         "own. librmq counts by producer. The replay gives each asynchronous send the turn of its own.",
     ),
     Deviation(
+        "consuming directly",
+        "The original's administration can have a client consume a message on the spot, past its queue. librmq's "
+        "cannot: those deliveries are left out.",
+    ),
+    Deviation(
         "one-way sends",
         "The original raises where the broker of a one-way send can't be connected to, librmq logs it. Neither sends "
         "again: what is stored is compared.",
@@ -104,6 +109,11 @@ DEVIATIONS: Final = (
 def breaks_client(answer: Row) -> bool:
     """Whether a listener's result is one that the original's client fails on."""
     return bool(answer.get("ackIndex", 0) < -1)
+
+
+def is_direct(event: Row) -> bool:
+    """Whether a ``deliver`` event is one that an administrator asked for."""
+    return any(message["brokerName"] is None for message in event["msgs"])
 
 
 def without_delay(message: Message) -> Message:

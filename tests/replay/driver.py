@@ -32,11 +32,10 @@ def play(recording: Recording) -> Played:
     for event in recording.events:
         while stage.openings and stage.openings[0][0] <= event["at_ms"]:
             at, name = stage.openings.pop(0)
-            runner.play_to(max(at, runner.now_ms()))
+            stage.play_to(at)
             stage.open(name)
         if event["kind"] != _TOLD_AT_ITS_END:
-            runner.play_to(max(event["at_ms"], runner.now_ms()))
-        stage.note_progress()
+            stage.play_to(event["at_ms"])
         for part in parts:
             act: Callable[[Row], None] | None = getattr(part, f"on_{event['kind']}", None)
             if act is not None:
@@ -73,6 +72,7 @@ class _Brokers:
             if queue is not None
             for message in store.read(bounds["topic"], one["queueId"], one["min"], 1).messages
         ]
+        store.flush()  # what is deleted is settled
         store._retention.delete_before(min(offsets))
 
     def on_queue_offsets(self, event: Row) -> None:

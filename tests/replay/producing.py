@@ -107,7 +107,7 @@ class Producers:
         """Let the message be stored when it was, by a producer set as it was, whose turns begin where they did."""
         stored = self.recording.stored.get(key or "")
         if stored is not None:
-            self.stage.runner.play_to(max(stored.store_timestamp_ms, event["at_ms"]))
+            self.stage.play_to(stored.store_timestamp_ms)
             producer.config = replace(producer.config, compress_from=_compress_from(stored))
         if key in self.recording.default_queues:
             queues = self.recording.default_queues[key or ""]

@@ -165,6 +165,25 @@ class Recording:
         return found
 
     @cached_property
+    def progress_before(self) -> dict[str, list[tuple[str, int, int]]]:
+        """What brokers knew of a group's progress before its first instance came: topic, queue and offset, by group."""
+        asked: dict[tuple[str, int], Row] = {}
+        found: dict[tuple[str, str, int], int] = {}
+        for row in jsonl(self.folder / "rpc.jsonl"):
+            request = row["client"], row["opaque"]
+            if row["name"] == "QUERY_CONSUMER_OFFSET" and row["dir"] == "out":
+                asked[request] = row["header"]
+            elif row.get("to") == "QUERY_CONSUMER_OFFSET" and request in asked:
+                of = asked[request]
+                where = of["consumerGroup"], of["topic"], int(of["queueId"])
+                found.setdefault(where, int(row["header"].get("offset", 0)))
+        groups: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+        for (group, topic, queue_id), queue_offset in found.items():
+            if queue_offset > 0:
+                groups[group].append((topic, queue_id, queue_offset))
+        return groups
+
+    @cached_property
     def left(self) -> dict[str, int]:
         """When each client told that it leaves its group."""
         return {row["client"]: row["at_ms"] for row in self._requests("UNREGISTER_CLIENT")}

@@ -23,6 +23,7 @@ from tests.replay.runner import ReplayRunner
 __all__ = ["Played", "Stage", "describe"]
 
 STORE: Final = "/store"
+_EVERY_MS: Final = 1_000
 CLIENT: Final = "/client"
 """Where broadcasting clients keep their progress."""
 Table = dict[str, dict[str, int | None]]
@@ -135,7 +136,15 @@ class Stage:
             self.played.logs[name] = list(broker.store)
             broker.close()
 
-    def note_progress(self) -> None:
+    def play_to(self, at_ms: int) -> None:
+        """Let time pass, and note on the way what the brokers know of progress."""
+        while self.runner.now_ms() < at_ms:
+            self.runner.play_to(min(at_ms, self.runner.now_ms() + _EVERY_MS))
+            self._note_progress()
+        self.runner.play_to(self.runner.now_ms())
+        self._note_progress()
+
+    def _note_progress(self) -> None:
         """Note what the brokers know of progress."""
         now_ms = self.runner.now_ms()
         for name, broker in self.brokers.items():
