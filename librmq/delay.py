@@ -33,7 +33,7 @@ from librmq.errors import (
 )
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
-from librmq.message import Message, StoredMessage
+from librmq.message import StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import HALF_TOPIC
 
@@ -96,23 +96,7 @@ def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
         raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
     if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
         raise MessageIllegalError(f"nothing is delivered to {topic}")
-    raw = waiting.raw
-    header = codec.HEADERS[raw[39] & 48]
-    _, _, _, _, flag, _, _, sys_flag, born_ms, born_at, _, stored_at, times, _, body_size = header.unpack_from(raw)
-    message = object.__new__(Message)  # of parts that were checked when it was stored
-    message.topic, message.flag, message.body = topic, flag, raw[header.size : header.size + body_size]
-    message.properties = dict(properties)
-    return store.append(
-        message,
-        queue_id,
-        born_timestamp_ms=born_ms,
-        born_host=born_at,
-        store_host=stored_at,
-        sys_flag=sys_flag,
-        reconsume_times=times,
-        properties_raw=codec.encode_properties(message.properties),
-        _wait=False,
-    )
+    return store.append_again(waiting, topic, queue_id, properties, raw=codec.encode_properties(properties))
 
 
 class _Level:
@@ -334,6 +318,4 @@ class DelaySchedule:
             raw = self._store.log.read(physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
-        if raw is None:
-            return None
-        return StoredMessage(raw)  # whose parts are checked when they are asked for
+        return None if raw is None else StoredMessage(raw)

@@ -291,7 +291,8 @@ class MessageStore:
         `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
         range.
         """
-        topic, body, properties = message.topic, message.body, message.properties
+        topic, body = message.topic, message.body
+        properties: Mapping[str, str] = message.properties
         if properties_raw is None:
             if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
                 level = self.levels.cap(parse_level(properties["DELAY"]))
@@ -366,6 +367,45 @@ class MessageStore:
         if self._sync and _wait:
             self._commit.reach(physical_offset + size)
         return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
+
+    def append_again(
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        *,
+        raw: bytes | None = None,
+        flag: int | None = None,
+        sys_flag: int | None = None,
+        reconsume_times: int | None = None,
+        prepared_transaction_offset: int = 0,
+    ) -> AppendResult:
+        """Append the message of a record once more, with these properties, to this queue of this topic.
+
+        Body, born time and hosts are the record's, flags and counts too unless given. ``raw`` are the properties as
+        they are to be stored, whatever they say of a delay; None encodes them as `append` does. Returns at once,
+        whatever the durability. Raises what `append` does, and `RecordError` for a record that is none.
+        """
+        data = record.raw
+        begin, end, _, _, _, _ = record.frame
+        header = codec.HEADERS[data[codec.SYS_FLAG_AT + 3] & codec.HOSTS_V6].unpack_from(data)
+        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
+        message: Message = object.__new__(Message)  # of parts that were checked when it was stored
+        message.topic, message.body, message.properties = topic, data[begin:end], dict(properties)
+        message.flag = own_flag if flag is None else flag
+        return self.append(
+            message,
+            queue_id,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_at,
+            store_host=stored_at,
+            sys_flag=own_sys_flag if sys_flag is None else sys_flag,
+            reconsume_times=times if reconsume_times is None else reconsume_times,
+            prepared_transaction_offset=prepared_transaction_offset,
+            properties_raw=raw,
+            _wait=False,
+        )
 
     def append_batch(
         self,

@@ -466,16 +466,7 @@ class Timers:
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
                 raise MessageIllegalError(f"nothing is delivered to {topic}")
-            result = self._store.submit(
-                Message(topic, message.stored_body, flag=message.flag),
-                queue_id,
-                born_timestamp_ms=message.born_timestamp_ms,
-                born_host=message.born_host,
-                store_host=message.store_host,
-                sys_flag=message.sys_flag,
-                reconsume_times=message.reconsume_times,
-                properties_raw=_encoded(properties),
-            ).result
+            result = self._store.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return

@@ -8,10 +8,14 @@ import pytest
 
 from tests.reference import folders
 from tests.replay.compare import differences
+from tests.replay.deviations import DEVIATIONS
 from tests.replay.driver import play
 from tests.replay.reading import Recording
 
 
 @pytest.mark.parametrize("folder", folders("clients-"))
 def test_a_recorded_run_is_repeated(folder: Path) -> None:
-    assert differences(play(Recording(folder))) == []
+    recording = Recording(folder)
+    found = differences(play(recording))
+    unmeant = [one for one in found if not any(deviation.covers(recording, one) for deviation in DEVIATIONS)]
+    assert unmeant == []
