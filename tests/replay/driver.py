@@ -21,9 +21,9 @@ __all__ = ["play"]
 _TOLD_AT_ITS_END: Final = "broker_shutdown"  # which takes seconds
 
 
-def play(recording: Recording) -> Played:
-    """Let librmq do what was done."""
-    stage = Stage(recording)
+def play(recording: Recording, before_ms: int = 0) -> Played:
+    """Let librmq do what was done; brokers are started so long before that is told."""
+    stage = Stage(recording, before_ms)
     consumers = Consumers(stage)
     parts = (_Brokers(stage), Producers(stage), consumers, Calls(stage))
     runner = stage.runner
@@ -53,7 +53,7 @@ class _Brokers:
         self.stage = stage
 
     def on_broker_shutdown(self, event: Row) -> None:
-        self.stage.close(self.stage.name(event))
+        self.stage.close(self.stage.recording.broker_of(event))
 
     def on_create_topic(self, event: Row) -> None:
         self.stage.broker(event).create_topic(
@@ -83,12 +83,6 @@ class _Brokers:
             found.append({"queueId": row["queueId"], "min": begin, "max": end})
         self.stage.played.seen[event["seq"]] = found
 
-    def on_consumer_offsets_in_memory(self, event: Row) -> None:
-        table = self.stage.progress(self.stage.broker(event))
-        self.stage.played.seen[event["seq"]] = {
-            name: {queue_id: table[name][queue_id] for queue_id in row} for name, row in event["table"].items()
-        }
-
     def on_file_client(self, event: Row) -> None:
         path = f"/client/{event['path']}"
         files = self.stage.files
@@ -96,7 +90,7 @@ class _Brokers:
 
     def on_file(self, event: Row) -> None:
         path = f"{STORE}/{event['path']}"
-        files = self.stage.played.files[self.stage.name(event)]
+        files = self.stage.played.files[self.stage.recording.broker_of(event)]
         self.stage.played.seen[event["seq"]] = None if files.size(path) is None else files.read(path).decode()
 
     def on_subscription_at_broker(self, event: Row) -> None:
