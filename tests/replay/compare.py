@@ -158,9 +158,7 @@ def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
     for row in played.delivered:
         mq = row["mq"]
         message = {k: v for k, v in row["msg"].items() if k not in ("storedBodyLength", "properties_raw")}
-        found[row["client"], f"{mq.topic}/{mq.broker_name}/{mq.queue_id}"].append(
-            ours.comparable(message, mq.topic)
-        )
+        found[row["client"], f"{mq.topic}/{mq.broker_name}/{mq.queue_id}"].append(ours.comparable(message, mq.topic))
     for client, queue in sorted({*wanted, *found}):
         want, have = wanted[client, queue], found[client, queue]
         if client not in recording.orderly_clients:
@@ -179,7 +177,9 @@ def _checks(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
 
 def _checked(event: Row) -> str:
     properties = event["message"]["properties"]
-    return f"{properties[UNIQUE_KEY]} for the {properties['TRANSACTION_CHECK_TIMES']}. time ({event['message']['body']})"
+    return (
+        f"{properties[UNIQUE_KEY]} for the {properties['TRANSACTION_CHECK_TIMES']}. time ({event['message']['body']})"
+    )
 
 
 def _observations(played: Played) -> Iterator[str]:

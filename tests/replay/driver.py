@@ -179,7 +179,9 @@ class _Player:
     def _on_producer_start(self, event: Row) -> None:
         name, group = event["client"], event["group"]
         assert self.route is not None
-        is_transactional = any(e["kind"] in ("local_tx", "check") and e["client"] == name for e in self.recording.events)
+        is_transactional = any(
+            e["kind"] in ("local_tx", "check") and e["client"] == name for e in self.recording.events
+        )
         avoid = bool(event.get("sendLatencyFaultEnable"))
         if is_transactional:
             producer: Producer = TransactionProducer(self.route, group, self._checker(name), instance_name=name)
@@ -257,7 +259,12 @@ class _Player:
             self.runner.first_queue = name, stored.queue_id if real is None else int(real)
         data = sorted(self.route.topic_route(topic), key=lambda one: one.broker_name)
         self.runner.know(
-            [MessageQueue(topic, one.broker_name, n) for one in data if one.permission & 2 for n in range(one.write_queues)]
+            [
+                MessageQueue(topic, one.broker_name, n)
+                for one in data
+                if one.permission & 2
+                for n in range(one.write_queues)
+            ]
         )
         if key in self.recording.default_queues:
             queues = self.recording.default_queues[key or ""]
@@ -417,7 +424,10 @@ class _Player:
     def _on_consumer_offsets_in_memory(self, event: Row) -> None:
         broker = self.brokers[self._name(event)]
         self.played.seen[event["seq"]] = {
-            name: {queue_id: broker.consumer_offset(name.partition("@")[2], name.partition("@")[0], int(queue_id)) for queue_id in row}
+            name: {
+                queue_id: broker.consumer_offset(name.partition("@")[2], name.partition("@")[0], int(queue_id))
+                for queue_id in row
+            }
             for name, row in event["table"].items()
         }
 
