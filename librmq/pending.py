@@ -148,10 +148,10 @@ def _timers_in_the_wheel(
         waiting = np.flatnonzero(times >= checkpoint.read_time_ms)
         places = position + waiting * UNIT_SIZE
         found.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
-    if not found:
-        return
-    units = np.concatenate(found)
+    units = np.concatenate(found) if found else np.empty((0, 3), np.int64)
     del found
+    if not len(units):
+        return
     units = units[np.lexsort((units[:, 1], units[:, 0]))]
     _, begins = np.unique(units[:, 0], return_index=True)
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
