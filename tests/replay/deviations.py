@@ -11,7 +11,16 @@ from librmq.topics import AUTO_CREATE_TOPIC, HALF_TOPIC
 from tests.reference import Row
 from tests.replay.reading import Recording
 
-__all__ = ["DEVIATIONS", "Deviation", "Difference", "breaks_client", "bytes_of_whole_mib", "is_direct", "unlike", "without_delay"]
+__all__ = [
+    "DEVIATIONS",
+    "Deviation",
+    "Difference",
+    "breaks_client",
+    "bytes_of_whole_mib",
+    "is_direct",
+    "unlike",
+    "without_delay",
+]
 
 
 class Difference(NamedTuple):

@@ -64,7 +64,9 @@ class _Brokers:
         """Deletes what had gone when the queues were looked at next."""
         store = self.stage.broker(event).store
         following = self.stage.recording.events_from(event["seq"])
-        bounds = next(one for one in following if one["kind"] == "queue_offsets" and any(q["min"] for q in one["queues"]))
+        bounds = next(
+            one for one in following if one["kind"] == "queue_offsets" and any(q["min"] for q in one["queues"])
+        )
         first = [store.queue(bounds["topic"], one["queueId"]) for one in bounds["queues"]]
         offsets = [
             message.physical_offset
@@ -96,7 +98,11 @@ class _Brokers:
     def on_subscription_at_broker(self, event: Row) -> None:
         broker = self.stage.broker(event)
         members = broker._registry.consumers.get(event["group"])
-        self.stage.played.seen[event["seq"]] = {} if members is None else {
-            topic: {"subString": of.expression, "expressionType": of.expression_type}
-            for topic, of in members.subscriptions.items()
-        }
+        self.stage.played.seen[event["seq"]] = (
+            {}
+            if members is None
+            else {
+                topic: {"subString": of.expression, "expressionType": of.expression_type}
+                for topic, of in members.subscriptions.items()
+            }
+        )

@@ -355,6 +355,7 @@ class Recording:
             for path in sorted(folder.glob("*/*/offsets.json"))
         }
 
+
 def _records(log: Path) -> list[StoredMessage]:
     found = []
     for path in sorted(log.iterdir()):
