@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from librmq.consumer import PullConsumer as PullConsumer
     from librmq.consumer import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer import PushConsumer as PushConsumer
+    from librmq.dedup import DedupListener as DedupListener
+    from librmq.dedup import MemoryDedupStore as MemoryDedupStore
+    from librmq.dedup import SqliteDedupStore as SqliteDedupStore
+    from librmq.dedup import deduplicated as deduplicated
     from librmq.errors import AllocationError as AllocationError
     from librmq.errors import BodyChecksumError as BodyChecksumError
     from librmq.errors import BodyCompressionError as BodyCompressionError
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from librmq.errors import ClientStateError as ClientStateError
     from librmq.errors import ConfigError as ConfigError
     from librmq.errors import CorruptionError as CorruptionError
+    from librmq.errors import DedupStoreError as DedupStoreError
     from librmq.errors import DiskFullError as DiskFullError
     from librmq.errors import EndlessLoopError as EndlessLoopError
     from librmq.errors import FilterError as FilterError
@@ -71,6 +76,8 @@ if TYPE_CHECKING:
     from librmq.message import StoredMessage as StoredMessage
     from librmq.message import split_batch as split_batch
     from librmq.metrics import Metrics as Metrics
+    from librmq.outbox import Outbox as Outbox
+    from librmq.outbox import OutboxSender as OutboxSender
     from librmq.producer import Producer as Producer
     from librmq.producer import ProducerConfig as ProducerConfig
     from librmq.producer import SendResult as SendResult
@@ -87,6 +94,10 @@ if TYPE_CHECKING:
     from librmq.store import MessageFilter as MessageFilter
     from librmq.store import MessageStore as MessageStore
     from librmq.store import ReadResult as ReadResult
+    from librmq.transactionproducer import CheckedMessage as CheckedMessage
+    from librmq.transactionproducer import TransactionProducer as TransactionProducer
+    from librmq.transactionproducer import TransactionResult as TransactionResult
+    from librmq.txn import TransactionSettings as TransactionSettings
 
 _HOMES = {
     "broker": ("Broker", "BrokerSettings"),
@@ -98,6 +109,7 @@ _HOMES = {
     "config": ("StoreConfig",),
     "consumequeue": ("ConsumeQueue",),
     "consumer": ("ConsumerConfig", "DeliveredMessage", "PullConsumer", "PullConsumerConfig", "PushConsumer"),
+    "dedup": ("DedupListener", "MemoryDedupStore", "SqliteDedupStore", "deduplicated"),
     "errors": (
         "AllocationError",
         "BodyChecksumError",
@@ -109,6 +121,7 @@ _HOMES = {
         "ClientStateError",
         "ConfigError",
         "CorruptionError",
+        "DedupStoreError",
         "DiskFullError",
         "EndlessLoopError",
         "FilterError",
@@ -143,11 +156,14 @@ _HOMES = {
     "listener": ("DeadLetter", "ReconsumeLater", "SuspendQueue"),
     "message": ("Message", "MessageQueue", "StoredMessage", "split_batch"),
     "metrics": ("Metrics",),
+    "outbox": ("Outbox", "OutboxSender"),
     "producer": ("Producer", "ProducerConfig", "SendResult"),
     "protocol": ("ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
     "runner": ("ManualRunner", "ThreadRunner"),
     "selectors": ("select_by_hash", "select_by_remainder"),
     "store": ("AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"),
+    "transactionproducer": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+    "txn": ("TransactionSettings",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -32,6 +32,7 @@ from librmq.uniqueids import UniqueIds
 __all__ = ["Client", "LifeCycle", "Member", "State"]
 
 R = TypeVar("R")
+FIRST_HEARTBEAT_MS: Final = 1_000
 HEARTBEAT_MS: Final = 30_000
 
 _log = logging.getLogger("librmq.client")
@@ -115,6 +116,9 @@ class Client:
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), number)
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
+        self.times_forgotten = 0
+        """How often a broker has forgotten this client, and with it the pulls that it held."""
+        self._joined_ms = 0
         self._told: set[str] = set()  # the brokers that know this client
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
@@ -133,6 +137,7 @@ class Client:
             members[member.group] = member
             if self._unwatch is None:
                 self._unwatch = self.route.watch(self._route_changed)
+                self._joined_ms = self.runner.now_ms()
             self.beat()
 
     def members(self) -> list[Member]:
@@ -166,9 +171,15 @@ class Client:
     def forgotten_by(self, broker_name: str) -> None:
         """A broker does not know this client any more (it was opened anew, or heard nothing): told at the next 30 s."""
         with self.runner.lock:
+            self.times_forgotten += 1
             self._told.discard(broker_name)
             now = self.runner.now_ms()
-            self.runner.wake(self._beat, now - now % HEARTBEAT_MS + HEARTBEAT_MS)
+            self.runner.wake(self._beat, self._next_beat(now))
+
+    def _next_beat(self, now_ms: int) -> int:
+        """The next of the times at which the original repeats its heartbeat: 1 s after the start, then every 30 s."""
+        first_ms = self._joined_ms + FIRST_HEARTBEAT_MS
+        return first_ms if now_ms < first_ms else now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
 
     def tell_all(self, request: Request[None]) -> None:
         """Send a request to each broker that can be reached; one that fails is logged."""
@@ -211,7 +222,7 @@ class Client:
         self._told &= names
         if names - self._told:
             now = self.runner.now_ms()
-            self.runner.wake(self._beat, now - now % HEARTBEAT_MS + HEARTBEAT_MS)
+            self.runner.wake(self._beat, self._next_beat(now))
         for group, member in list(self._consumers.items()):
             member.answer(ConsumersChanged(group))
 

@@ -216,6 +216,14 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
     return parts, pick
 
 
+HEADERS: Final = {
+    (born << 4) | (store << 5): struct.Struct(f">IIIiiqqiq{20 if born else 8}sq{20 if store else 8}siqi")
+    for born in (0, 1)
+    for store in (0, 1)
+}
+"""A record up to its body, by the two bits of the sys flag that say which hosts have 16 bytes."""
+
+
 def decode_properties(raw: bytes | str) -> dict[str, str]:
     """Stored properties as a dict, in stored order. Never raises.
 

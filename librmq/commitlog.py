@@ -152,7 +152,7 @@ class CommitLog:
             )
         return self._next_file()
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | bytearray) -> None:
         """Write one or more whole records at the place that `claim` named for their length.
 
         `StoreIOError` for want of space, before a byte is written.

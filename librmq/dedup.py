@@ -26,9 +26,11 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.clock import Clock, SystemClock
+from librmq.consumer import OrderlyResult
 from librmq.dedupstore import (
     Claim,
     DedupRecord,
@@ -42,6 +44,7 @@ from librmq.dedupstore import (
 )
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.listener import ReconsumeLater
+from librmq.metrics import Metrics
 
 __all__ = [
     "Claim",
@@ -94,6 +97,8 @@ class _Ask(NamedTuple):
 
     call: Callable[[], Any]
     of_store: bool
+    operation: tuple[str, tuple[Any, ...]] | None = None
+    """Name and arguments of a call of the store."""
 
 
 _Flow = Generator[_Ask, Any, Any]
@@ -108,13 +113,23 @@ class _Held(NamedTuple):
 
 _UNGUARDED: Final = _Held("", "")
 
+_OUTCOMES: Final = {
+    "duplicates": "skip",
+    "busy": "wait",
+    "taken_over": "take over",
+    "unguarded": "no store",
+    "postponed": "no store",
+}
+"""What `Metrics` calls what is counted."""
+
 
 class DedupListener:
     """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
 
-    ``listener`` is concurrent or orderly, sync or async, of one message; with ``batch`` it takes a list. Called with a
-    list, a listener of one message gets them one by one, up to the first failure. `ReconsumeLater` then tells how many
-    were consumed.
+    ``listener`` is concurrent or orderly, sync or async, of one message; with ``batch`` it takes a list, and with
+    ``must_return`` only True means consumed, as for `librmq.consumer.PushConsumer.subscribe`. Called with a list, a
+    listener of one message gets them one by one, up to the first failure. `ReconsumeLater`, or the index that is
+    returned, then tells how many were consumed.
 
     ``key`` gives what a message is known by (its unique id; better a business key), None or "" for no guard. A record
     is scoped by ``application``, topic, ``group`` and tag. A claim not ended after ``consuming_timeout`` may be taken
@@ -122,8 +137,8 @@ class DedupListener:
     Both are seconds or a ``timedelta``.
 
     Where the store can't be asked, ``when_store_fails`` decides: "consume" all the same (at least once), or "retry"
-    later. Either is counted in `counts` and logged. Without a ``clock`` of the caller's, a thread purges the store;
-    with one, `purge_step` is for whoever moves the clock.
+    later. Either is counted in `counts` (and in ``metrics``) and logged. Without a ``clock`` of the caller's, a thread
+    purges the store; with one, `purge_step` is for whoever moves the clock.
     """
 
     def __init__(
@@ -138,6 +153,8 @@ class DedupListener:
         keep_consumed: float | timedelta = KEEP_CONSUMED,
         when_store_fails: Literal["consume", "retry"] = "consume",
         batch: bool = False,
+        must_return: bool = False,
+        metrics: Metrics | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`ConfigError` for settings that make no sense."""
@@ -155,6 +172,8 @@ class DedupListener:
         self._keep_ms = milliseconds("keep_consumed", keep_consumed)
         self._consumes_unguarded = when_store_fails == "consume"
         self._batch = batch
+        self._must_return = must_return
+        self._metrics = metrics
         self._clock = clock or SystemClock()
         self._purges = clock is None
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
@@ -180,14 +199,19 @@ class DedupListener:
     def _one(self, message: Any) -> _Flow:
         held = yield from self._claim(message)
         if held is None:
-            return None
+            return True
         try:
             result = yield _Ask(lambda: self.listener(message), False)
+            if result is OrderlyResult.HOLD:
+                raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
         except (Exception, asyncio.CancelledError):
             yield from self._release(held)
             raise
         # Any other exception ends the process: as after a crash, the claim expires.
-        yield from self._finish(held)
+        if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+            yield from self._release(held)
+        else:
+            yield from self._finish(held)
         return result
 
     def _claim(self, message: Any) -> Generator[_Ask, Any, _Held | None]:
@@ -201,23 +225,23 @@ class DedupListener:
         owner = secrets.token_hex(12)
         now_ms = self._clock.now_ms()
         try:
-            claim = yield _Ask(lambda: self.store.claim(key, owner, now_ms, now_ms + self._consuming_ms), True)
+            claim = yield self._ask("claim", key, owner, now_ms, now_ms + self._consuming_ms)
         except DedupStoreError as error:
             if self._consumes_unguarded:
-                self._count("unguarded")
+                self._count("unguarded", message.topic)
                 _log.warning("%s: consumed without a guard: %s", key, error)
                 return _UNGUARDED
-            self._count("postponed")
+            self._count("postponed", message.topic)
             _log.warning("%s: delivered again later: %s", key, error)
             raise ReconsumeLater(f"the dedup store could not be asked: {error}") from error
         if claim is Claim.CONSUMED:
-            self._count("duplicates")
+            self._count("duplicates", message.topic)
             return None
         if claim is Claim.CONSUMING:
-            self._count("busy")
+            self._count("busy", message.topic)
             raise ReconsumeLater(f"{key}: is being consumed")
         if claim is Claim.TAKEN_OVER:
-            self._count("taken_over")
+            self._count("taken_over", message.topic)
             _log.warning("%s: taken over from a holder that did not end in time", key)
         return _Held(key, owner)
 
@@ -227,7 +251,7 @@ class DedupListener:
             return
         now_ms = self._clock.now_ms()
         try:
-            done = yield _Ask(lambda: self.store.finish(key, owner, now_ms, now_ms + self._keep_ms), True)
+            done = yield self._ask("finish", key, owner, now_ms, now_ms + self._keep_ms)
         except DedupStoreError as error:
             self._count("unmarked")
             _log.warning("%s: consumed, but could not be marked so: %s", key, error)
@@ -242,7 +266,7 @@ class DedupListener:
         if not owner:
             return
         try:
-            done = yield _Ask(lambda: self.store.release(key, owner, self._clock.now_ms()), True)
+            done = yield self._ask("release", key, owner, self._clock.now_ms())
         except DedupStoreError as error:
             self._count("unmarked")
             _log.warning("%s: failed, but could not be released: %s", key, error)
@@ -255,7 +279,7 @@ class DedupListener:
     def _tell_lost(self, held: _Held, how: str) -> Generator[_Ask, Any, None]:
         self._count("lost")
         try:
-            record = yield _Ask(lambda: self.store.look(held.key, self._clock.now_ms()), True)
+            record = yield self._ask("look", held.key, self._clock.now_ms())
         except DedupStoreError:
             now = "what became of it is not known"
         else:
@@ -269,55 +293,119 @@ class DedupListener:
 
     def _each(self, messages: Sequence[Any]) -> _Flow:
         """One after the other; those before the first failure stay consumed."""
-        result = None
         for index, message in enumerate(messages):
             try:
                 result = yield from self._one(message)
+                if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+                    return index - 1
             except Exception as error:
                 if not index:
                     raise
                 level = error.delay_level if isinstance(error, ReconsumeLater) else 0
                 raise ReconsumeLater(str(error), delay_level=level, consumed=index) from error
-        return result
+        return True
 
     def _list(self, messages: Sequence[Any]) -> _Flow:
         """All that can be claimed at once, up to the first that can't."""
+        claims = yield from self._together([self._claim(message) for message in messages])
+        until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
         passed: list[tuple[int, Any, _Held]] = []
-        later: ReconsumeLater | None = None
-        for index, message in enumerate(messages):
-            try:
-                held = yield from self._claim(message)
-            except ReconsumeLater as error:
-                later, until = error, index
-                break
-            except BaseException:
-                for _, _, other in passed:
-                    yield from self._release(other)
-                raise
-            if held is not None:
-                passed.append((index, message, held))
-        done, result, failure = len(passed), None, None
+        surplus: list[_Held] = []
+        for index, held in enumerate(claims):
+            if isinstance(held, _Held) and index < until:
+                passed.append((index, messages[index], held))
+            elif isinstance(held, _Held):
+                surplus.append(held)
+        later = claims[until] if until < len(messages) else None
+        if later is not None and not isinstance(later, ReconsumeLater):
+            surplus, passed = surplus + [held for _, _, held in passed], []
+        yield from self._together([self._release(held) for held in surplus])
+        if later is not None and not isinstance(later, ReconsumeLater):
+            raise later
+        done, failure = len(passed), None
+        result: object = True
         if passed:
             try:
                 result = yield _Ask(lambda: self.listener([message for _, message, _ in passed]), False)
+                done = self._consumed(result, len(passed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
                 done = min(max(0, error.consumed), len(passed)) if isinstance(error, ReconsumeLater) else 0
-        for number, (_, _, held) in enumerate(passed):
-            yield from self._finish(held) if number < done else self._release(held)
-        if failure is not None:
-            consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
-            if not consumed or not isinstance(failure, Exception):
-                raise failure
-            level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
-            raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
-        if later is not None:
+        yield from self._together(
+            [self._finish(held) if number < done else self._release(held) for number, (_, _, held) in enumerate(passed)]
+        )
+        if failure is None and done == len(passed):
+            if later is None:
+                return True
             raise ReconsumeLater(str(later), delay_level=later.delay_level, consumed=until) from later
-        return result
+        consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
+        if failure is None:
+            return result if result is OrderlyResult.ROLLBACK else consumed - 1
+        if not consumed or not isinstance(failure, Exception):
+            raise failure
+        level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
+        raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
 
-    def _count(self, what: str) -> None:
+    def _together(self, flows: Sequence[Generator[_Ask, Any, Any]]) -> Generator[_Ask, Any, list[Any]]:
+        """Run flows side by side, their calls of the store together; what each came to, or raised."""
+        ends: list[Any] = [None] * len(flows)
+        asks: dict[int, _Ask] = {}
+
+        def go_on(number: int, step: Callable[[], _Ask]) -> None:
+            try:
+                asks[number] = step()
+            except StopIteration as end:
+                asks.pop(number, None)
+                ends[number] = end.value
+            except Exception as error:
+                asks.pop(number, None)
+                ends[number] = error
+
+        for number, flow in enumerate(flows):
+            go_on(number, partial(next, flow))
+        while asks:
+            turn = list(asks.items())
+            answers = yield _Ask(partial(self._answers, [ask for _, ask in turn]), True)
+            for (number, _), answer in zip(turn, answers, strict=True):
+                failed = isinstance(answer, Exception)
+                go_on(number, partial(flows[number].throw if failed else flows[number].send, answer))
+        return ends
+
+    def _answers(self, asks: Sequence[_Ask]) -> list[Any]:
+        """What the store gives, in one round trip if it can; errors in their places."""
+        operations = [ask.operation for ask in asks]
+        many = getattr(self.store, "many", None)
+        if many is not None and len(asks) > 1:
+            try:
+                return list(many(operations))
+            except DedupStoreError as error:
+                return [error] * len(asks)
+        answers: list[Any] = []
+        for ask in asks:
+            try:
+                answers.append(ask.call())
+            except DedupStoreError as error:
+                answers.append(error)
+        return answers
+
+    def _ask(self, name: str, *arguments: Any) -> _Ask:
+        return _Ask(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
+
+    def _consumed(self, result: object, count: int) -> int:
+        """How many of ``count`` messages are consumed by what a listener of lists returned."""
+        if isinstance(result, int) and not isinstance(result, bool):
+            if result < -1:
+                raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
+            return min(result + 1, count)
+        if result is OrderlyResult.HOLD:
+            raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
+        return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
+
+    def _count(self, what: str, topic: str = "") -> None:
         with self._counting:
             setattr(self.counts, what, getattr(self.counts, what) + 1)
+        if topic and self._metrics is not None:
+            self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
 def deduplicated(store: DedupStore, *, group: str, **settings: Any) -> Callable[[Callable[..., Any]], DedupListener]:

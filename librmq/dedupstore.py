@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import heapq
 import logging
 import os
 import re
@@ -19,6 +18,8 @@ from functools import lru_cache
 from os import PathLike
 from typing import Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import quote
+
+from sortedcontainers import SortedSet
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
@@ -149,7 +150,7 @@ class MemoryDedupStore:
 
     def __init__(self) -> None:
         self._records: dict[str, DedupRecord] = {}
-        self._expiries: list[tuple[int, str]] = []
+        self._expiries: SortedSet[tuple[int, str]] = SortedSet()
         self._lock = threading.Lock()
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
@@ -171,7 +172,7 @@ class MemoryDedupStore:
         with self._lock:
             if not self._is_held(key, owner, now_ms) or self._records[key].consumed:
                 return False
-            del self._records[key]
+            self._drop(key)
             return True
 
     def look(self, key: str, now_ms: int) -> DedupRecord | None:
@@ -183,11 +184,8 @@ class MemoryDedupStore:
         purged = 0
         with self._lock:
             while self._expiries and self._expiries[0][0] <= now_ms and purged < limit:
-                at, key = heapq.heappop(self._expiries)
-                record = self._records.get(key)
-                if record is not None and record.expires_timestamp_ms == at:
-                    del self._records[key]
-                    purged += 1
+                self._drop(self._expiries[0][1])
+                purged += 1
         return purged
 
     def __len__(self) -> int:
@@ -195,8 +193,14 @@ class MemoryDedupStore:
         return len(self._records)
 
     def _put(self, key: str, record: DedupRecord) -> None:
+        self._drop(key)
         self._records[key] = record
-        heapq.heappush(self._expiries, (record.expires_timestamp_ms, key))
+        self._expiries.add((record.expires_timestamp_ms, key))
+
+    def _drop(self, key: str) -> None:
+        old = self._records.pop(key, None)
+        if old is not None:
+            self._expiries.discard((old.expires_timestamp_ms, key))
 
     def _is_held(self, key: str, owner: str, now_ms: int) -> bool:
         record = self._records.get(key)

@@ -33,7 +33,7 @@ from librmq.errors import (
 )
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
-from librmq.message import Message, StoredMessage
+from librmq.message import StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import HALF_TOPIC
 
@@ -96,16 +96,7 @@ def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
         raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
     if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
         raise MessageIllegalError(f"nothing is delivered to {topic}")
-    return store.submit(
-        Message(topic, waiting.stored_body, flag=waiting.flag),
-        queue_id,
-        born_timestamp_ms=waiting.born_timestamp_ms,
-        born_host=waiting.born_host,
-        store_host=waiting.store_host,
-        sys_flag=waiting.sys_flag,
-        reconsume_times=waiting.reconsume_times,
-        properties_raw=codec.encode_properties(properties),
-    ).result
+    return store.append_again(waiting, topic, queue_id, properties, raw=codec.encode_properties(properties))
 
 
 class _Level:
@@ -327,7 +318,4 @@ class DelaySchedule:
             raw = self._store.log.read(physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
-        if raw is None:
-            return None
-        codec.check_record(raw, 0, size, check_body=False)
-        return StoredMessage(raw)
+        return None if raw is None else StoredMessage(raw)

@@ -185,14 +185,15 @@ class Dispatcher:
 def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | None, str | None]]) -> None:
     """Add the keys of many records (`Pending`) to an index."""
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
-    count = len(records)
     prefix_hashes = np.array(prefixes, np.int64)
-    if all(uniques) and all(keys) and " " not in "".join(keys):
-        # The usual records, a unique id and one key each.
-        record_of_key = np.arange(2 * count) >> 1
-        hashes = np.empty(2 * count, np.int64)
-        hashes[::2] = index_key_hashes(prefix_hashes, uniques)
-        hashes[1::2] = index_key_hashes(prefix_hashes, keys)
+    keyed = [number for number, unique in enumerate(uniques) if unique]
+    own_keys = keys if len(keyed) == len(records) else [keys[number] for number in keyed]
+    if keyed and all(own_keys) and len(keyed) == sum(map(bool, keys)) and " " not in "".join(own_keys):
+        # The usual records, a unique id and one key each, or neither.
+        record_of_key = np.repeat(np.array(keyed, np.int64), 2)
+        hashes = np.empty(len(record_of_key), np.int64)
+        hashes[::2] = index_key_hashes(prefix_hashes[record_of_key[::2]], [uniques[number] for number in keyed])
+        hashes[1::2] = index_key_hashes(prefix_hashes[record_of_key[::2]], own_keys)
     else:
         texts: list[str] = []
         owners: list[int] = []

@@ -184,21 +184,13 @@ class HopProxy:
             if target_ms is None or queue_id is None or topic == HOP_TOPIC:
                 raise MessageIllegalError("it names no time, queue or topic to go to")
             arrived = now_ms >= target_ms
-            following = Message(topic if arrived else HOP_TOPIC, message.stored_body, flag=message.flag)
             if arrived:
-                following.properties = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
+                following = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
+                result = self._store.append_again(message, topic, queue_id, following)
             else:
                 level = self._choose(target_ms - now_ms, self._store.levels)
-                following.properties = {**properties, codec.PROPERTY_DELAY: str(level)}
-            result = self._store.submit(
-                following,
-                queue_id if arrived else _QUEUE,
-                born_timestamp_ms=message.born_timestamp_ms,
-                born_host=message.born_host,
-                store_host=message.store_host,
-                sys_flag=message.sys_flag,
-                reconsume_times=message.reconsume_times,
-            ).result
+                following = {**properties, codec.PROPERTY_DELAY: str(level)}
+                result = self._store.append_again(message, HOP_TOPIC, _QUEUE, following)
         except MessageIllegalError as error:
             _log.error(
                 "the message at queue offset %d, physical offset %d is dropped: %s",

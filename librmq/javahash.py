@@ -155,6 +155,8 @@ def java_int(text: str) -> int | None:
 
     Decimal digits of any script will do, as there.
     """
+    if len(text) < 10 and text.isascii() and text.isdigit():  # as nearly always
+        return int(text)
     return _whole(text, _SIGN)
 
 

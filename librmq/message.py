@@ -252,8 +252,9 @@ class StoredMessage:
     Whoever reads the log checks records first; of one that was not, an attribute may raise `RecordError`.
     """
 
-    __slots__ = ("_properties", "raw")
+    __slots__ = ("_frame", "_properties", "raw")
 
+    _frame: tuple[int, int, int, int, int, int]
     _properties: dict[str, str]
 
     def __init__(self, raw: bytes) -> None:
@@ -261,6 +262,15 @@ class StoredMessage:
         if len(raw) < FIXED_SIZE:
             raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {len(raw)} bytes")
         self.raw = raw
+
+    @property
+    def frame(self) -> tuple[int, int, int, int, int, int]:
+        """Where its parts lie, as `codec.frame` finds them, once."""
+        try:
+            return self._frame
+        except AttributeError:
+            self._frame = found = frame(self.raw, 0, len(self.raw))
+            return found
 
     @property
     def size(self) -> int:
@@ -275,7 +285,7 @@ class StoredMessage:
     @property
     def topic(self) -> str:
         """The topic that the record is filed under; for a waiting message not the one it was sent to."""
-        _, _, begin, end, _, _ = frame(self.raw, 0, len(self.raw))
+        _, _, begin, end, _, _ = self.frame
         return java_decode(self.raw[begin:end])
 
     @property
@@ -362,7 +372,7 @@ class StoredMessage:
     @property
     def stored_body(self) -> bytes:
         """The body as it is stored, compressed or not."""
-        begin, end, _, _, _, _ = frame(self.raw, 0, len(self.raw))
+        begin, end, _, _, _, _ = self.frame
         return self.raw[begin:end]
 
     @property
@@ -379,7 +389,7 @@ class StoredMessage:
     @property
     def properties_raw(self) -> bytes:
         """The properties as they are stored."""
-        _, _, _, _, begin, end = frame(self.raw, 0, len(self.raw))
+        _, _, _, _, begin, end = self.frame
         return self.raw[begin:end]
 
     @property

@@ -33,7 +33,7 @@ from librmq.errors import ConfigError, MessageIllegalError, RmqError
 from librmq.housekeeping import Background
 from librmq.message import Message
 from librmq.sqltables import KEY_LIMIT, Link, check_name, linked
-from librmq.topics import validate_client_topic
+from librmq.topics import NOT_FOR_SENDING, validate_client_topic
 
 __all__ = ["Outbox", "OutboxSender", "Producer"]
 
@@ -72,8 +72,10 @@ class Outbox:
         ``order_key`` are sent one after the other. `MessageIllegalError` for what no broker would take.
         """
         validate_client_topic(message.topic)
-        if len(message.body) > _MAX_BODY:
-            raise MessageIllegalError(f"a body of {len(message.body)} bytes, {_MAX_BODY} at most")
+        if message.topic in NOT_FOR_SENDING:
+            raise MessageIllegalError(f"topic {message.topic!r} is written by the broker alone")
+        if not 0 < len(message.body) <= _MAX_BODY:
+            raise MessageIllegalError(f"expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}")
         if order_key is not None and not 0 < len(order_key) <= KEY_LIMIT:
             raise MessageIllegalError(f"order key: expected 1 to {KEY_LIMIT} characters, found {order_key!r:.100}")
         message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
@@ -260,6 +262,10 @@ class OutboxSender:
             problem = _problem(result)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
+        self._mark(row, owner, problem)
+
+    def _mark(self, row: _Row, owner: str, problem: str | None) -> None:
+        """Note that a row was sent, or why it was not."""
         now_ms = self._clock.now_ms()
         if problem is None:
             change, due_ms = "state = 1", now_ms

@@ -86,8 +86,8 @@ class Retention:
         ``lock`` is what producers hold while they write; none is needed where nobody writes meanwhile.
         ``settled()`` is a physical offset below which all records, and the queue entries that follow from them, have
         reached the device; files that reach beyond it stay. Without it log and queues are flushed before anything is
-        deleted. Without ``watch_disk`` the disk is looked at only when something else is due: where a test moves the
-        clock, nobody fills it between two moments.
+        deleted. Without ``watch_disk`` the disk is looked at only when something else is due, or while it is too full
+        for messages: where a test moves the clock, nobody fills it between two moments.
         """
         self._log = log
         self._queues = queues
@@ -249,7 +249,8 @@ class Retention:
         return None
 
     def _next_due(self, now_ms: int) -> int | None:
-        due = [now_ms + _ROUND_MS] if self.used_ratio > 0 and self._watch_disk else []
+        watched = self.used_ratio > 0 if self._watch_disk else self.refuses_writes
+        due = [now_ms + _ROUND_MS] if watched else []
         oldest = self._oldest_due(now_ms)
         if oldest is not None:
             due.append(oldest)

@@ -457,6 +457,7 @@ class ManualRunner(Runner):
         except RuntimeError:
             if self._async_runner is None:
                 self._async_runner = asyncio.Runner()
+                weakref.finalize(self, self._async_runner.close)  # for those who never close this
             self._async_runner.run(self._run(work, coroutine))
             return
         task = loop.create_task(self._run(work, coroutine))

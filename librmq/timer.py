@@ -295,13 +295,20 @@ class Timers:
             last = position + (len(block) - 1) * UNIT_SIZE
             times = (block["write_time_ms"].astype(np.int64) + block["delay_ms"]) // precision_ms
             waiting = np.flatnonzero(times >= begin)
-            counts = np.where(block["magic"][waiting] & DELETE, -1, 1)
-            for time in np.unique(times[waiting]).tolist():
-                of_slot = times[waiting] == time
-                places = position + waiting[of_slot] * UNIT_SIZE
+            if not len(waiting):
+                continue
+            waiting = waiting[np.argsort(times[waiting], kind="stable")]
+            own, firsts = np.unique(times[waiting], return_index=True)
+            counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
+            lasts = np.append(firsts[1:], len(waiting)) - 1
+            places = position + waiting * UNIT_SIZE
+            for time, first, latest, count in zip(
+                own.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
+            ):
                 before = slots.get(time)
-                first, count = (int(places[0]), 0) if before is None else (before.first, before.messages)
-                slots[time] = Slot(time, first, int(places[-1]), count + int(counts[of_slot].sum()), 0)
+                if before is not None:
+                    first, count = before.first, before.messages + count
+                slots[time] = Slot(time, first, latest, count, 0)
         return last, slots
 
     # ------------------------------------------------------------------------------------------------------ putting
@@ -466,16 +473,7 @@ class Timers:
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
                 raise MessageIllegalError(f"nothing is delivered to {topic}")
-            result = self._store.submit(
-                Message(topic, message.stored_body, flag=message.flag),
-                queue_id,
-                born_timestamp_ms=message.born_timestamp_ms,
-                born_host=message.born_host,
-                store_host=message.store_host,
-                sys_flag=message.sys_flag,
-                reconsume_times=message.reconsume_times,
-                properties_raw=_encoded(properties),
-            ).result
+            result = self._store.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return

@@ -68,6 +68,10 @@ _MESSAGE_ILLEGAL: Final = 13
 _LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
 """Errors after which a store takes nothing more until it is opened anew."""
 
+_REMEMBERED: Final = 1024
+_REMEMBERED_SIZE: Final = 4096  # bytes of a body
+_SPECIAL: Final = frozenset((codec.PROPERTY_DELAY, codec.PROPERTY_TRANSACTION_CHECK_TIMES))
+
 _CHECK_TIMES: Final = codec.PROPERTY_TRANSACTION_CHECK_TIMES
 _PREPARED_AT: Final = codec.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 
@@ -217,6 +221,17 @@ def _half_of(op: StoredMessage) -> int | None:
     return -1 if found is None else found
 
 
+class _Recent(NamedTuple):
+    """A half as it was prepared."""
+
+    queue_offset: int
+    half: Message
+    queue_id: int
+    raw: bytes
+    """Its properties as they are stored."""
+    fields: dict[str, Any]
+
+
 class Transactions:
     """The transactions of a store: prepared, ended and checked. Not thread-safe: one caller at a time.
 
@@ -264,6 +279,9 @@ class Transactions:
         self._opened_at = store.log.end  # of older halves it is not known what happened before
         self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
         self._ended: EndedHalves | None = None
+        op_queue = store.queue(OP_TOPIC, _QUEUE)
+        self._next_op = 0 if op_queue is None else op_queue.max_offset
+        self._recent: dict[int, _Recent] = {}  # by physical offset: the last halves, which need not be read again
 
     # ---------------------------------------------------------------------------------------------- prepare and end
 
@@ -275,13 +293,23 @@ class Transactions:
         """
         validate_topic(message.topic)
         half = Message(HALF_TOPIC, message.body, flag=message.flag)
-        half.properties = {
+        half.properties = properties = {
             **message.properties,
             codec.PROPERTY_REAL_TOPIC: message.topic,
             codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~codec.TRANSACTION_MASK
-        return self._store.append(half, _QUEUE, **fields)
+        if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
+            return self._store.append(half, _QUEUE, **fields)
+        raw = codec.encode_properties(properties)
+        result = self._store.append(half, _QUEUE, **fields, properties_raw=raw)
+        if b"\1\2" not in raw and not raw.endswith(b"\1"):  # a record that is read has no empty values
+            if fields.get("born_timestamp_ms") is None:
+                fields["born_timestamp_ms"] = result.store_timestamp_ms
+            self._recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, raw, fields)
+            if len(self._recent) > _REMEMBERED:
+                del self._recent[next(iter(self._recent))]
+        return result
 
     def commit(self, physical_offset: int, queue_offset: int, group: str) -> AppendResult | None:
         """Deliver the message whose half is at these offsets; returns where it went, None if it had gone before.
@@ -289,8 +317,13 @@ class Transactions:
         `TransactionRefusedError` if there is no such half, it is another group's, or the transaction was rolled back;
         nothing is written then.
         """
-        half = self._half(physical_offset, queue_offset, group)
         final: AppendResult | None = None
+        recent = self._take_recent(physical_offset, queue_offset, group)
+        if recent is not None:
+            final = self._write_recent(physical_offset, recent)
+            self._append_op(physical_offset, queue_offset, _QUEUE)
+            return final
+        half = self._half(physical_offset, queue_offset, group)
         if self._original or self._is_plain(half):
             final = self._write_final(half, half.flag)
             self._write_op(half)
@@ -310,6 +343,9 @@ class Transactions:
 
         `TransactionRefusedError` if there is no such half, it is another group's, or the message was delivered.
         """
+        if self._take_recent(physical_offset, queue_offset, group) is not None:
+            self._append_op(physical_offset, queue_offset, _QUEUE)
+            return
         half = self._half(physical_offset, queue_offset, group)
         if self._original or self._is_plain(half):
             self._write_op(half)
@@ -319,6 +355,33 @@ class Transactions:
             self._end_all(family)  # where the op message is missing
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
         self._end_all(family)
+
+    def _take_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
+        """A half that was prepared just now, and to which nothing has happened since, if these are its coordinates."""
+        recent = self._recent.get(physical_offset)
+        if (
+            recent is None
+            or recent.queue_offset != queue_offset
+            or recent.half.properties.get(codec.PROPERTY_PRODUCER_GROUP) != group
+        ):
+            return None
+        del self._recent[physical_offset]
+        return recent if queue_offset >= self._judged_below() else None
+
+    def _write_recent(self, physical_offset: int, recent: _Recent) -> AppendResult:
+        """The final message of a half that need not be read again."""
+        half, fields = recent.half, recent.fields
+        properties = half.properties
+        fields["sys_flag"] |= codec.TRANSACTION_COMMIT
+        fields["prepared_transaction_offset"] = physical_offset
+        message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.body, flag=half.flag)
+        message.properties = properties
+        try:
+            result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, wait=False)
+        except MessageIllegalError as error:
+            raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
+        self._without_op.add(physical_offset)
+        return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
         try:
@@ -417,30 +480,30 @@ class Transactions:
                 codec.PROPERTY_TRANSACTION_PREPARED,
             ):
                 properties.pop(name, None)
-        message = Message(topic, half.stored_body, flag=flag)
-        message.properties = properties
+        sys_flag = half.sys_flag & ~codec.TRANSACTION_MASK | codec.TRANSACTION_COMMIT
+        place = half.physical_offset
         try:
-            result = self._store.submit(
-                message,
-                queue_id,
-                born_timestamp_ms=half.born_timestamp_ms,
-                born_host=half.born_host,
-                store_host=half.store_host,
-                sys_flag=half.sys_flag & ~codec.TRANSACTION_MASK | codec.TRANSACTION_COMMIT,
-                reconsume_times=half.reconsume_times,
-                prepared_transaction_offset=half.physical_offset,
-            ).result
+            result = self._store.append_again(
+                half, topic, queue_id, properties, flag=flag, sys_flag=sys_flag, prepared_transaction_offset=place
+            )
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
-        self._without_op.add(half.physical_offset)
+        self._without_op.add(place)
         return result
 
     def _write_op(self, half: StoredMessage) -> None:
-        message = Message(OP_TOPIC, str(half.queue_offset).encode(), tags=_OP_TAG, wait_store_ok=True)
-        result = self._store.append(message, half.queue_id)  # with sync durability the final message is waited for too
-        self._without_op.discard(half.physical_offset)
+        self._append_op(half.physical_offset, half.queue_offset, half.queue_id)
+
+    def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
+        message = Message(OP_TOPIC, str(queue_offset).encode())
+        message.properties = {codec.PROPERTY_TAGS: _OP_TAG, codec.PROPERTY_WAIT: "true"}
+        result = self._store.append(message, queue_id)  # with sync durability the final message is waited for too
+        self._without_op.discard(physical_offset)
+        if result.queue_offset != self._next_op:  # somebody else has written some: of any half
+            self._recent.clear()
+        self._next_op = result.queue_offset + 1
         if self._ended is not None:
-            self._ended.add(half.queue_offset, result.queue_offset)
+            self._ended.add(queue_offset, result.queue_offset)
 
     # -------------------------------------------------------------------------------------------------------- check
 
@@ -515,16 +578,7 @@ class Transactions:
 
     def put_back(self, half: StoredMessage, properties: Mapping[str, str]) -> StoredMessage:
         """Append a copy of a half with these properties; returns it."""
-        message = Message(HALF_TOPIC, half.stored_body)
-        message.properties = dict(properties)
-        result = self._store.submit(
-            message,
-            half.queue_id,
-            born_timestamp_ms=half.born_timestamp_ms,
-            born_host=half.born_host,
-            store_host=half.store_host,
-            sys_flag=half.sys_flag,
-        ).result
+        result = self._store.append_again(half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0)
         copy = self._store.message_at(result.physical_offset)
         assert copy is not None
         return copy
@@ -538,18 +592,8 @@ class Transactions:
             extra={"topic": HALF_TOPIC, "queue_id": half.queue_id, "queue_offset": half.queue_offset},
         )  # fmt: skip
         self._make_topic(CHECK_MAX_TIME_TOPIC)
-        message = Message(CHECK_MAX_TIME_TOPIC, half.stored_body, flag=half.flag)
-        message.properties = dict(properties)
         try:
-            self._store.submit(
-                message,
-                _QUEUE,
-                born_timestamp_ms=half.born_timestamp_ms,
-                born_host=half.born_host,
-                store_host=half.store_host,
-                sys_flag=half.sys_flag,
-                reconsume_times=half.reconsume_times,
-            )
+            self._store.append_again(half, CHECK_MAX_TIME_TOPIC, _QUEUE, properties)
         except MessageIllegalError as error:  # it stays where it is in the log
             _log.error("the half message at physical offset %d can't be kept: %s", half.physical_offset, error)
         self._discarded(half, check_times)

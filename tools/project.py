@@ -23,6 +23,7 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO = CHECKOUT / "examples" / "demo_store.py"
+DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
 STAMP = "librmq-stamp.json"
 
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
@@ -184,13 +185,15 @@ def environment(wheel: Path | None = None) -> Environment:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Run the example that shows the main job; its exit status."""
-    if not DEMO.exists():
-        raise Refused(f"{DEMO.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
+    """Run the examples that show the main job, then the same on Spark; the exit status."""
+    for script in (DEMO, DEMO_ON_SPARK):
+        if not script.exists():
+            raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
     place = environment()
     place.prepare(DEMO_EXTRAS)
     say("")
-    return place.run([place.python, DEMO, *arguments], Path.cwd())
+    status = place.run([place.python, DEMO, *arguments], Path.cwd())
+    return status or place.run([place.python, DEMO_ON_SPARK, *arguments], Path.cwd())
 
 
 def check(arguments: Sequence[str]) -> int:

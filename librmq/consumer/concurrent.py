@@ -15,7 +15,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
-from librmq.errors import ClientError
+from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.protocol import MessageModel, SendBack
 from librmq.runner import Step
@@ -105,6 +105,8 @@ class ConcurrentDelivery(Delivery):
         self.ended()
         if not held.dropped:
             consumed = 0
+            if isinstance(error, ReconsumeLater) and listener.as_list:
+                consumed = min(max(0, error.consumed), len(messages))
             if error is None:
                 try:
                     consumed = listener.acknowledged(result, len(messages)) + 1
@@ -148,7 +150,7 @@ class ConcurrentDelivery(Delivery):
         )
         try:
             consumer.client.endpoint(held.queue.broker_name).call(request)
-        except ClientError as error:
+        except RmqError as error:
             _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
             return False
         self.counts.sent_back += 1
@@ -187,11 +189,11 @@ class ConcurrentDelivery(Delivery):
                 _log.warning("%s: timeout of %s at %d", self.consumer.label, held.label, first.queue_offset)
                 if not self._send_back(held, first, EXPIRED_LEVEL):
                     break
-                progress = held.messages.remove((first,))
-                if progress is not None and (held.progress is None or progress > held.progress):
-                    self.consumer.progressed(held, progress)
+                held.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
                 if held.throttled:
                     self.consumer.pulling.less_is_held(held)
+                elif not len(held.messages):
+                    self.runner.wake(held.pull)
         if any(held.messages.begun for held in self.consumer.held.values()):
             return next_on_grid(now_ms, self._started_ms, self._timeout_ms)
         return None

@@ -61,7 +61,9 @@ class ConsumeContext(NamedTuple):
 
 
 ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
-"""Called before a listener; what it returns is called after it, with what it returned or raised. As user code."""
+"""Called before a listener; what it returns is called after it, with what that returned or raised.
+
+As user code: what a hook raises counts as a failure of the listener."""
 
 
 class BlockedQueue(NamedTuple):
@@ -119,6 +121,10 @@ class Delivery:
 
     def give_up(self, held: HeldQueue, now_ms: int) -> bool:
         """A queue was dropped; whether it may be given up now."""
+        return True
+
+    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the progress of the queue may be stored."""
         return True
 
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from librmq.consumer.processqueue import ProcessQueue
 from librmq.message import MessageQueue
+from librmq.protocol import Endpoint
 from librmq.runner import Step
 from librmq.topics import RETRY_PREFIX
 
@@ -18,6 +19,7 @@ class HeldQueue:
     __slots__ = (
         "delivering",
         "dropped",
+        "endpoint",
         "idle_since_ms",
         "is_retry",
         "label",
@@ -26,6 +28,7 @@ class HeldQueue:
         "messages",
         "next_offset",
         "notify",
+        "owned_timestamp_ms",
         "progress",
         "pull",
         "pulled_timestamp_ms",
@@ -48,6 +51,8 @@ class HeldQueue:
         self.notify: Callable[[], None] | None = None
         """What brokers call when a pull that they held is worth asking again."""
         self.pulled_timestamp_ms = 0
+        self.endpoint: Endpoint | None = None
+        """Who was asked last."""
         self.idle_since_ms: int | None = None
         """Since when a pull is held though something was passed over that progress does not tell yet."""
         self.throttled = False
@@ -61,6 +66,8 @@ class HeldQueue:
         self.locked = False
         """The broker has locked the queue for this client."""
         self.lock_timestamp_ms: int | None = None
+        self.owned_timestamp_ms = 0
+        """Orderly: when the broker last said that the queue is this client's."""
         self.delivering = False
         """Orderly: a listener has a message of it, or it waits for one, or it rests."""
         self.running = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.client import Client, LifeCycle
@@ -13,11 +13,12 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
-from librmq.errors import ClientError, ClientStateError, ConfigError
+from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
 from librmq.message import MessageQueue, validate_client_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
+    PERM_READ,
     ConsumerData,
     ConsumerOffsets,
     ConsumersChanged,
@@ -75,6 +76,7 @@ class Member(Generic[C]):
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
         self._started_ms = 0
+        self._times_forgotten = self.client.times_forgotten
 
     # ---- what the two kinds do differently
 
@@ -91,7 +93,11 @@ class Member(Generic[C]):
         raise NotImplementedError
 
     def _give_up(self, held: HeldQueue, now_ms: int) -> bool:
-        self.offsets.save((held,))
+        self._save((held,))
+        return True
+
+    def _may_store(self, held: HeldQueue) -> bool:
+        """Whether the progress of a queue is this instance's to tell."""
         return True
 
     def _lock(self, queue: MessageQueue) -> bool:
@@ -102,23 +108,24 @@ class Member(Generic[C]):
 
     # ---- subscriptions
 
-    def _add_subscription(self, topic: str, tags: str | None, sql: str | None) -> None:
-        """`FilterSyntaxError` for an expression that does not compile."""
+    def _subscription(self, topic: str, tags: str | None, sql: str | None) -> tuple[Subscription, TagFilter | None]:
+        """A subscription, and its exact check; `FilterSyntaxError` for an expression that does not compile."""
         validate_client_topic(topic)
         if tags is not None and sql is not None:
             raise ConfigError(f"topic {topic!r}: either tags or sql")
+        now_ms = self.runner.now_ms()
         if sql is not None:
             SqlFilter(sql)
-            expression, kind = sql, SQL92
-            self.filters.pop(topic, None)
-        else:
-            tag_filter = TagFilter(tags)
-            expression, kind = tag_filter.expression, TAG
-            self.filters[topic] = tag_filter
-            if not tag_filter.tags:
-                del self.filters[topic]
+            return Subscription(topic, sql, SQL92, now_ms), None
+        tag_filter = TagFilter(tags)
+        return Subscription(topic, tag_filter.expression, TAG, now_ms), tag_filter if tag_filter.tags else None
+
+    def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
         with self.runner.lock:
-            self.subscriptions[topic] = Subscription(topic, expression, kind, self.runner.now_ms())
+            self.subscriptions[subscription.topic] = subscription
+            self.filters.pop(subscription.topic, None)
+            if tag_filter is not None:
+                self.filters[subscription.topic] = tag_filter
             if self.is_running:
                 self.client.beat()
                 self.rebalancing.wake()
@@ -163,7 +170,7 @@ class Member(Generic[C]):
             seconds = self.config.shutdown_timeout if timeout is None else timeout
             in_time = self.runner.clock.wait(ended, seconds)
         with self.runner.lock:
-            self.offsets.save(self.held.values())
+            self._save(self.held.values())
             self._end()
             for held in self.held.values():
                 held.dropped = True
@@ -205,9 +212,14 @@ class Member(Generic[C]):
         self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
 
     def _save_due(self, now_ms: int) -> int | None:
-        if self.stopping or self.offsets.save(self.held.values()):
+        if self.stopping or self._save(self.held.values()):
             return None
         return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+
+    def _save(self, queues: Iterable[HeldQueue]) -> bool:
+        """Store what is not stored yet; whether all is."""
+        changed = [held for held in queues if held.progress is not None and held.progress != held.told]
+        return self.offsets.save([held for held in changed if self._may_store(held)])
 
     def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
         """How far the queues held have come: the offset of the next message to be consumed."""
@@ -240,23 +252,29 @@ class Member(Generic[C]):
         return cast(R, result)
 
     def _routes_changed(self) -> None:
-        """A broker that was opened anew knows neither pulls that were held nor what it was told."""
+        """A broker that was opened anew, or has forgotten this client, knows neither pulls nor what it was told."""
+        forgotten = self.client.times_forgotten != self._times_forgotten
+        self._times_forgotten = self.client.times_forgotten
+        names = self.route.broker_names()
         for held in self.held.values():
-            held.told = None
-            if held.pull.at is None and not held.dropped and not held.throttled:
-                self.runner.wake(held.pull)
-        if self.held and self._saving.at is None:
-            self.save_soon()
+            name = held.queue.broker_name
+            if forgotten or (name in names and self.client.endpoint(name) is not held.endpoint):
+                held.told = None
+                if held.pull.at is None and not held.dropped and not held.throttled:
+                    self.runner.wake(held.pull)
+                if self._saving.at is None:
+                    self.save_soon()
 
     def queues(self, topic: str) -> list[MessageQueue]:
         """All queues of a topic that can be read, sorted."""
         return sorted(
             MessageQueue(topic, data.broker_name, number)
             for data in self.route.topic_route(topic)
+            if data.permission & PERM_READ
             for number in range(data.read_queues)
         )
 
-    def _tell(self, what: str, error: ClientError) -> None:
+    def _tell(self, what: str, error: RmqError) -> None:
         _log.warning("%s: %s: %s", self.label, what, error)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from librmq.errors import ClientError
+from librmq.errors import RmqError
 from librmq.protocol import MaxOffset
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def _lag(member: Member[Any], held: HeldQueue) -> float:
     progress = held.next_offset if held.progress is None else held.progress
     try:
         end = member.client.endpoint(held.queue.broker_name).call(MaxOffset(held.queue.topic, held.queue.queue_id))
-    except ClientError:
+    except RmqError:
         return 0  # nothing is known while the broker is away
     return max(0, end - progress)
 

@@ -18,7 +18,7 @@ from typing import Protocol
 from librmq.brokerjson import ObjectKey, dumps, loads
 from librmq.client import Client
 from librmq.consumer.held import HeldQueue
-from librmq.errors import ClientError, MalformedError
+from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files import Files, make_folders
 from librmq.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
@@ -32,7 +32,7 @@ class Offsets(Protocol):
     """Keeps the progress of one instance of a group. Called under the runner's lock."""
 
     def read(self, queue: MessageQueue) -> int | None:
-        """The stored progress; None if there is none. `ClientError` if that can't be found out."""
+        """The stored progress; None if there is none. `RmqError` if that can't be found out."""
         ...
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
@@ -60,7 +60,7 @@ class BrokerOffsets:
             try:
                 request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
                 self._client.endpoint(queue.broker_name).call(request)
-            except ClientError as error:
+            except RmqError as error:
                 _log.warning("%s: progress %d of %s is not stored: %s", self._group, progress, one.label, error)
                 all_stored = False
             else:
@@ -73,6 +73,8 @@ class LocalOffsets:
 
     def __init__(self, folder: str, client_id: str, group: str, files: Files) -> None:
         """`MalformedError` if neither the file nor what it was before can be read."""
+        if os.path.basename(client_id) != client_id:
+            raise ConfigError(f"instance_name: {client_id!r} is no name of a folder")
         self.path = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
         self._table = self._load()

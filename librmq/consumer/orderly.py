@@ -33,7 +33,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
-from librmq.errors import ClientError
+from librmq.errors import RmqError
 from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
@@ -103,6 +103,7 @@ class OrderlyDelivery(Delivery):
 
     def take(self, held: HeldQueue) -> None:
         if self._locks:
+            held.owned_timestamp_ms = self.runner.now_ms()
             self._renew_on_grid(self.runner.now_ms())  # as in the original, a taken queue waits for it
 
     def _renew_on_grid(self, now_ms: int) -> None:
@@ -123,7 +124,7 @@ class OrderlyDelivery(Delivery):
             try:
                 request = LockQueues(consumer.group, consumer.client.client_id, wanted)
                 got = consumer.client.endpoint(broker_name).call(request)
-            except ClientError as error:
+            except RmqError as error:
                 _log.warning("%s: %s locks nothing: %s", consumer.label, broker_name, error)
                 continue
             for held in queues:
@@ -138,19 +139,25 @@ class OrderlyDelivery(Delivery):
                 _log.warning("%s: the lock of %s is lost", self.consumer.label, held.label)
             held.locked = False
             return
-        renewed_ms, held.lock_timestamp_ms = held.lock_timestamp_ms, now_ms
-        was_locked, held.locked = held.locked, True
-        if held.dropped:
-            return
+        held.owned_timestamp_ms = now_ms
+        renewed_ms = held.lock_timestamp_ms
         if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # others may have been here
-            self._find_position(held)
-        if not was_locked:
+            if held.running:
+                return  # what its listener does is judged first
+            try:
+                self._find_position(held)
+            except RmqError as error:
+                _log.warning("%s: no position is known in %s: %s", self.consumer.label, held.label, error)
+                held.locked = False
+                return
+        held.lock_timestamp_ms = now_ms
+        was_locked, held.locked = held.locked, True
+        if not was_locked and not held.dropped:
             self.runner.wake(held.pull)
             self._go_on(held, now_ms)
 
     def _find_position(self, held: HeldQueue) -> None:
-        if held.running:
-            return  # what the listener does is judged first
+        """Go on where the group is, if that is further."""
         stored = self.consumer.offsets.read(held.queue)
         if stored is None:
             stored = held.next_offset if held.progress is None else held.progress
@@ -172,13 +179,24 @@ class OrderlyDelivery(Delivery):
         if now_ms - held.lock_timestamp_ms > TRUSTED_MS:
             try:
                 self._judge_lock(held, self.lock(held.queue), now_ms)
-            except ClientError as error:
+            except RmqError as error:
                 _log.warning("%s: the lock of %s is not renewed: %s", self.consumer.label, held.label, error)
                 return False
             if not held.locked:
                 self._renew_on_grid(now_ms)
                 return False
         return True
+
+    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+        """Whether the progress is this client's to tell: after a minute without a lock others may be further."""
+        if not self._locks or now_ms - held.owned_timestamp_ms < BROKER_LOCK_MS:
+            return True
+        try:
+            self._judge_lock(held, self.lock(held.queue), now_ms)
+        except RmqError as error:
+            _log.warning("%s: the lock of %s is not renewed: %s", self.consumer.label, held.label, error)
+            return False
+        return held.locked
 
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
         return self._has_lock(held, now_ms)
@@ -187,7 +205,7 @@ class OrderlyDelivery(Delivery):
         request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
         try:
             self.consumer.client.endpoint(queue.broker_name).call(request)
-        except ClientError as error:
+        except RmqError as error:
             _log.warning("%s: the lock of %s is not given back: %s", self.consumer.label, queue, error)
 
     # ---- giving up
@@ -226,7 +244,7 @@ class OrderlyDelivery(Delivery):
                 try:
                     request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, of_broker)
                     self.consumer.client.endpoint(broker_name).call(request)
-                except ClientError as error:
+                except RmqError as error:
                     _log.warning("%s: locks are not given back: %s", self.consumer.label, error)
 
     # ---- delivery
@@ -414,7 +432,7 @@ class OrderlyDelivery(Delivery):
         )
         try:
             client.endpoint(held.queue.broker_name).call(request)
-        except ClientError as error:
+        except RmqError as error:
             _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
             return False
         self.counts.sent_back += 1

@@ -15,7 +15,7 @@ from librmq.consumer.config import PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.member import Member
-from librmq.errors import ClientError, ClientStateError
+from librmq.errors import ClientStateError, RmqError
 from librmq.message import MessageQueue
 from librmq.protocol import (
     MaxOffset,
@@ -71,7 +71,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         """Share in a topic: ``tags`` between ``||`` (None: all), or an SQL92 expression."""
         if self._assigned is not None:
             raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
-        self._add_subscription(topic, tags, sql)
+        self._set_subscription(*self._subscription(topic, tags, sql))
         with self.runner.lock:
             if self.is_running:
                 self.rebalancing.run_due(self.runner.now_ms())
@@ -83,7 +83,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         wanted = tuple(dict.fromkeys(queues))
         self._assigned = wanted
         for topic in dict.fromkeys(queue.topic for queue in wanted):
-            self._add_subscription(topic, tags, sql)
+            self._set_subscription(*self._subscription(topic, tags, sql))
         with self.runner.lock:
             if self.is_running:
                 self._take_assigned()
@@ -203,7 +203,7 @@ class PullConsumer(Member[PullConsumerConfig]):
             held.pulled_timestamp_ms = self.runner.now_ms()
             try:
                 response = self._ask(held)
-            except ClientError as error:
+            except RmqError as error:
                 self._tell(f"poll of {held.label} at {held.next_offset}", error)
                 return []
             if response.status is PullStatus.HELD:
@@ -238,7 +238,8 @@ class PullConsumer(Member[PullConsumerConfig]):
             None,
             held.notify,
         )
-        return self.client.endpoint(queue.broker_name).call(request)
+        held.endpoint = self.client.endpoint(queue.broker_name)
+        return held.endpoint.call(request)
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
         """Leave queues out of polls."""

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.held import HeldQueue
-from librmq.errors import BrokerError, ClientError
+from librmq.errors import BrokerError, RmqError
 from librmq.message import StoredMessage
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runner import Step
@@ -95,7 +95,7 @@ class Pulling:
             if not consumer.delivery.may_pull(held, now_ms):
                 return None
             progress = held.progress if self._is_clustering and held.progress else None
-            endpoint = consumer.client.endpoint(queue.broker_name)
+            endpoint = held.endpoint = consumer.client.endpoint(queue.broker_name)
             response = endpoint.call(
                 PullMessage(
                     consumer.client.client_id,
@@ -109,7 +109,7 @@ class Pulling:
                     held.notify,
                 )
             )
-        except ClientError as error:
+        except RmqError as error:
             level = logging.DEBUG if queue.topic.startswith(RETRY_PREFIX) else logging.WARNING
             if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
                 consumer.client.forgotten_by(queue.broker_name)

@@ -93,13 +93,14 @@ class PushConsumer(Member[ConsumerConfig]):
         it returns, they are consumed; a concurrent batch listener may return the index of the last one that is. With
         ``must_return`` nothing counts as consumed unless it returns True, or such an index. An exception is a failure.
         """
-        self._add_subscription(topic, tags, sql)
+        subscription, tag_filter = self._subscription(topic, tags, sql)
 
         def register(function: F) -> F:
             if not callable(function):
                 raise ConfigError(f"topic {topic!r}: a listener is a function, found {function!r}")
             as_list = self.config.batch_size > 1 if batch is None else batch
             self.listeners[topic] = Listener(function, as_list, must_return, _is_async(function))
+            self._set_subscription(subscription, tag_filter)
             return function
 
         return register
@@ -117,10 +118,8 @@ class PushConsumer(Member[ConsumerConfig]):
     # ---- life
 
     def _start(self) -> None:
-        without = [topic for topic in self.subscriptions if topic not in self.listeners]
-        if without or not self.subscriptions:
-            what = f"of {', '.join(sorted(without))}" if without else "and no topic"
-            raise ConfigError(f"group {self.group!r}: no listener {what}")
+        if not self.subscriptions:
+            raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic first")
         if any(listener.is_async for listener in self.listeners.values()):
             try:
                 self.loop = asyncio.get_running_loop()
@@ -184,6 +183,9 @@ class PushConsumer(Member[ConsumerConfig]):
             self.progressed(held, held.progress)
         self.delivery.take(held)
         self.pulling.start(held)
+
+    def _may_store(self, held: HeldQueue) -> bool:
+        return self.delivery.may_store(held, self.runner.now_ms())
 
     def _give_up(self, held: HeldQueue, now_ms: int) -> bool:
         super()._give_up(held, now_ms)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.errors import AllocationError, ClientError
+from librmq.errors import RmqError
 from librmq.message import MessageQueue
 from librmq.protocol import (
     PERM_READ,
@@ -119,8 +119,8 @@ class Rebalancing:
                 return False
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
-            except AllocationError as error:
-                _log.error("%s: the queues of %s cannot be shared out: %s", member.label, topic, error)
+            except Exception:  # a strategy may be anybody's: as in the original, what is held stays
+                _log.exception("%s: the queues of %s cannot be shared out", member.label, topic)
                 return False
         else:
             share = queues
@@ -131,7 +131,7 @@ class Rebalancing:
         for name in sorted(broker_names):
             try:
                 clients = client.endpoint(name).call(ConsumerIds(self._member.group))
-            except ClientError as error:
+            except RmqError as error:
                 _log.warning("%s: %s does not tell who is in the group: %s", self._member.label, name, error)
             else:
                 if client.client_id not in clients:
@@ -171,7 +171,7 @@ class Rebalancing:
                 return False
             stored = member.offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
-        except ClientError as error:
+        except RmqError as error:
             _log.warning("%s: no start is known for %s: %s", member.label, queue, error)
             self._open = True
             return False

@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("decoding records into Arrow columns", "arrow") from error
 
-__all__ = ["COLUMNS", "Block", "Properties", "texts"]
+__all__ = ["COLUMNS", "FIXED_COLUMNS", "Block", "Properties", "texts"]
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -64,22 +64,17 @@ def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
     return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]
 
 
-def _offsets(begins: Ints, ends: Ints) -> npt.NDArray[np.int32]:
-    pairs = np.empty(2 * len(begins), np.int32)
-    pairs[::2], pairs[1::2] = begins, ends
-    return pairs
-
-
 def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
     """The bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
     count = len(begins)
     if not count:
         return pa.array([], pa.binary())
-    base = int(begins.min())
-    buffer = pa.py_buffer(raw[base : int(ends.max())])
-    pairs = pa.py_buffer(_offsets(begins - base, ends - base))
+    base, end = int(begins.min()), int(ends.max())
+    pairs = np.empty(2 * count + 1, np.int32)
+    pairs[:-1:2], pairs[1::2], pairs[-1] = begins - base, ends - base, end - base
     # Every second element is what lies between two slices, of any length, and is never looked at.
-    between = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pairs, buffer])
+    buffers = [None, pa.py_buffer(pairs), pa.py_buffer(raw[base:end])]
+    between = pa.Array.from_buffers(pa.binary(), 2 * count, buffers)
     return between.take(pa.array(np.arange(0, 2 * count, 2)))
 
 
@@ -135,14 +130,16 @@ def _replaced(array: pa.BinaryArray, rows: Ints, values: Sequence[bytes | None])
 class Block:
     """Some records of one file. Rows whose frame is not sound (`sound`) must not be asked for values."""
 
-    def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None) -> None:
+    def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None, *, frames: bool = True) -> None:
         """``places`` are positions in ``raw`` (at least `codec.FIXED_SIZE` bytes), wherever they may point.
 
-        With ``sizes`` a record of another length is not sound.
+        With ``sizes`` a record of another length is not sound. Without ``frames`` only size and magic are looked at,
+        for those who want nothing but fields of the fixed part.
         """
         self._raw = raw
         self.places = places
         self._sizes = sizes
+        self._frames = frames
         self.sound: Mask
         """Which rows are records that `codec.frame` takes."""
         self._check()
@@ -163,6 +160,7 @@ class Block:
         sound &= ((magic == codec.MESSAGE_MAGIC) | second) & (head["size"] >= codec.FIXED_SIZE) & (end <= limit)
         if self._sizes is not None:
             sound &= head["size"] == self._sizes
+        self.sound = sound
         sys_flag = head["sys_flag"]
         self._born_shift = self._store_shift = None
         body_at = at + codec.BODY_AT
@@ -173,6 +171,9 @@ class Block:
             self._store_shift = self._born_shift + shift
             body_at = body_at + self._store_shift
             sound &= body_at + np.where(second, 4, 3) <= end
+        if not self._frames:
+            return
+        if self._store_shift is not None:
             body_length = gather(raw, np.where(sound, body_at - 4, 0), ">i4").astype(np.int64)
         body_end = body_at + np.maximum(body_length, 0)
         any_second = bool(second.any())
@@ -192,7 +193,6 @@ class Block:
         properties_length = gather(raw, np.where(sound, topic_end, 0), ">u2").astype(np.int64)
         properties_length[properties_length > codec.MAX_PROPERTIES_SIZE] = 0
         sound &= properties_at + properties_length == end
-        self.sound = sound
         self._body = body_at, body_end
         self._topic = topic_at, topic_end
         self._properties_at = properties_at, end
@@ -218,7 +218,8 @@ class Block:
 
     def take(self, rows: Ints) -> Block:
         """The block of these rows only."""
-        return Block(self._raw, self.places[rows], None if self._sizes is None else self._sizes[rows])
+        sizes = None if self._sizes is None else self._sizes[rows]
+        return Block(self._raw, self.places[rows], sizes, frames=self._frames)
 
     # ----------------------------------------------------------------------------------------- numbers, texts, bodies
 
@@ -289,12 +290,15 @@ class Block:
     @cached_property
     def properties(self) -> Properties:
         """The properties."""
-        return Properties(self._slices(*self._properties_at))
+        return Properties(self._raw, *self._sound_only(*self._properties_at))
+
+    def _sound_only(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
+        if self.sound.all():
+            return begins, ends
+        return np.where(self.sound, begins, 0), np.where(self.sound, ends, 0)
 
     def _slices(self, begins: Ints, ends: Ints) -> pa.BinaryArray:
-        if not self.sound.all():
-            begins, ends = np.where(self.sound, begins, 0), np.where(self.sound, ends, 0)
-        return slices(self._raw, begins, ends)
+        return slices(self._raw, *self._sound_only(begins, ends))
 
     def column(self, name: str) -> pa.Array:
         """A column by its name in `COLUMNS`."""
@@ -304,23 +308,37 @@ class Block:
 class Properties:
     """The stored properties of many messages."""
 
-    def __init__(self, stored: pa.BinaryArray) -> None:
-        self.rows = len(stored)
-        self._stored = stored
-        offsets, data = _parts(stored)
-        self._starts, self._data = offsets.astype(np.int64), data
+    def __init__(self, raw: Bytes, begins: Ints, ends: Ints) -> None:
+        """Those that stand from each of ``begins`` to its end in ``raw``."""
+        self.rows = rows = len(begins)
+        if rows and int(ends.max()) == len(raw):
+            raw = np.append(raw, np.uint8(0))
+        # With the byte behind it, in which a separator is put: so that each segment ends with one.
+        offsets, data = _parts(slices(raw, begins, ends + 1))
         size = int(offsets[-1])
-        # One separator between rows more, so that each segment ends with one; and a word to look beyond the end.
-        lengths = np.diff(self._starts)
-        self._text = np.full(size + self.rows + 8, 2, np.uint8)
-        place = np.arange(size) + np.repeat(np.arange(self.rows), lengths)
-        self._text[place] = data[:size]
-        row_ends = self._starts[1:] + np.arange(self.rows)
-        self._text[size + self.rows :] = 0
-        self._ends = np.flatnonzero(self._text[: size + self.rows] == 2)
-        self._begins = np.concatenate(([0], self._ends[:-1] + 1)) if len(self._ends) else self._ends
-        self._row = np.searchsorted(row_ends, self._ends) if self.rows else self._ends
+        self._text = np.zeros(size + 8, np.uint8)  # and a word to look beyond the end
+        self._text[:size] = data[:size]
+        self._row_begins, row_ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64) - 1
+        self._row_ends = row_ends
+        self._text[row_ends] = 2
+        # Both separators, 01 and 02: the first behind a segment's begin is where its name ends, or its end.
+        separators = np.flatnonzero((self._text[:size] - np.uint8(1)) <= 1)
+        closing = np.flatnonzero(self._text[separators] == 2)
+        opening = np.concatenate(([0], closing[:-1] + 1)) if len(closing) else closing
+        self._ends = separators[closing]
+        self._splits = separators[opening]
+        self._begins = np.concatenate(([0], self._ends[:-1] + 1)) if len(closing) else closing
+        last = np.searchsorted(self._ends, row_ends)
+        self._row = np.repeat(np.arange(rows), np.diff(last, prepend=-1))
         self._words: npt.NDArray[np.uint64] | None = None
+
+    @cached_property
+    def _stored(self) -> pa.BinaryArray:
+        return slices(self._text, self._row_begins, self._row_ends)
+
+    def _plain(self, row: int) -> dict[str, str]:
+        """A row read by the plain code."""
+        return codec.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
 
     def value(self, name: str) -> pa.StringArray:
         """The values of one property, null where a message has none."""
@@ -330,15 +348,17 @@ class Properties:
         else:
             rows = begins = ends = np.zeros(0, np.int64)
         values = texts(slices(self._text, begins, ends))
+        unusual = self._unusual_names
+        if len(rows) == self.rows and not len(unusual) and (rows[1:] > rows[:-1]).all():
+            return values  # every message has it, once
         where = np.zeros(self.rows, np.int64)
         present = np.zeros(self.rows, np.bool_)
         where[rows] = np.arange(len(rows))  # of a property that is there twice the last counts
         present[rows] = True
-        unusual = self._unusual_names
         found = values.take(pa.array(where, mask=~present))
         if not len(unusual):
             return found
-        plain = [codec.decode_properties(self._stored[int(row)].as_py()).get(name) for row in unusual]
+        plain = [self._plain(int(row)).get(name) for row in unusual]
         where = np.arange(self.rows)
         where[unusual] = self.rows + np.arange(len(unusual))
         return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(pa.array(where))
@@ -359,6 +379,8 @@ class Properties:
     @cached_property
     def _unusual_names(self) -> Ints:
         """Rows that are no UTF-8: what their names are is seen only once they are decoded."""
+        if not len(self._text) or int(self._text.max()) < 0x80:
+            return np.zeros(0, np.int64)
         return np.flatnonzero(_not_utf8(self._stored))
 
     def stored(self) -> pa.StringArray:
@@ -367,11 +389,8 @@ class Properties:
 
     def map(self) -> pa.MapArray:
         """All properties of each message, in stored order."""
-        text, begins, ends, row = self._text, self._begins, self._ends, self._row
-        marks = np.flatnonzero(text == 1)
-        at = np.searchsorted(marks, begins)
-        split = marks[np.minimum(at, len(marks) - 1)] if len(marks) else np.zeros(len(begins), np.int64)
-        kept = (at < len(marks)) & (split > begins) & (split < ends - 1)
+        text, begins, ends, split, row = self._text, self._begins, self._ends, self._splits, self._row
+        kept = (split > begins) & (split < ends - 1)
         begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
         unusual = np.union1d(self._unusual_names, self._repeated(begins, split, row))
         if not len(unusual):
@@ -380,7 +399,7 @@ class Properties:
             return self._map(np.bincount(row, minlength=self.rows), _as_text(names), _as_text(values))
         usual = ~np.isin(row, unusual)
         begins, ends, split, row = begins[usual], ends[usual], split[usual], row[usual]
-        plain = [codec.decode_properties(self._stored[int(one)].as_py()) for one in unusual]
+        plain = [self._plain(int(one)) for one in unusual]
         counts = np.bincount(row, minlength=self.rows)
         counts[unusual] = [len(one) for one in plain]
         # Those read one by one stand behind the others; a stable order by row brings them to their places.
@@ -468,3 +487,11 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "propertiesString": (pa.string(), lambda block: block.properties.stored()),
 }
 """What can be read of a record, by the names of the Spark columns."""
+
+FIXED_COLUMNS: Final = frozenset(
+    (
+        "queueId", "queueOffset", "physicalOffset", "bornTimestamp", "storeTimestamp", "reconsumeTimes", "sysFlag",
+        "size", "flag", "bornHost", "storeHost", "preparedTransactionOffset", "bodyCrc",
+    )
+)  # fmt: skip
+"""Those that stand in the fixed part of a record."""

@@ -153,7 +153,8 @@ class Encoder:
         suspicious = np.zeros(len(bodies), np.bool_)
         suspicious |= _sizes(bodies) > self.max_body
         for values in own.values():
-            suspicious |= _mask(pc.match_substring_regex(values, _NO_TEXT))
+            if _least_byte(values) <= 2:
+                suspicious |= _mask(pc.match_substring_regex(values, _NO_TEXT))
         if properties is not None and len(properties):
             row = np.repeat(np.arange(len(properties)), _counts(properties))
             keys, items = _entries(properties)
@@ -163,8 +164,12 @@ class Encoder:
                 for name in names.dictionary.to_pylist()
             ]
             wrong = np.array(bad, np.bool_)[names.indices.to_numpy()] if len(keys) else np.zeros(0, np.bool_)
-            wrong |= _mask(pc.match_substring_regex(items, _NO_TEXT)) | items.is_null().to_numpy(zero_copy_only=False)
-            wrong |= _mask(pc.equal(pc.utf8_trim_whitespace(items), ""))
+            if items.null_count:
+                wrong |= items.is_null().to_numpy(zero_copy_only=False)
+            if _least_byte(items) <= 0x20 or _has_wide(items):
+                wrong |= _mask(pc.match_substring_regex(items, _NO_TEXT))
+                wrong |= _mask(pc.equal(pc.utf8_trim_whitespace(items), ""))
+            wrong |= _sizes(items.fill_null("")) == 0
             suspicious[row[wrong]] = True
         for at in np.flatnonzero(suspicious).tolist():
             body = bodies[at].as_py()
@@ -246,6 +251,22 @@ def _mask(values: pa.Array) -> npt.NDArray[np.bool_]:
     return found
 
 
+def _bytes_of(values: pa.Array) -> npt.NDArray[np.uint8]:
+    """The bytes of texts, perhaps with some beside them."""
+    data = values.buffers()[2] if len(values) else None
+    return np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+
+
+def _least_byte(values: pa.Array) -> int:
+    data = _bytes_of(values)
+    return int(data.min()) if len(data) else 255
+
+
+def _has_wide(values: pa.Array) -> bool:
+    data = _bytes_of(values)
+    return bool(len(data)) and int(data.max()) >= 0x80
+
+
 def _fixed(values: npt.NDArray[Any]) -> pa.Array:
     """Values of one length as a binary array."""
     size = values.dtype.itemsize
@@ -271,14 +292,15 @@ def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[Lane], npt.NDArray[n
         raise MessageIllegalError(f"row {at} of its batch: topic: expected text, found null")
     encoded = topics.dictionary_encode()
     names = encoded.dictionary.to_pylist()
-    pairs = np.stack((encoded.indices.to_numpy().astype(np.int64), queue_ids), 1)
-    unique, which = np.unique(pairs, axis=0, return_inverse=True)
-    lanes = [Lane(names[topic], queue_id) for topic, queue_id in unique.tolist()]
-    for topic, queue_id in lanes:
+    for topic in names:
         validate_topic(topic)
-        validate_queue(topic, queue_id)
+    for queue_id in (int(queue_ids.min()), int(queue_ids.max())) if len(queue_ids) else ():
+        validate_queue("t", queue_id)
         if queue_id >= 1 << 31:
             raise MessageIllegalError(f"queue id: expected a number of 31 bits, found {queue_id}")
+    pairs = encoded.indices.to_numpy().astype(np.int64) << 32 | queue_ids
+    unique, which = np.unique(pairs, return_inverse=True)
+    lanes = [Lane(names[pair >> 32], pair & 0xFFFFFFFF) for pair in unique.tolist()]
     return lanes, which.reshape(-1).astype(np.int32)
 
 
@@ -336,6 +358,15 @@ def _entries(properties: pa.Array) -> tuple[pa.Array, pa.Array]:
     return properties.keys.slice(first, last - first), properties.items.slice(first, last - first)
 
 
+def _row_numbers(table: Ints) -> Ints:
+    """A number for each row, equal for equal rows only."""
+    numbers = np.zeros(len(table), np.int64)
+    for column in table.T:
+        values, codes = np.unique(column, return_inverse=True)
+        _, numbers = np.unique(numbers * len(values) + codes, return_inverse=True)
+    return numbers
+
+
 class _Properties:
     """The property strings of a batch."""
 
@@ -371,10 +402,9 @@ class _Properties:
     def stored(self) -> pa.Array:
         if not self._rows:
             return pa.array([], pa.binary())
-        raw = np.ascontiguousarray(self._shapes)
-        _, first, which = np.unique(
-            raw.view(f"V{raw.shape[1] * 8}").reshape(-1), return_index=True, return_inverse=True
-        )
+        if (self._shapes == self._shapes[0]).all():
+            return self._joined(np.arange(self._rows), self._shapes[0]).cast(pa.binary())
+        _, first, which = np.unique(_row_numbers(self._shapes), return_index=True, return_inverse=True)
         made, places = [], []
         for number, example in enumerate(first.tolist()):
             rows = np.flatnonzero(which.reshape(-1) == number)

@@ -8,11 +8,13 @@ made shorter as long as the test still fails at the same line with the same type
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, islice
@@ -22,22 +24,24 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.testing.explorer import FAULT, PAUSE, Decision, Explorer, Place, Strategy
+from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.kit import Kit
+from librmq.testing.process import LIBRARY
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
 
 MOST_SHRINKING_RUNS: Final = 300
 MOST_FAULTS: Final = 2
 _PROBABILITIES: Final = (0.05, 0.2, 0.5)
+_SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
+_RUNS_A_COLLECTION: Final = 8
 _SEED_PREFIX: Final = "rmq1-"
-_LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Attempt(NamedTuple):
     """One run of the test: how it was run, and what it failed with."""
 
-    explorer: Explorer
+    trace: Trace
     error: BaseException | None
 
     @property
@@ -65,8 +69,8 @@ class Found:
     """The how manieth run it was, from 1; before it was made shorter."""
     first_decisions: int
     """How many decisions it had before it was made shorter."""
-    explorer: Explorer
-    """The run."""
+    trace: Trace
+    """The run itself."""
 
     @property
     def seed(self) -> str:
@@ -111,9 +115,12 @@ class Exploration:
                 f"(found with {found.first_decisions}, made shorter in {self.shrinking_runs} runs):"
             )
             lines += [f"  {decision}" for decision in found.decisions]
-        if not found.explorer.replayable:
+        if not found.trace.replayable:
             lines.append("listeners waited for each other under it: it may not come out the same again")
-        return "\n".join([*lines, "what happened:", found.history, f"run it again with the seed {found.seed}"])
+        lines += ["what happened:", found.history]
+        if found.decisions:
+            lines.append(f"run it again with the seed {found.seed}")
+        return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------- schedules
@@ -210,14 +217,7 @@ def _drawn(seed: str, what: object) -> int:
 
 def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iterator[Decision]:
     """All schedules that differ in one decision from that in which ``reached`` was met; the kinds take turns."""
-    kinds: dict[str, list[Decision]] = {}
-    for place, labels in reached:
-        for label in labels[1:]:
-            kind = label.rpartition(" ")[2] if label.startswith(FAULT) else label if label == "time" else place.kind
-            kinds.setdefault(f"{place.kind} {kind}", []).append(Decision(place, label))
-    for decisions in kinds.values():
-        decisions.sort(key=lambda one: _drawn(seed, one))
-    lanes = [iter(kinds[kind]) for kind in sorted(kinds)]
+    lanes = [iter(sorted(lane, key=lambda one: _drawn(seed, one))) for _, lane in sorted(_by_kind(reached).items())]
     while lanes:
         for lane in list(lanes):
             decision = next(lane, None)
@@ -227,53 +227,89 @@ def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iter
                 yield decision
 
 
-def pairs(failing: Sequence[Explorer], seed: str) -> Iterator[tuple[Decision, Decision]]:
-    """Schedules of a fault and one more decision, before it or after; the kinds of faults take turns."""
-    kinds: dict[str, list[Explorer]] = {}
+def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list[Decision]]:
+    """All other choices that there were, by kind: of faults also by what fails, and whether anything was going on."""
+    kinds: dict[str, list[Decision]] = {}
+    for place, labels in reached:
+        for label in labels[1:]:
+            kind = place.kind
+            if label.startswith(FAULT):
+                kind += f" {label.rpartition(' ')[2]} {place.usual in RESTING}"
+            elif label == TIME:
+                kind += " time"
+            kinds.setdefault(kind, []).append(Decision(place, label))
+    return kinds
+
+
+def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decision]]:
+    """Schedules of a fault and one more decision, most often a pause; the kinds of faults take turns."""
+    kinds: dict[str, list[tuple[Decision, dict[str, list[Decision]]]]] = {}
     for one in failing:
-        kinds.setdefault(one.decisions[0].chosen.rpartition(" ")[2], []).append(one)
-    lanes = [(one.decisions[0], singles(one.reached, seed)) for kind in kinds.values() for one in kind[:2]]
-    while lanes:
-        for lane in list(lanes):
-            fault, others = lane
-            for other in others:
-                if other.place.kind != "choose" and not other.chosen.startswith(FAULT):
-                    yield fault, other
-                    break
-            else:
-                lanes.remove(lane)
+        fault = one.decisions[0]
+        kind = f"{fault.chosen.rpartition(' ')[2]} {fault.place.usual in RESTING}"
+        kinds.setdefault(kind, []).append((fault, _by_kind(one.reached)))
+    names = sorted(kinds)
+    for number in count() if names else ():
+        lane = kinds[names[number % len(names)]]
+        drawn = _drawn(seed, number)
+        fault, others = lane[drawn % len(lane)]
+        kind = _SECOND[drawn // 1_000 % len(_SECOND)]
+        if kind in others:
+            yield fault, others[kind][drawn // 1_000_000 % len(others[kind])]
 
 
 # -------------------------------------------------------------------------------------------------------------- search
 
 
-def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None) -> Exploration:
-    """Run a test under up to ``runs`` schedules, or under the one that is to be replayed."""
+def search(
+    run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None, *, lines: bool = False
+) -> Exploration:
+    """Run a test under up to ``runs`` schedules, or under the one that is to be replayed; as `explore`."""
+    with _collected_in_between():
+        return _search(run, runs, seed, replay, lines)
+
+
+@contextmanager
+def _collected_in_between() -> Iterator[None]:
+    """What a run leaves is collected between runs: it is young, and looking at all else costs a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, lines: bool) -> Exploration:
     result = Exploration()
     seen: set[tuple[Decision, ...]] = set()
 
     def attempt(strategy: Strategy) -> Attempt:
+        if not (result.runs + result.shrinking_runs) % _RUNS_A_COLLECTION:
+            gc.collect(0)  # now, as nothing of a run is alive
         explorer = Explorer(strategy, ManualClock())
-        explorer.is_first = not result.runs
+        explorer.is_first, explorer.switches_at_lines = not result.runs, lines
         error = run(explorer)
-        result.reached.update(place.kind for place, _ in explorer.reached)
-        result.chosen.update(decision.place.kind for decision in explorer.decisions)
-        return Attempt(explorer, error)
+        trace = explorer.trace
+        result.reached.update(place.kind for place, _ in trace.reached)
+        result.chosen.update(decision.place.kind for decision in trace.decisions)
+        return Attempt(trace, error)
 
     def counted(strategy: Strategy) -> Attempt:
         made = attempt(strategy)
         result.runs += 1
-        seen.add(tuple(made.explorer.decisions))
+        seen.add(tuple(made.trace.decisions))
         result.schedules = len(seen)
-        decisions = made.explorer.decisions
+        decisions = made.trace.decisions
         if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
-            failing.append(made.explorer)
+            failing.append(made.trace)
         return made
 
-    failing: list[Explorer] = []  # runs of one fault: what a second decision is added to
+    failing: list[Trace] = []  # runs of one fault: what a second decision is added to
 
     def strategies(usual: Attempt) -> Iterator[Strategy]:
-        one_each = singles(usual.explorer.reached, seed)
+        one_each = singles(usual.trace.reached, seed)
         for decision in islice(one_each, runs // 2):
             yield as_decided([decision])
         two_each = pairs(failing, seed)
@@ -293,7 +329,7 @@ def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | No
         made = counted(strategy)
         if made.error is not None:
             found = _shorten(made, usual, attempt, result)
-            result.found = _found(found, result.runs, len(made.explorer.decisions))
+            result.found = _found(found, result.runs, len(made.trace.decisions))
             return result
     return result
 
@@ -312,62 +348,64 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
         tried.add(key)
         result.shrinking_runs += 1
         made = attempt(as_decided(decisions))
-        if made.signature == signature and len(made.explorer.decisions) < len(shortest.explorer.decisions):
+        if made.signature == signature and len(made.trace.decisions) < len(shortest.trace.decisions):
             shortest = made
             return True
         return False
 
-    size = max(1, len(shortest.explorer.decisions) // 2)
-    while len(shortest.explorer.decisions) > 1:
-        decisions = shortest.explorer.decisions
+    size = max(1, len(shortest.trace.decisions) // 2)
+    while len(shortest.trace.decisions) > 1:
+        decisions = shortest.trace.decisions
         parts = [decisions[:at] + decisions[at + size :] for at in range(0, len(decisions), size)]
         if not any(still_fails(part) for part in parts):
             if size == 1:
                 break
             size = max(1, size // 2)
         else:
-            size = max(1, min(size, len(shortest.explorer.decisions) // 2))
-    if len(shortest.explorer.decisions) > 1:
-        labels = {decision.chosen for decision in failed.explorer.decisions}
-        for place, offered in usual.explorer.reached:
-            for label in labels.intersection(offered[1:]):
-                if still_fails([Decision(place, label)]):
-                    return shortest
+            size = max(1, min(size, len(shortest.trace.decisions) // 2))
+    labels = {decision.chosen for decision in failed.trace.decisions}
+    met = dict.fromkeys((*usual.trace.reached, *shortest.trace.reached))
+    others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
+    # What remains may lean on one another's being counted: the same labels elsewhere may do with fewer.
+    if len(shortest.trace.decisions) > 1:
+        any(still_fails([one]) for one in others)
+    for kept in [one for one in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
+        if any(still_fails([kept, one]) for one in others if one.place != kept.place):
+            break
     return shortest
 
 
 def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
-    explorer, error = attempt
+    trace, error = attempt
     assert error is not None
-    return Found(tuple(explorer.decisions), error, explorer.history, run, first_decisions, explorer)
+    return Found(tuple(trace.decisions), error, trace.history, run, first_decisions, trace)
 
 
-def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", **settings: Any) -> Exploration:
+def explore(
+    function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", lines: bool = False, **settings: Any
+) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
     Raises what it failed with, under the shortest schedule found, with the report as a note. ``seed`` is that of such a
-    report (or the path of a file that has it), and runs that schedule alone; any other text begins elsewhere.
+    report (or the path of a file that has it), and runs that schedule alone; any other text makes chance another. With
+    ``lines`` a listener may pause at each line of its own file too: slower, and coverage does not see those lines.
     """
 
-    checked = False
-
     def run(explorer: Explorer) -> BaseException | None:
-        nonlocal checked
-        kit = Kit(runner=explorer, check=not checked, **settings)
-        checked = True  # once is enough: the same broker wrote all
+        kit = Kit(runner=explorer, check=explorer.is_first, **settings)  # once is enough: the same broker writes all
         try:
             function(kit)
             kit.close()
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            explorer.history = str(kit.history())
+            explorer.trace.history = str(kit.history())
             return error
         finally:
             kit.abandon()
         return None
 
-    result = search(run, runs, seed, read_seed(seed))
+    result = search(run, runs, seed, read_seed(seed), lines=lines)
     if result.found is not None:
         result.found.error.add_note(result.report())
         raise result.found.error
@@ -379,7 +417,7 @@ def _place(traceback: TracebackType | None) -> tuple[str, int]:
     place = ("", 0)
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith(_LIBRARY):
+        if not file.startswith(LIBRARY):
             place = file, traceback.tb_lineno
         traceback = traceback.tb_next
     return place

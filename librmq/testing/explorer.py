@@ -19,26 +19,33 @@ a schedule is still the same after the test was edited, as far as it has the sam
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.client import Client
 from librmq.clock import ManualClock
 from librmq.runner import Step, Turn, Work
 from librmq.testing.batons import Baton, Piece
-from librmq.testing.process import Process, ProcessDied
-from librmq.testing.turns import KitRunner, is_dead
+from librmq.testing.process import LIBRARY, Process, ProcessDied
+from librmq.testing.turns import KitRunner, current_work, is_dead
 
-__all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy"]
+__all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
 """How labels of choices begin that make something fail."""
 PAUSE: Final = "pause"
 """The kind of decision, and the choice, by which a listener lets others go first."""
+TIME: Final = "time"
+"""The choice to let time pass."""
+RESTING: Final = frozenset((TIME, "idle"))
+"""The usual choices where no listener waits for its turn."""
 MOST_INSTANCES: Final = 3
 
 
@@ -69,6 +76,20 @@ class Strategy(NamedTuple):
     """Whether a listener may have to pause; if none has, they need no threads, which is faster."""
 
 
+@dataclass(slots=True)
+class Trace:
+    """What one run came to."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    """The choices other than the usual ones, in order."""
+    reached: list[tuple[Place, tuple[str, ...]]] = field(default_factory=list)
+    """Where there was a choice, and what it was among."""
+    replayable: bool = True
+    """False once listeners waited for each other, so that chance had a part in it."""
+    history: str = ""
+    """What happened, if the test has failed."""
+
+
 class _Paused(Work):
     """A listener that lets others go first."""
 
@@ -89,16 +110,11 @@ class Explorer(KitRunner):
     def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
         self.strategy = strategy
-        self.decisions: list[Decision] = []
-        """The choices other than the usual ones, in order."""
-        self.reached: list[tuple[Place, tuple[str, ...]]] = []
-        """Where there was a choice, and what it was among."""
-        self.replayable = True
-        """False once listeners waited for each other, so that chance had a part in it."""
+        self.trace = Trace()
         self.is_first = False
         """Of the runs of one test."""
-        self.history = ""
-        """What happened, if the test has failed."""
+        self.switches_at_lines = False
+        """Whether a listener may pause at each line of its own file too."""
         self._seen: Counter[tuple[str, str]] = Counter()
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
@@ -111,17 +127,17 @@ class Explorer(KitRunner):
 
     def decide(self, kind: str, labels: Sequence[str]) -> int:
         """The index of a choice among ``labels``."""
-        if len(labels) == 1 or not self.replayable:
+        if len(labels) == 1 or not self.trace.replayable:
             return 0
         seen = self._seen
         key = kind, labels[0]
         seen[key] += 1
         place = Place(kind, labels[0], seen[key])
-        self.reached.append((place, tuple(labels)))
+        self.trace.reached.append((place, tuple(labels)))
         index = self.strategy.choose(place, labels)
         if index:
             chosen = labels[index]
-            self.decisions.append(Decision(place, chosen))
+            self.trace.decisions.append(Decision(place, chosen))
             if chosen.startswith(FAULT):
                 self._faults += 1
             self.kit.note("explored", f"{chosen.removeprefix(FAULT)}, instead of: {labels[0]}")
@@ -203,6 +219,8 @@ class Explorer(KitRunner):
 
     def perform(self, work: Work) -> None:
         """Run user code until it ends or pauses; where it may pause, in a thread of its own."""
+        if self.switches_at_lines and work.about:
+            work.call = self._with_points_at_lines(work.call)
         if not self.strategy.pauses:
             self._inline = work
             try:
@@ -216,6 +234,33 @@ class Explorer(KitRunner):
         self._pieces[piece] = work
         self._let_run(piece)
 
+    def _with_points_at_lines(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The same call, with a point at each line of the file in which its first function of the user's is."""
+        file: str | None = None
+
+        def trace_calls(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+            nonlocal file
+            name = frame.f_code.co_filename
+            if file is None and not name.startswith(LIBRARY):
+                file = name
+            return trace_lines if name == file else None
+
+        def trace_lines(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+            if event == "line":
+                code = frame.f_code
+                self.point(f"{code.co_name} line {frame.f_lineno - code.co_firstlineno}")
+            return trace_lines
+
+        def traced() -> object:
+            before = sys.gettrace()
+            sys.settrace(trace_calls)
+            try:
+                return call()
+            finally:
+                sys.settrace(before)
+
+        return traced
+
     def go_on(self, paused: _Paused) -> None:
         """Let a listener that has paused go on."""
         self._let_run(paused.piece)
@@ -225,12 +270,12 @@ class Explorer(KitRunner):
             if self.paused:
                 self._let_go()
             else:
-                self._baton.wait_on()
+                self._baton.wait()
         self._after(piece)
 
     def _let_go(self) -> None:
         """A piece waits for something that one which has paused holds: let all run, as threads do."""
-        self.replayable = False
+        self.trace.replayable = False
         self.kit.note("explored", "a listener waits for another one, which had paused: what follows is left to chance")
         going = 1
         while self.paused:
@@ -240,7 +285,7 @@ class Explorer(KitRunner):
             paused.piece.thread.turn.release()
             going += 1
         for _ in range(going):
-            self._baton.wait_on()
+            self._baton.wait()
         for piece in list(self._pieces):
             self._after(piece)
 
@@ -262,6 +307,8 @@ class Explorer(KitRunner):
         piece = self._baton.current()
         work = self._inline if piece is None else self._pieces[piece]
         if work is None:
+            if current_work() is not None:
+                return  # a coroutine in the test's own event loop, which decides who is next
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self.kit.let_others_run()
             return
@@ -307,8 +354,10 @@ class Explorer(KitRunner):
                 self.paused.remove(paused)
                 try:
                     self.go_on(paused)  # type: ignore[arg-type]
-                except Exception:
-                    continue  # of user code, in a run that is over
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
+                    continue  # of user code in a run that is over: the test has its result
         return super().close(timeout)
 
 

@@ -16,12 +16,11 @@ from librmq.testing.explore import Exploration, read_seed, schedule_document, se
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import Kit
 
-__all__ = ["add_history", "end_threads", "explore_item", "kit_of", "summarize"]
+__all__ = ["add_history", "end_threads", "explore_item", "kit_of"]
 
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer]()
 _ERROR: Final = pytest.StashKey[BaseException | None]()
-_EXPLORED: Final = pytest.StashKey[list[tuple[str, Exploration]]]()
 
 
 def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
@@ -57,7 +56,7 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
     if kit is not None:
         history = str(kit.history())
         if explorer is not None:
-            explorer.history = history
+            explorer.trace.history = history
         else:
             report.sections.append(("what happened (rmq)", history))
 
@@ -71,6 +70,8 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
+    if "rmq" not in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(f"{item.nodeid}: a test marked rmq_explore takes the fixture rmq")
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     given = config.getoption("rmq_seed")
     seed = str(given if given is not None else marker.kwargs.get("seed", "0"))
@@ -79,7 +80,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     except InputError as error:
         raise pytest.UsageError(f"--rmq-seed: {error}") from error
     reports: list[pytest.TestReport] = []
-    failed: dict[Explorer, list[pytest.TestReport]] = {}
+    failed: dict[int, list[pytest.TestReport]] = {}
     parent = item.parent
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
@@ -91,18 +92,18 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
             raise _NothingToExplore
         error = item.stash[_ERROR]
         if error is not None:
-            failed[explorer] = list(reports)
+            failed[id(explorer.trace)] = list(reports)
         return error
 
     try:
-        result = search(run, runs, seed, replay)
+        result = search(run, runs, seed, replay, lines=marker.kwargs.get("lines", False))
     except _NothingToExplore:
         pass
     else:
         if result.found is not None:
-            reports = failed[result.found.explorer]
+            reports = failed[id(result.found.trace)]
             _describe(item, reports, result)
-        config.stash.setdefault(_EXPLORED, []).append((item.nodeid, result))
+        reports[-1].user_properties.append(("rmq_explored", result.summary()))
     finally:
         item.stash[_ERROR] = None
         del item.stash[_EXPLORER]
@@ -125,12 +126,3 @@ def _describe(item: pytest.Item, reports: list[pytest.TestReport], result: Explo
         if report.failed or hasattr(report, "wasxfail"):
             report.sections.append(("explored (rmq)", text))
             break
-
-
-def summarize(reporter: pytest.TerminalReporter) -> None:
-    """Tell which kinds of decisions exploring has met."""
-    explored = reporter.config.stash.get(_EXPLORED, [])
-    if explored:
-        reporter.section("explored (rmq)")
-        for nodeid, result in explored:
-            reporter.line(f"{nodeid}: {result.summary()}")

@@ -6,9 +6,10 @@ the broker through it, which is where faults come in: nothing in producers or co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from librmq.client import Client
 from librmq.consumer import PushConsumer
@@ -16,6 +17,7 @@ from librmq.errors import BrokerUnreachableError
 from librmq.producer import Producer
 from librmq.protocol import (
     Endpoint,
+    EndTransaction,
     Heartbeat,
     OffsetByTime,
     PullMessage,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Process", "ProcessDied"]
 
 R = TypeVar("R")
+LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""Where librmq's own code is, which no traceback of a test is about."""
 
 
 class ProcessDied(BaseException):
@@ -166,6 +170,8 @@ class _Link:
         elif isinstance(request, SendBack):
             level = "dead letter" if request.delay_level < 0 else f"level {request.delay_level or 'by attempts'}"
             kit.note(f"{request.group}@{process.label}", f"sends a message back ({level})")
+        elif isinstance(request, EndTransaction):
+            kit.note(process.label, f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, UpdateOffset) and request.queue_offset:
             place = f"{request.topic}/{request.queue_id}"
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")

@@ -28,6 +28,7 @@ DATABASES: Final = ("sqlite", "postgresql", "mysql")
 _numbers = itertools.count()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one server run in one process, so that each server is started once."""
     for item in items:

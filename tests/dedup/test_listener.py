@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from librmq.clock import ManualClock
+from librmq.consumer import OrderlyResult
 from librmq.dedup import (
     Claim,
     DedupCounts,
@@ -100,7 +101,7 @@ class Guarded:
 def test_a_message_is_consumed_once() -> None:
     guarded = Guarded()
     assert guarded.guard(delivery(1)) == "done"
-    assert guarded.guard(delivery(1)) is None
+    assert guarded.guard(delivery(1)) is True
     assert guarded.guard(delivery(2)) == "done"
     assert guarded.seen == ["ID1", "ID2"]
     assert guarded.guard.counts == DedupCounts(consumed=2, duplicates=1)
@@ -328,7 +329,7 @@ def test_an_async_listener_is_guarded_until_it_has_ended(tmp_path: Any) -> None:
                 await guard(delivery(1))
             going_on.set()
             assert await first == "done"
-            assert await guard(delivery(1)) is None
+            assert await guard(delivery(1)) is True
 
         asyncio.run(run())
         assert seen == ["ID1"]
@@ -413,7 +414,7 @@ def test_a_list_is_consumed_one_by_one_up_to_the_first_failure() -> None:
         guarded.guard([delivery(3), delivery(4)])
     assert raised.value.consumed == 0
     guarded.then = lambda: None
-    assert guarded.guard([delivery(3), delivery(4)]) == "done"
+    assert guarded.guard([delivery(3), delivery(4)]) is True
     assert guarded.seen == ["ID1", "ID2", "ID3", "ID3", "ID3", "ID4"]
 
 
@@ -440,10 +441,10 @@ class Batches:
     def give(self, *numbers: int) -> int | None:
         """How many were consumed, None for all."""
         try:
-            self.guard([delivery(number) for number in numbers])
+            result = self.guard([delivery(number) for number in numbers])
         except ReconsumeLater as later:
             return later.consumed
-        return None
+        return None if result is True else result + 1
 
 
 def test_a_listener_of_lists_gets_what_is_new() -> None:
@@ -506,6 +507,92 @@ def test_a_list_is_given_back_when_a_key_is_wrong() -> None:
     with pytest.raises(ConfigError):
         batches.guard([delivery(1), delivery(2)])
     assert len(batches.store) == 0
+
+
+def test_a_list_may_be_consumed_up_to_an_index() -> None:
+    batches = Batches()
+    results: list[object] = [1, -1, 7]
+    batches.guard.listener = lambda messages: results.pop(0)
+    assert batches.give(1, 2, 3, 4) == 2
+    assert batches.give(1, 3, 4) == 1
+    assert batches.give(3, 4) is None
+    results.append(-2)
+    with pytest.raises(ValueError, match="returned -2"):
+        batches.guard([delivery(5)])
+    assert batches.guard.counts == DedupCounts(consumed=4, duplicates=1, released=5)
+
+
+@pytest.mark.parametrize("policy", ["consume", "retry"])
+def test_a_list_whose_claims_can_not_be_asked_for(policy: str) -> None:
+    seen: list[list[str]] = []
+    store = BrokenStore("claim")
+    guard = DedupListener(
+        lambda messages: seen.append(numbers(messages)),
+        store,
+        group="billing",
+        batch=True,
+        when_store_fails=policy,  # type: ignore[arg-type]
+        clock=ManualClock(),
+    )
+    if policy == "consume":
+        assert guard([delivery(1), delivery(2)]) is True
+        assert seen == [["ID1", "ID2"]]
+        assert guard.counts == DedupCounts(unguarded=2)
+    else:
+        with pytest.raises(ReconsumeLater) as raised:
+            guard([delivery(1), delivery(2)])
+        assert raised.value.consumed == 0
+        assert seen == []
+        assert guard.counts == DedupCounts(postponed=2)
+
+
+def test_an_async_list_is_claimed_together() -> None:
+    async def consume(messages: list[Delivery]) -> None:
+        await asyncio.sleep(0)
+
+    guard = DedupListener(consume, MemoryDedupStore(), group="billing", batch=True, clock=ManualClock())
+    assert asyncio.run(guard([delivery(1), delivery(2)])) is True
+    assert guard.counts == DedupCounts(consumed=2)
+
+
+# --- what a listener may return
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_where_only_true_means_consumed(batch: bool) -> None:
+    results: list[object] = [None, False, True]
+    guard = DedupListener(
+        lambda message: results.pop(0),
+        MemoryDedupStore(),
+        group="billing",
+        must_return=True,
+        batch=batch,
+        clock=ManualClock(),
+    )
+    message = [delivery(1)] if batch else delivery(1)
+    assert [guard(message) for _ in range(4)] == ([-1, -1, True, True] if batch else [None, False, True, True])
+    assert guard.counts == DedupCounts(consumed=1, duplicates=1, released=2)
+
+
+def test_one_by_one_where_only_true_means_consumed() -> None:
+    guarded = Guarded(must_return=True)
+    guarded.guard.listener = lambda message: unique_id(message) != "ID2"
+    assert guarded.guard([delivery(1), delivery(2), delivery(3)]) == 0
+    assert guarded.guard.counts == DedupCounts(consumed=1, released=1)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_what_is_rolled_back_is_released(batch: bool) -> None:
+    results = [OrderlyResult.ROLLBACK, OrderlyResult.HOLD, OrderlyResult.COMMIT]
+    guard = DedupListener(
+        lambda message: results.pop(0), MemoryDedupStore(), group="billing", batch=batch, clock=ManualClock()
+    )
+    message = [delivery(1)] if batch else delivery(1)
+    assert guard(message) is OrderlyResult.ROLLBACK
+    with pytest.raises(ConfigError, match="can't hold several"):
+        guard(message)
+    guard(message)
+    assert guard.counts == DedupCounts(consumed=1, released=2)
 
 
 # --- making one

@@ -125,7 +125,7 @@ def test_a_message_arrives_as_it_was_added(post: Post) -> None:
 
 def test_a_unique_id_is_kept(embedded: Post) -> None:
     with embedded.engine.begin() as connection:
-        embedded.outbox.add(connection, Message("orders", unique_key="MINE"))
+        embedded.outbox.add(connection, Message("orders", b"one", unique_key="MINE"))
     embedded.run(embedded.sender())
     assert embedded.producer.sent[0].properties["UNIQ_KEY"] == "MINE"
 
@@ -145,9 +145,11 @@ def test_adding_to_an_async_session(embedded: Post) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Message(""), Message("a b"), Message("t" * 128), Message("t", bytes((4 << 20) + 1))]
+    ("topic", "size"),
+    [("", 1), ("a b", 1), ("t" * 128, 1), ("SCHEDULE_TOPIC_XXXX", 1), ("orders", 0), ("orders", (4 << 20) + 1)],
 )
-def test_what_no_broker_would_take_is_refused(embedded: Post, message: Message) -> None:
+def test_what_no_broker_would_take_is_refused(embedded: Post, topic: str, size: int) -> None:
+    message = Message(topic, bytes(size))
     with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError):
         embedded.outbox.add(connection, message)
     assert embedded.rows(0) == 0
@@ -156,7 +158,7 @@ def test_what_no_broker_would_take_is_refused(embedded: Post, message: Message) 
 @pytest.mark.parametrize("order_key", ["", "k" * 256])
 def test_an_order_key_has_its_length(embedded: Post, order_key: str) -> None:
     with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError, match="order key"):
-        embedded.outbox.add(connection, Message("orders"), order_key=order_key)
+        embedded.outbox.add(connection, Message("orders", b"one"), order_key=order_key)
 
 
 # --- at least once

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 pytest.importorskip("pyarrow")
 
 import numpy as np
+import pyarrow as pa
 
 from librmq import codec
 from librmq.errors import RecordError
-from librmq.spark.decode import COLUMNS, Block, Properties, slices
+from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
 
 PIECES = st.sampled_from(
     [b"\1", b"\2", b"TAGS", b"KEYS", b"UNIQ_KEY", b"a", b"TAGS\1x", b"UNIQ_KEY\1id", b"UNIQ_KEX\1no", b"KEYS\1k1 k2",
@@ -116,6 +117,13 @@ def test_what_is_no_record_is_told_as_the_plain_decoder_tells_it(raws: list[byte
             assert isinstance(block.reason(row), RecordError)
         else:
             assert block.sound[row]
+    loose = Block(np.frombuffer(bytes(whole), np.uint8), np.array(places, np.int64), frames=False)
+    assert not (block.sound & ~loose.sound).any()
+    for name in FIXED_COLUMNS:
+        kind = pa.int64() if name.endswith("Timestamp") else COLUMNS[name][0]
+        both = block.column(name).cast(kind).to_pylist(), loose.column(name).cast(kind).to_pylist()
+        same = zip(*both, block.sound, strict=True)
+        assert all(ours == theirs for ours, theirs, sound in same if sound)
     for name in COLUMNS:  # rows that are none are not looked at: they only must do no harm
         assert len(block.column(name)) == len(places)
 
@@ -127,7 +135,7 @@ def test_properties(stored: list[bytes], name: str) -> None:
     data = np.frombuffer(b"".join(stored), np.uint8)
     ends = np.cumsum(list(map(len, stored)), dtype=np.int64)
     begins = ends - np.array(list(map(len, stored)), np.int64)
-    properties = Properties(slices(data, begins, ends))
+    properties = Properties(data, begins, ends)
     plain = list(map(codec.decode_properties, stored))
     assert [list(dict(row).items()) for row in properties.map().to_pylist()] == [list(row.items()) for row in plain]
     assert properties.value(name).to_pylist() == [row.get(name) for row in plain]
@@ -138,7 +146,7 @@ def test_properties(stored: list[bytes], name: str) -> None:
 def test_a_row_with_very_many_properties() -> None:
     raw = b"\2".join(b"n%d\1v" % (number % 90) for number in range(100))
     data = np.frombuffer(raw, np.uint8)
-    found = Properties(slices(data, np.array([0]), np.array([len(raw)]))).map().to_pylist()[0]
+    found = Properties(data, np.array([0]), np.array([len(raw)])).map().to_pylist()[0]
     assert found == list(codec.decode_properties(raw).items())
 
 

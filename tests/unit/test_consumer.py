@@ -7,12 +7,15 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from librmq.broker import Broker
 from librmq.clock import ManualClock
+from librmq.cluster import RouteTable
+from librmq.config import StoreConfig
 from librmq.consumer import ConsumeContext, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.errors import (
     ClientStateError,
@@ -37,7 +40,7 @@ from librmq.protocol import (
     SendBack,
     UpdateOffset,
 )
-from librmq.runner import ThreadRunner
+from librmq.runner import ManualRunner, ThreadRunner
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 
@@ -744,7 +747,7 @@ def test_a_message_that_is_stuck_goes_back(one_queue: World) -> None:
 def test_life() -> None:
     with make_world() as world:
         consumer = world.consumer(topic=None)
-        with pytest.raises(ConfigError, match="no topic"):
+        with pytest.raises(ConfigError, match="subscribe a listener"):
             consumer.start()
         with pytest.raises(ClientStateError, match="start failed"):
             consumer.start()
@@ -959,3 +962,101 @@ def test_metrics(one_queue: World, orderly: bool) -> None:
     assert metrics.snapshot()["lag"]["t", "g"] in (2, 3)
     consumer.shutdown()
     assert "queues" not in metrics.snapshot()
+
+
+# ------------------------------------------------------------------------------------------------------ brokers change
+
+
+def test_a_member_that_was_forgotten_is_told_again_and_pulls_again(one_queue: World) -> None:
+    consumer = one_queue.consumer()
+    consumer.start()
+    one_queue.advance(1)
+    one_queue.broker.forget(consumer.client.client_id)
+    consumer.client.forgotten_by("broker-a")
+    one_queue.send("a")
+    one_queue.advance(30)
+    assert one_queue.bodies() == ["a"]
+
+
+def test_members_that_come_do_not_disturb_pulls(one_queue: World) -> None:
+    seam = Seam(one_queue.broker)
+    one_queue.consumer("a", route=seam).start()
+    one_queue.advance(20)
+    del seam.asked[:]
+    one_queue.consumer("b").start()
+    one_queue.advance()
+    assert not [request for request in seam.asked if isinstance(request, PullMessage)]
+
+
+def test_a_broker_that_is_opened_anew() -> None:
+    runner, files = ManualRunner(), MemoryFiles()
+    config = StoreConfig.embedded(commitlog_file_size=1 << 20, max_total_size=1 << 30)
+
+    def opened() -> Broker:
+        return Broker.open("/store", files=files, store_config=config, runner=runner)
+
+    broker = opened()
+    broker.create_topic("t", 1)
+    routes = RouteTable(broker)
+    got: list[bytes] = []
+    consumer = PushConsumer(routes, "g", instance_name="c1")
+    consumer.subscribe("t")(lambda message: got.append(message.body))
+    consumer.start()
+    producer = Producer(routes, "p")
+    producer.send("t", b"a")
+    runner.advance(10_000)
+    broker.close()
+    runner.advance(1_000)
+    broker = opened()
+    routes.add(broker)
+    producer.send("t", b"b")
+    runner.advance(60_000)
+    assert got == [b"a", b"b"]
+    consumer.shutdown()
+    assert broker.consumer_offset("g", "t") == 2
+    broker.close()
+
+
+def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, caplog: pytest.LogCaptureFixture) -> None:
+    broken = False
+
+    def strategy(client_id: str, queues: Any, clients: Any) -> Any:
+        if broken:
+            raise RuntimeError("oops")
+        return list(queues)
+
+    consumer = one_queue.consumer(strategy=strategy)
+    consumer.start()
+    one_queue.advance()
+    broken = True
+    one_queue.broker.create_topic("t", 2)
+    one_queue.advance()
+    assert one_queue.held(consumer) == [0]
+    assert "cannot be shared out" in caplog.text
+
+
+def test_a_topic_may_be_added_while_it_runs(one_queue: World) -> None:
+    consumer = one_queue.consumer()
+    consumer.start()
+    one_queue.advance()
+    one_queue.broker.create_topic("u", 1)
+    got: list[bytes] = []
+    consumer.subscribe("u")(lambda message: got.append(message.body))
+    one_queue.send("a", topic="u")
+    one_queue.advance()
+    assert got == [b"a"]
+
+
+def test_broadcasting_on_disk(one_queue: World, tmp_path: Path) -> None:
+    for _ in range(2):
+        consumer = one_queue.consumer(
+            "b1", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST, offsets_folder=str(tmp_path)
+        )
+        consumer.start()
+        one_queue.send("a")
+        one_queue.advance(10)
+        consumer.shutdown()
+    assert one_queue.bodies() == ["a", "a"]
+    assert (tmp_path / "127.0.0.1@b1" / "g" / "offsets.json").stat().st_size
+    with pytest.raises(ConfigError, match="no name of a folder"):
+        one_queue.consumer("../b1", model=MessageModel.BROADCASTING, offsets_folder=str(tmp_path)).start()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq.consumer import DeliveredMessage, PushConsumer, OrderlyResult
+from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue

@@ -352,7 +352,7 @@ def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplo
     waiting = Waiting()
     waiting.put()
     waiting.put(level=2)
-    monkeypatch.setattr(waiting.store, "submit", failing(DiskFullError("full"), 1, waiting.store.submit))
+    monkeypatch.setattr(waiting.store, "append", failing(DiskFullError("full"), 1, waiting.store.append))
     assert waiting.pass_to(1_000) == 5_000
     assert "delay level 1: looked at again in 10000 ms: full" in caplog.text
     assert waiting.pass_to(11_000) is None

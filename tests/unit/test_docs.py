@@ -15,6 +15,7 @@ import librmq
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
 DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+RUN_BY_TESTS = [pytest.param(path, marks=[pytest.mark.spark] * (path.name == "spark.md")) for path in DOCUMENTS]
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
 
@@ -84,7 +85,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", RUN_BY_TESTS, ids=lambda path: path.name)
 def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": document.stem}
     for block in blocks(document):
@@ -139,13 +140,18 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "demo_store.py",
-        "embed_log.py",
-        "exactly_once.py",  # run by tests/dedup/test_examples.py
-        "find_message.py",
-        "idempotence.py",  # run by tests/dedup/test_examples.py
+    here = {"demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    by_test_examples = {
+        "broadcast_cache.py",
+        "embed_broker.py",
+        "fastapi_app.py",
+        "order_stock.py",
+        "order_timeout.py",
+        "ordered_orders.py",
+        "test_message_logic.py",
     }
+    names = here | by_test_examples | {"exactly_once.py", "idempotence.py"}  # by tests/dedup/test_examples.py
+    assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -14,6 +14,7 @@ import pytest
 import librmq.testing.plugin  # noqa: F401 (for the same reason as in `run`)
 import pytest_librmq
 from librmq.testing import explore
+from tests.reference import CHECKOUT
 
 TESTS = """
 import pytest
@@ -143,6 +144,13 @@ def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
     run(pytester, "--rmq-seed=17").assert_outcomes(passed=1)
 
 
+def test_exploring_wants_the_fixture(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(): pass\n")
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*takes the fixture rmq*"])
+
+
 def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     run(pytester, "-k", "True")
@@ -161,3 +169,12 @@ def test_a_run_that_asks_for_nothing_does_not_import_the_library(tmp_path: Path)
         env={"PYTHONPATH": str(Path(pytest_librmq.__file__).parent), "PATH": ""},
     )
     assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
+    tutorial = (CHECKOUT / "docs" / "testing.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
+    pytester.makepyfile(test_tutorial="\n".join(blocks))
+    result = run(pytester, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=11)
+    result.stdout.fnmatch_lines(["*test_orders_are_booked_once_by_the_database: 200 runs*"])

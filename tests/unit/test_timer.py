@@ -591,7 +591,7 @@ def failing(error: Exception, call: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     wheel = Wheel()
     wheel.put(TIMER_DELAY_SEC=2)
-    monkeypatch.setattr(wheel.store, "submit", failing(DiskFullError("full"), wheel.store.submit))
+    monkeypatch.setattr(wheel.store, "append_again", failing(DiskFullError("full"), wheel.store.append_again))
     wheel.pass_to(60_000)
     assert wheel.delivered() == [(b"b", 12_000)]
     assert "full" in caplog.text

@@ -639,16 +639,16 @@ def test_a_pass_that_fails_goes_on_in_the_next(
 ) -> None:
     desk.prepare(0)
     desk.prepare(1)
-    submit = desk.store.submit
+    again = desk.store.append_again
     calls: list[int] = []
 
     def second_fails(*args: Any, **fields: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise DiskFullError("full")
-        return submit(*args, **fields)
+        return again(*args, **fields)
 
-    monkeypatch.setattr(desk.store, "submit", second_fails)
+    monkeypatch.setattr(desk.store, "append_again", second_fails)
     assert desk.pass_to(60_000) == [60_000]
     assert "ends early: full" in caplog.text
     assert desk.progress() == (1, None)

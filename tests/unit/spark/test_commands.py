@@ -78,6 +78,7 @@ def test_list_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     main(["doctor"])
     assert {row["check"] for row in rows(capsys)} >= {"python", "pyspark"}
     from librmq.errors import MissingExtraError
+
     def absent() -> None:
         raise MissingExtraError("Spark from Python lacks the package pyspark and", "spark")
 

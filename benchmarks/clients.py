@@ -1,0 +1,364 @@
+"""From a send to its listener: by threads, by hand, explored; delayed; held against brokers and queues for tests.
+
+"One in flight" sends a message and waits until its listener has run before it sends the next; a stream sends as fast
+as it can and waits for the last. librmq's stores are on disk there, the peers' are what they are: dramatiq's StubBroker
+keeps messages in memory, litequeue in SQLite (put, get and done, in one thread). By hand and exploring, stores are in
+memory.
+
+``python -m benchmarks.clients [--rounds N] [--rows one,stream,…] [--quick] [--write]``
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.consumer import PushConsumer
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.producer import Producer
+from librmq.runner import ManualRunner
+from librmq.store import MessageStore
+
+BODY: Final = b"x" * 128
+PACKAGES: Final = ("librmq", "numpy", "sortedcontainers", "dramatiq", "litequeue")
+IDLE_S: Final = 5.0
+
+
+class Awaited:
+    """Counts messages, and wakes whoever waits for a number of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._wanted = sys.maxsize
+        self._reached = threading.Event()
+
+    def arrived(self, *_: object) -> None:
+        self._count += 1
+        if self._count == self._wanted:
+            self._reached.set()
+
+    def expect(self, count: int) -> None:
+        self._reached.clear()
+        self._wanted = self._count + count
+
+    def wait(self) -> None:
+        if not self._reached.wait(60):
+            raise TimeoutError(f"{self._count} of {self._wanted} messages came")
+
+
+@contextmanager
+def one_consumer(folder: Path, listener: Callable[[Any], object], threads: int) -> Iterator[Producer]:
+    """A broker on disk, a running consumer, and a producer whose first message was delivered."""
+    with Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
+        broker.create_topic("T", 4)
+        consumer = PushConsumer(broker, group="readers", threads=threads)
+        consumer.subscribe("T")(listener)
+        consumer.start()
+        producer = Producer(broker, "writers").start()
+        yield producer
+        consumer.shutdown()
+
+
+def messages(count: int) -> list[Message]:
+    return [Message("T", BODY, tags="tag", keys=f"key-{number}") for number in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------ threads
+
+
+def librmq_threads(count: int, *, in_flight: int) -> Run:
+    """Messages a second from send to listener."""
+
+    def run(folder: Path) -> float:
+        awaited = Awaited()
+        with one_consumer(folder, awaited.arrived, 4) as producer:
+            made = messages(count)
+            awaited.expect(1)
+            producer.send(made[0])
+            awaited.wait()
+            with Stopwatch() as watch:
+                for begin in range(0, count, in_flight):
+                    part = made[begin : begin + in_flight]
+                    awaited.expect(len(part))
+                    for message in part:
+                        producer.send(message)
+                    awaited.wait()
+            return count / watch.seconds
+
+    return run
+
+
+def stub_broker(count: int, *, in_flight: int) -> Run:
+    """The same by dramatiq: an actor, a worker of four threads."""
+
+    def run(folder: Path) -> float:
+        import dramatiq
+        from dramatiq.brokers.stub import StubBroker
+
+        broker = StubBroker()
+        broker.emit_after("process_boot")
+        awaited = Awaited()
+
+        @dramatiq.actor(broker=broker, actor_name="arrived")
+        def actor(body: str) -> None:
+            awaited.arrived()
+
+        worker = dramatiq.Worker(broker, worker_threads=4)
+        worker.start()
+        try:
+            body = BODY.decode()
+            awaited.expect(1)
+            actor.send(body)
+            awaited.wait()
+            with Stopwatch() as watch:
+                for begin in range(0, count, in_flight):
+                    part = min(in_flight, count - begin)
+                    awaited.expect(part)
+                    for _ in range(part):
+                        actor.send(body)
+                    awaited.wait()
+        finally:
+            worker.stop()
+            broker.close()
+        return count / watch.seconds
+
+    return run
+
+
+def litequeue(count: int, *, in_flight: int) -> Run:
+    """Put, get and done."""
+
+    def run(folder: Path) -> float:
+        from litequeue import LiteQueue
+
+        queue = LiteQueue(folder / "litequeue.db")
+        queue.conn.execute("PRAGMA synchronous = OFF")
+        body = BODY.decode()
+        with Stopwatch() as watch:
+            for begin in range(0, count, in_flight):
+                part = min(in_flight, count - begin)
+                for _ in range(part):
+                    queue.put(body)
+                for _ in range(part):
+                    taken = queue.pop()
+                    assert taken is not None
+                    queue.done(taken.message_id)
+        queue.conn.close()
+        return count / watch.seconds
+
+    return run
+
+
+def to_listener(bench: Bench, path: str, count: int, in_flight: int, targets: tuple[Target, Target]) -> list[Row]:
+    variants = {"librmq": librmq_threads(count, in_flight=in_flight)}
+    if bench.has("dramatiq"):
+        variants["dramatiq StubBroker"] = stub_broker(max(count // 4, 1), in_flight=in_flight)
+    if bench.has("litequeue"):
+        variants["litequeue"] = litequeue(max(count // 4, 1), in_flight=in_flight)
+    rates = bench.interleave(variants)
+    return [
+        compare(path, "", other, rates["librmq"], rates[other], target)
+        for other, target in zip(("dramatiq StubBroker", "litequeue"), targets, strict=True)
+        if other in rates
+    ]
+
+
+def one_in_flight(bench: Bench) -> list[Row]:
+    """A message, its listener, the next message."""
+    return to_listener(
+        bench, "send to listener, one in flight", bench.count(4_000), 1, (Target(1.5, 2.5), Target(3, 5))
+    )
+
+
+def stream(bench: Bench) -> list[Row]:
+    """Messages as fast as they can be sent, until the last listener has run."""
+    count = bench.count(40_000)
+    return to_listener(bench, "send to listener, a stream", count, count, (Target(4, 5), Target(10, 20)))
+
+
+# ------------------------------------------------------------------------------------------------- by hand, explored
+
+
+def by_hand(count: int) -> Run:
+    """Messages a second with the runner of tests, one in flight, in memory."""
+
+    def run(_: Path) -> float:
+        runner = ManualRunner()
+        seen: list[object] = []
+        with Broker.open("/broker", store_config=StoreConfig.embedded(), files=MemoryFiles(), runner=runner) as broker:
+            consumer = PushConsumer(broker, group="readers")
+            consumer.subscribe("T")(seen.append)
+            consumer.start()
+            producer = Producer(broker, "writers").start()
+            made = messages(count)
+            producer.send(made[0])
+            runner.advance(1000)
+            seen.clear()
+            with Stopwatch() as watch:
+                for message in made:
+                    producer.send(message)
+                    runner.advance()
+            if len(seen) != count:
+                raise RuntimeError(f"{len(seen)} of {count} messages came")
+            consumer.shutdown()
+        return count / watch.seconds
+
+    return run
+
+
+def hand(bench: Bench) -> list[Row]:
+    """The runner of tests against threads, one in flight."""
+    count = bench.count(4_000)
+    rates = bench.interleave({"by hand": by_hand(count), "threads": librmq_threads(count, in_flight=1)})
+    return [
+        compare(
+            "send to listener by hand", "one in flight", "librmq by threads", rates["by hand"], rates["threads"],
+            Target(3, 4),
+        )
+    ]  # fmt: skip
+
+
+def ten_messages(rmq: Any) -> None:
+    """What is explored: ten messages, two of which fail once."""
+    seen: list[bytes] = []
+
+    def listener(message: Any) -> None:
+        seen.append(message.body)
+        if message.body in (b"3", b"7") and message.reconsume_times == 0:
+            raise ValueError("once")
+
+    rmq.consumer("readers", fail_fast=False).subscribe("T")(listener)
+    producer = rmq.producer()
+    for number in range(10):
+        producer.send("T", b"%d" % number)
+    rmq.advance(minutes=1)
+    if set(seen) != {b"%d" % number for number in range(10)}:
+        raise AssertionError(f"lost: {seen}")
+
+
+def explored(bench: Bench) -> list[Row]:
+    """Schedules a second of a test with ten messages."""
+    from librmq.testing.explore import explore
+
+    runs = bench.count(400)
+    logging.getLogger("librmq").setLevel(logging.CRITICAL)
+    rates = []
+    for number in range(bench.rounds + 1):
+        with Stopwatch() as watch:
+            explore(ten_messages, runs)
+        if number:
+            rates.append(runs / watch.seconds)
+    measured = statistics.median(rates)
+    return [
+        Row("explored schedules", "ten messages", "", measured, "/s", Target(200, 1000), ours=rate(measured, "runs/s"))
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+
+def single_appends(count: int) -> Run:
+    """Messages a second that a bare store takes."""
+
+    def run(folder: Path) -> float:
+        made = messages(count)
+        with MessageStore.open(folder / "store", StoreConfig.embedded()) as store:
+            store.append(made[0])
+            with Stopwatch() as watch:
+                for message in made:
+                    store.append(message)
+        return count / watch.seconds
+
+    return run
+
+
+def delayed_messages(count: int) -> Run:
+    """Messages a second that are stored with a delay and delivered: the store's part, without clients."""
+
+    def run(folder: Path) -> float:
+        runner = ManualRunner()
+        made = [
+            Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=1, unique_key=f"{number:032X}")
+            for number in range(count)
+        ]
+        with Broker.open(folder / "broker", store_config=StoreConfig.embedded(), runner=runner) as broker:
+            broker.create_topic("T", 1)
+            with Stopwatch() as watch:
+                for message in made:
+                    broker.store.append(message)
+                with runner.lock:
+                    broker._delayed(1, runner.now_ms())
+                runner.advance(2_000)
+            if sum(1 for _ in broker.messages("T")) != count:
+                raise RuntimeError("not all were delivered")
+        return count / watch.seconds
+
+    return run
+
+
+def delayed(bench: Bench) -> list[Row]:
+    """A delayed message, stored and delivered, in single appends."""
+    count = bench.count(10_000)
+    rates = bench.interleave({"append": single_appends(count), "delayed": delayed_messages(count)})
+    costs = [one / two for one, two in zip(rates["append"], rates["delayed"], strict=True)]
+    return [
+        Row(
+            "a delayed message, stored and delivered",
+            "",
+            "a single append",
+            statistics.median(costs),
+            "×",
+            Target(3, 2.3, at_most=True),
+            f"{min(costs):.2f}–{max(costs):.2f}",
+            rate(statistics.median(rates["delayed"]), "msg/s"),
+            rate(statistics.median(rates["append"]), "msg/s"),
+            limit=True,
+        )
+    ]
+
+
+def idle(bench: Bench) -> list[Row]:
+    """The share of a core that twenty consumers with nothing to do take."""
+    with bench.folder() as folder, Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
+        broker.create_topic("T", 4)
+        consumers = [PushConsumer(broker, group=f"group-{number}") for number in range(20)]
+        for consumer in consumers:
+            consumer.subscribe("T")(lambda message: None)
+            consumer.start()
+        time.sleep(1)
+        begin = time.process_time()
+        time.sleep(IDLE_S * bench.scale)
+        share = 100 * (time.process_time() - begin) / (IDLE_S * bench.scale)
+        for consumer in consumers:
+            consumer.shutdown()
+    return [Row("an idle application with 20 consumers", "", "", share, "% of a core", Target(1, at_most=True))]
+
+
+ROWS: Final[dict[str, Measure]] = {
+    "one": one_in_flight,
+    "stream": stream,
+    "hand": hand,
+    "explored": explored,
+    "delayed": delayed,
+    "idle": idle,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and show; the exit status."""
+    return command("clients", __doc__ or "", ROWS, PACKAGES, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The second part of the demo: the same stores on Spark, and a page with plots.
+
+    python examples/demo_spark.py [FOLDER]      (./demo runs it behind examples/demo_store.py, which makes FOLDER)
+
+Reads both stores of the first part as one table, applies a production filter, writes messages, all or nothing, and
+leaves ``report.html`` in FOLDER for a browser. Needs ``pip install 'librmq[cli,spark,jvm,report]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from librmq import MissingExtraError
+from librmq.verify import verify
+
+if isinstance(sys.stdout, TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # where output is not UTF-8
+CONSOLE = Console(highlight=False)
+CONSOLE.width = min(CONSOLE.width, 120)
+
+MOST = 8
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="demo_spark", description="Shows what librmq does with stores on Spark.")
+    parser.add_argument("folder", nargs="?", default="demo-output", type=Path, help="of the first part (demo-output)")
+    folder = Path(os.path.abspath(parser.parse_args(arguments).folder))
+    stores = [folder / "broker", folder / "continued"]
+    if not all(store.is_dir() for store in stores):
+        print(f"{folder} lacks the stores of the first part: run examples/demo_store.py first.", file=sys.stderr)
+        return 2
+    CONSOLE.print()
+    CONSOLE.print(Rule("[bold]librmq on Spark[/bold]: the same stores as tables", style="cyan"))
+    say("Spark starts; it takes some seconds.")
+    try:
+        return show(folder, [str(store) for store in stores])
+    except MissingExtraError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def show(folder: Path, stores: list[str]) -> int:
+    from librmq.spark import register, session
+    from librmq.spark.functions import match_sql
+    from librmq.spark.overview import overview
+    from librmq.spark.pipelines import run
+
+    spark = session("librmq demo", "local[*]", {"spark.sql.shuffle.partitions": "4"})
+    spark.sparkContext.setLogLevel("ERROR")
+    register(spark)
+
+    step(8, "Two stores as one table")
+    code("messages = spark.read.format('rocketmq').load([broker, continued])", "messages.groupBy('topic', 'store')…")
+    say("Workers map the logs and decode them to Arrow; no lock is taken, no body passes the driver.")
+    messages = spark.read.format("rocketmq").load(stores).cache()
+    counts = messages.groupBy("topic").pivot("store", [*stores]).count().orderBy("topic").collect()
+    table(("topic", "#broker", "#continued"), [tuple(row) for row in counts])
+
+    step(9, "The broker's filter as a column")
+    expression = "TAGS IN ('demo', 'TagA') AND KEYS IS NOT NULL"
+    code(f'messages.where(match_sql("properties", "{expression}"))')
+    say("An SQL92 expression as consumers send it to a broker, as a native expression of Spark, with the same answers:")
+    matching = messages.where(match_sql("properties", expression)).groupBy("tags").count().orderBy("tags").collect()
+    table(("tag", "#messages that match"), [tuple(row) for row in matching])
+    messages.unpersist()
+
+    step(10, "Who is behind")
+    code("run(spark, 'backlog', [broker, continued])")
+    behind = run(spark, "backlog", stores).where("lag > 0 and topic != 'SCHEDULE_TOPIC_XXXX'")
+    rows = behind.groupBy("group", "topic").sum("lag").orderBy("sum(lag)", ascending=False).limit(MOST).collect()
+    table(("group", "topic", "#messages that wait"), [tuple(row) for row in rows])
+
+    step(11, "Writing, all or nothing")
+    target = folder / "written"
+    shutil.rmtree(target, ignore_errors=True)
+    code("orders.write.format('rocketmq').mode('append').option('jobId', 'demo').save(path)      # twice")
+    orders = spark.createDataFrame(
+        [("FromSpark", f"order {number}", f"spark-{number}") for number in range(1000)],
+        "topic string, body string, keys string",
+    )
+    for _ in range(2):
+        orders.write.format("rocketmq").mode("append").option("jobId", "demo").save(str(target))
+    written = spark.read.format("rocketmq").load(str(target)).count()
+    sound = verify(str(target)).sound
+    answers(
+        (written == 1000, f"{written:,} messages are there: the second time the job was there already"),
+        (sound, "verify finds nothing wrong with the store that Spark made"),
+    )
+
+    step(12, "One page for all of it")
+    page = folder / "report.html"
+    page.write_text(overview(spark, stores, title="The stores of the demo").html(), encoding="utf-8")
+    command = Path(sys.executable).parent / "librmq"
+    code(f"{command} report {' '.join(stores)} --out {page}")
+    say(
+        f"[bold]{page}[/bold] has lag, rates, uneven queues, duplicates, what is pending and dead, with plots. "
+        "Open it in a browser; it needs no network. docs/spark.md tells the rest."
+    )
+    CONSOLE.print()
+    CONSOLE.print(Rule(style="cyan"))
+    return 0 if written == 1000 and sound else 1
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def step(number: int, title: str) -> None:
+    CONSOLE.print()
+    CONSOLE.print()
+    CONSOLE.print(Rule(f"[bold cyan]{number}[/bold cyan]  [bold]{title}[/bold]", align="left", style="dim"))
+
+
+def say(text: str) -> None:
+    CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
+
+
+def code(*lines: str) -> None:
+    CONSOLE.print()
+    for line in lines:
+        CONSOLE.print(Text(f"    {line}", style="green"), soft_wrap=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows; columns that begin with # hold numbers."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
+    for name in columns:
+        made.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left", overflow="ellipsis")
+    for row in rows:
+        made.add_row(*(Text(plain(value)) for value in row))
+    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
+
+
+def plain(value: object) -> str:
+    """A value on one line: what a terminal could take for a command is escaped."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    text = repr(value)[1:-1] if isinstance(value, str) else "" if value is None else str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def answers(*rows: tuple[bool, str]) -> None:
+    made = Table.grid(padding=(0, 1))
+    for good, text in rows:
+        made.add_row("[bold green]yes[/]" if good else "[bold red]NO[/]", text)
+    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

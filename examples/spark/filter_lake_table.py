@@ -1,0 +1,48 @@
+"""Applies the filter that production runs to a table of the lake: what would the group have been sent?
+
+    python examples/spark/filter_lake_table.py STORE TOPIC GROUP TABLE OUT
+
+Takes the expression that GROUP has registered for TOPIC at the broker, and writes the rows of the Parquet TABLE that
+match it to OUT. The table has a column ``properties`` (map<string,string>), or a column of strings a property. The
+decision is the broker's to the last case, and runs as a native expression of Spark.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq import RmqError
+from librmq.spark import register, session, stores
+from librmq.spark.functions import match_sql
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 5:
+        print(__doc__, file=sys.stderr)
+        return 2
+    store, topic, group, table, out = arguments
+    spark = session()
+    register(spark)
+    try:
+        registered = stores.filters(spark, store).where((F.col("topic") == topic) & (F.col("group") == group)).first()
+    except RmqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if registered is None:
+        print(f"{store}: the group {group} has no SQL filter on {topic}", file=sys.stderr)
+        return 1
+    expression = registered["expression"]
+    rows = spark.read.parquet(os.path.abspath(table))
+    columns = {name: F.col(name) for name, kind in rows.dtypes if kind == "string"}
+    properties = "properties" if "properties" in rows.columns else columns
+    rows.where(match_sql(properties, expression)).write.parquet(os.path.abspath(out))
+    print(f"{expression}: {spark.read.parquet(os.path.abspath(out)).count()} of {rows.count()} rows match")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

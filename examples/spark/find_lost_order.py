@@ -1,0 +1,65 @@
+"""Finds a lost order in brokers' directories: every message with its key, and what became of it in each group.
+
+    python examples/spark/find_lost_order.py KEY STORE [STORE …]
+
+Looks through all logs, also where the key index has lost the message, and at retries and dead letters too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq import RmqError
+from librmq.spark import register, session, stores
+
+COLUMNS = (
+    "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
+    "keys string, uniqueKey string, reconsumeTimes int, properties map<string,string>"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    key, *paths = arguments
+    spark = session()
+    register(spark)
+    try:
+        messages = stores.messages(spark, paths, COLUMNS)
+        offsets = stores.offsets(spark, paths)
+    except RmqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    has_key = F.array_contains(F.split("keys", " "), key) | (F.col("uniqueKey") == key)
+    # A retry or a dead letter of the order has its keys too: all of them tell the story.
+    found = messages.where(has_key).join(F.broadcast(offsets), ["store", "topic", "queueId"], "left")
+    story = (
+        found.groupBy("storeTimestamp", "store", "topic", "queueId", "queueOffset", "reconsumeTimes")
+        .agg(
+            F.sort_array(F.collect_set(F.when(F.col("offset") > F.col("queueOffset"), F.col("group")))).alias("passed"),
+            F.sort_array(F.collect_set(F.when(F.col("offset") <= F.col("queueOffset"), F.col("group")))).alias("ahead"),
+        )
+        .orderBy("storeTimestamp", "topic", "queueOffset")
+        .collect()
+    )
+    for row in story:
+        passed, ahead = (", ".join(row[name]) or "nobody" for name in ("passed", "ahead"))
+        where = f"{row['topic']} queue {row['queueId']}, number {row['queueOffset']}"
+        print(f"{row['storeTimestamp']:%Y-%m-%d %H:%M:%S} {where}")
+        print(f"    consumed by: {passed}; still before: {ahead}")
+        if row["topic"].startswith("%DLQ%"):
+            print(f"    given up after {row['reconsumeTimes']} attempts: replay_dead_letters.py sends it again")
+    print(
+        f"{len(story)} found"
+        if story
+        else f"no message has the key {key!r}: it was never stored, or is already deleted"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Sends a day's dead letters of a group again, once, to the topics they came from.
+
+    python examples/spark/replay_dead_letters.py STORE GROUP DAY TARGET
+
+DAY is a date (2026-11-20, UTC): yesterday's, as a rule. TARGET is the store that is written to; it may be STORE itself
+while no broker runs on it. The whole is one job with a name of its own: run again, it writes nothing more, and if it
+fails, the store is as it was. Keys and unique ids are kept, so that consumers that guard against duplicates know them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from librmq import RmqError
+from librmq.spark import register, session, stores
+from librmq.spark.pipelines import replayable
+from librmq.topics import dead_letter_topic
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 4:
+        print(__doc__, file=sys.stderr)
+        return 2
+    store, group, day, target = arguments
+    begin = datetime.fromisoformat(day).replace(tzinfo=UTC)
+    spark = session()
+    register(spark)
+    try:
+        letters = stores.messages(
+            spark,
+            store,
+            "topic string, body binary, properties map<string,string>",
+            topic=dead_letter_topic(group),
+            startingTimestamp=str(int(begin.timestamp() * 1000)),
+            endingTimestamp=str(int((begin + timedelta(days=1)).timestamp() * 1000)),
+        )
+    except RmqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    again = replayable(letters).cache()
+    count = again.count()
+    again.write.format("rocketmq").mode("append").option("jobId", f"replay-{group}-{day}").save(os.path.abspath(target))
+    print(f"{count} dead letters of {group} from {day} are in {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""The guard behind real consumers, under the kit's clock, and under its explored schedules."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.consumer import DeliveredMessage
+from librmq.dedup import DedupCounts, DedupListener, DedupStore, MemoryDedupStore, SqliteDedupStore
+from librmq.listener import ReconsumeLater
+from librmq.message import Message
+from librmq.metrics import Metrics
+from librmq.outbox import Outbox, OutboxSender
+from librmq.selectors import select_by_hash
+from librmq.sqltables import upgrade_tables
+from librmq.testing import Kit, Process, explore
+from tests.planted import send
+
+
+def order_of(message: DeliveredMessage) -> str:
+    return message.keys[0]
+
+
+def guard(rmq: Kit, listener: Callable[..., Any], store: DedupStore, **settings: Any) -> DedupListener:
+    settings = {"key": order_of, "consuming_timeout": 60, **settings}
+    return DedupListener(listener, store, group="billing", clock=rmq.clock, **settings)
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("orderly", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_each_order_is_consumed_once(tmp_path: Path, kind: str, orderly: bool, is_async: bool) -> None:
+    seen: list[str] = []
+
+    def note(message: DeliveredMessage) -> None:
+        seen.append(order_of(message))
+
+    async def note_later(message: DeliveredMessage) -> None:
+        note(message)
+
+    store: Any = MemoryDedupStore() if kind == "memory" else SqliteDedupStore(tmp_path / "x.db")
+    with Kit() as rmq:
+        guarded = guard(rmq, note_later if is_async else note, store)
+        rmq.consumer("billing", orderly=orderly).subscribe("orders")(guarded)
+        for order in ("o-1", "o-2", "o-1", "o-2", "o-3"):
+            rmq.producer().send(Message("orders", b"an order", keys=order))
+        rmq.advance(minutes=5)
+    assert sorted(seen) == ["o-1", "o-2", "o-3"]
+    assert guarded.counts == DedupCounts(consumed=3, duplicates=2)
+    if isinstance(store, SqliteDedupStore):
+        store.close()
+
+
+def test_a_retried_message_is_known_by_its_id() -> None:
+    """Redeliveries are other records, in another topic: the usual key and the scope are those of the first."""
+    tries: list[str] = []
+
+    def fail_twice(message: DeliveredMessage) -> None:
+        tries.append(message.topic)
+        if len(tries) < 3:
+            raise ReconsumeLater
+
+    with Kit() as rmq:
+        store = MemoryDedupStore()
+        guarded = DedupListener(fail_twice, store, group="billing", clock=rmq.clock)
+        rmq.consumer("billing").subscribe("orders")(guarded)
+        rmq.producer().send(Message("orders", b"an order"))
+        rmq.advance(minutes=5)
+    assert tries == ["orders"] * 3
+    assert guarded.counts == DedupCounts(consumed=1, released=2)
+    assert len(store) == 1
+
+
+@pytest.mark.parametrize("in_bulk", [False, True])
+def test_a_batch_goes_on_where_it_stopped(in_bulk: bool) -> None:
+    seen: list[str] = []
+    refused = {"o-3"}
+
+    def note(messages: Any) -> None:
+        for number, message in enumerate(messages if in_bulk else [messages]):
+            if order_of(message) in refused:
+                refused.clear()
+                raise ReconsumeLater(consumed=number)
+            seen.append(order_of(message))
+
+    with Kit() as rmq:
+        guarded = guard(rmq, note, MemoryDedupStore(), batch=in_bulk)
+        rmq.consumer("billing", batch_size=8).subscribe("orders")(guarded)
+        for order in ("o-1", "o-2", "o-2", "o-3", "o-4"):
+            rmq.producer().send(Message("orders", b"an order", keys=order), queue=0)
+        rmq.advance(minutes=5)
+    assert sorted(seen) == ["o-1", "o-2", "o-3", "o-4"]
+    assert guarded.counts.consumed == 4
+
+
+def test_a_crash_while_consuming_never_leads_to_the_dead_letters() -> None:
+    """The claim of the dead process lasts ten minutes; retries come until it has expired."""
+    seen: list[str] = []
+    store = MemoryDedupStore()
+    with Kit() as rmq:
+        begun = rmq.clock.now_ms()
+        store.claim(":orders:billing::o-1", "of a dead process", begun, begun + 600_000)
+        metrics = Metrics()
+        guarded = guard(
+            rmq, lambda message: seen.append(order_of(message)), store, consuming_timeout=600, metrics=metrics
+        )
+        rmq.consumer("billing").subscribe("orders")(guarded)
+        rmq.producer().send(Message("orders", b"an order", keys="o-1"))
+        rmq.advance(minutes=9, seconds=59)
+        assert seen == []
+        rmq.advance(minutes=10)
+    assert seen == ["o-1"]
+    assert guarded.counts.taken_over == 1
+    assert metrics.snapshot()["duplicates"] == {
+        ("orders", "billing", "wait"): guarded.counts.busy,
+        ("orders", "billing", "take over"): 1,
+    }
+
+
+# --- the outbox
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_from_an_outbox_through_a_broker_to_a_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orderly: bool
+) -> None:
+    """A sender dies behind a send; what it sent is sent again with its unique id, and dropped by the usual key."""
+    seen: list[bytes] = []
+    path = tmp_path / "shop.db"
+    with Kit() as rmq, closing(sqlite3.connect(path)) as shop:
+        upgrade_tables(shop)
+        guarded = DedupListener(
+            lambda message: seen.append(message.body), MemoryDedupStore(), group="billing", clock=rmq.clock
+        )
+        rmq.consumer("billing", orderly=orderly).subscribe("orders")(guarded)
+        producer = rmq.producer()
+
+        def send_ordered(message: Message, order_key: str) -> object:
+            return producer.send(message, selector=select_by_hash, arg=order_key)
+
+        def sender() -> OutboxSender:
+            return OutboxSender(lambda: sqlite3.connect(path), producer, send_ordered=send_ordered, clock=rmq.clock)
+
+        def run(sender: OutboxSender) -> None:
+            sender.run_due(rmq.clock.now_ms())
+            rmq.advance(minutes=1)
+
+        outbox = Outbox(clock=rmq.clock)
+        for number in range(6):
+            outbox.add(shop, Message("orders", b"%d" % number), order_key=f"o-{number % 2}" if orderly else None)
+        shop.commit()
+
+        dying = sender()
+        monkeypatch.setattr(dying, "_mark", _die)
+        with pytest.raises(SystemExit):
+            run(dying)
+        rmq.advance(minutes=1)
+        assert seen == [b"0"]
+        run(sender())
+        assert sorted(seen) == [b"%d" % number for number in range(6)]
+        assert guarded.counts == DedupCounts(consumed=6, duplicates=1)
+        if orderly:
+            for key in (0, 1):
+                assert [body for body in seen if int(body) % 2 == key] == [b"%d" % n for n in range(key, 6, 2)]
+
+
+def _die(*_: object) -> None:
+    raise SystemExit
+
+
+# --- explored
+
+
+def book(rmq: Kit, guarded: bool) -> None:
+    """Looks whether an order is booked, and books it; each order is sent twice, and any process may die."""
+    booked: list[str] = []
+    store = MemoryDedupStore()
+
+    def shop(process: Process) -> None:
+        def charge(message: DeliveredMessage) -> None:
+            if order_of(message) not in booked:
+                rmq.checkpoint("between look and insert")
+                booked.append(order_of(message))
+
+        process.consumer("billing").subscribe("orders")(guard(rmq, charge, store) if guarded else charge)
+
+    rmq.app("shop", shop)
+    for order in ("o-1", "o-2", "o-1", "o-2"):
+        send(rmq.producer(), Message("orders", b"an order", keys=order))
+    rmq.advance(minutes=10)
+    assert sorted(booked) == ["o-1", "o-2"]
+
+
+def test_explored_schedules_pass_with_the_guard() -> None:
+    result = explore(lambda rmq: book(rmq, True), runs=200)
+    assert result.runs > 150
+    assert result.chosen["fault"] > 10
+
+
+def test_explored_schedules_fail_without_it() -> None:
+    with Kit() as rmq:
+        book(rmq, False)  # in the usual order it passes
+    with pytest.raises(AssertionError):
+        explore(lambda rmq: book(rmq, False), runs=200)

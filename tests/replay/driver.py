@@ -1,0 +1,108 @@
+"""Plays a recording: the same calls at the same times, answered by librmq.
+
+Each event that is a call is repeated by the ``on_kind`` of a part; each that shows a state makes librmq's state be noted
+under its ``seq``. Events that tell what the original did by itself are what the comparison is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tests.reference import Row
+from tests.replay.calls import Calls
+from tests.replay.consuming import Consumers
+from tests.replay.producing import Producers
+from tests.replay.reading import Recording
+from tests.replay.stage import STORE, Played, Stage
+
+__all__ = ["play"]
+
+_TOLD_AT_ITS_END: Final = "broker_shutdown"  # which takes seconds
+
+
+def play(recording: Recording, before_ms: int = 0) -> Played:
+    """Let librmq do what was done; brokers are started so long before that is told."""
+    stage = Stage(recording, before_ms)
+    consumers = Consumers(stage)
+    parts = (_Brokers(stage), Producers(stage), consumers, Calls(stage))
+    runner = stage.runner
+    if any(event["kind"] == "cached" for event in recording.events):
+        runner.before_turn = consumers.note_held
+    for event in recording.events:
+        while stage.openings and stage.openings[0][0] <= event["at_ms"]:
+            at, name = stage.openings.pop(0)
+            stage.play_to(at)
+            stage.open(name)
+        if event["kind"] != _TOLD_AT_ITS_END:
+            stage.play_to(event["at_ms"])
+        for part in parts:
+            act: Callable[[Row], None] | None = getattr(part, f"on_{event['kind']}", None)
+            if act is not None:
+                act(event)
+        runner.resume(event["seq"])
+    for name in stage.brokers:
+        stage.close(name)
+    return stage.played
+
+
+class _Brokers:
+    """Steps and states of brokers."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def on_broker_shutdown(self, event: Row) -> None:
+        self.stage.close(self.stage.recording.broker_of(event))
+
+    def on_create_topic(self, event: Row) -> None:
+        self.stage.broker(event).create_topic(
+            event["topic"], event["readQueueNums"], write_queues=event["writeQueueNums"], permission=event["perm"]
+        )
+
+    def on_delete_files_manually(self, event: Row) -> None:
+        """Deletes what had gone when the queues were looked at next."""
+        store = self.stage.broker(event).store
+        following = self.stage.recording.events_from(event["seq"])
+        bounds = next(
+            one for one in following if one["kind"] == "queue_offsets" and any(q["min"] for q in one["queues"])
+        )
+        first = [store.queue(bounds["topic"], one["queueId"]) for one in bounds["queues"]]
+        offsets = [
+            message.physical_offset
+            for queue, one in zip(first, bounds["queues"], strict=True)
+            if queue is not None
+            for message in store.read(bounds["topic"], one["queueId"], one["min"], 1).messages
+        ]
+        store.flush()  # what is deleted is settled
+        store._retention.delete_before(min(offsets))
+
+    def on_queue_offsets(self, event: Row) -> None:
+        store = self.stage.broker(event).store
+        found = []
+        for row in event["queues"]:
+            begin, end = store.queue_range(event["topic"], row["queueId"])
+            found.append({"queueId": row["queueId"], "min": begin, "max": end})
+        self.stage.played.seen[event["seq"]] = found
+
+    def on_file_client(self, event: Row) -> None:
+        path = f"/client/{event['path']}"
+        files = self.stage.files
+        self.stage.played.seen[event["seq"]] = None if files.size(path) is None else files.read(path).decode()
+
+    def on_file(self, event: Row) -> None:
+        path = f"{STORE}/{event['path']}"
+        files = self.stage.played.files[self.stage.recording.broker_of(event)]
+        self.stage.played.seen[event["seq"]] = None if files.size(path) is None else files.read(path).decode()
+
+    def on_subscription_at_broker(self, event: Row) -> None:
+        broker = self.stage.broker(event)
+        members = broker._registry.consumers.get(event["group"])
+        self.stage.played.seen[event["seq"]] = (
+            {}
+            if members is None
+            else {
+                topic: {"subString": of.expression, "expressionType": of.expression_type}
+                for topic, of in members.subscriptions.items()
+            }
+        )

@@ -1,0 +1,79 @@
+"""A runner by hand that follows a recording: listeners end when the recorded ones did."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from typing import Any, TypeVar
+
+from librmq.clock import ManualClock
+from librmq.runner import ManualRunner, Step, Turn, Work
+
+__all__ = ["ReplayRunner", "until"]
+
+T = TypeVar("T")
+
+
+class ReplayRunner(ManualRunner):
+    """Coroutines wait for events of the recording, named by their ``seq``; `resume` lets one go on."""
+
+    def __init__(self, now_ms: int) -> None:
+        super().__init__(ManualClock(now_ms))
+        self.reached = -1
+        """The ``seq`` of the last event that has happened."""
+        self.before_turn: Callable[[], None] | None = None
+        """Called before each turn."""
+        self._first_queue: tuple[str, int] | None = None
+        self._queues: list[tuple[str, int]] = []
+        self._waiting: dict[int, list[tuple[Work, Coroutine[Any, Any, object]]]] = {}
+
+    def play_to(self, at_ms: int) -> None:
+        """Take all turns up to a time."""
+        self._take_turns(at_ms)
+        self.manual_clock.move_to(max(at_ms, self.now_ms()))
+
+    def resume(self, seq: int) -> None:
+        """The event has happened: whoever waits for it goes on."""
+        self.reached = max(self.reached, seq)
+        for work, coroutine in self._waiting.pop(seq, []):
+            self._go_on(work, coroutine)
+
+    def begin_at(self, queue: tuple[str, int], queues: list[tuple[str, int]]) -> None:
+        """A producer that has no queue in turn begins at this one of a topic's, each given by broker and number."""
+        self._first_queue, self._queues = queue, queues
+
+    def choose(self, kind: str, options: Sequence[T]) -> T:
+        if not kind.startswith("first queue of ") or self._first_queue is None:
+            return super().choose(kind, options)
+        known = self._queues
+        at = known.index(self._first_queue) if self._first_queue in known else self._first_queue[1]
+        return options[at % len(options)]
+
+    def pick(self, options: Iterator[Turn]) -> Turn | None:
+        if self.before_turn is not None:
+            self.before_turn()
+        return super().pick(options)
+
+    def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        self._go_on(work, coroutine)
+
+    def _go_on(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        try:
+            seq, at_ms = coroutine.send(None)
+            while seq <= self.reached and at_ms <= self.now_ms():
+                seq, at_ms = coroutine.send(None)
+        except StopIteration as end:
+            self._finish(work, end.value, None)
+        except Exception as error:
+            self._finish(work, None, error)
+        else:
+            if seq > self.reached:
+                self._waiting.setdefault(seq, []).append((work, coroutine))
+            else:
+                self.wake(Step(f"{work.label} goes on", lambda now_ms: self._go_on(work, coroutine)), at_ms)
+
+
+@types.coroutine
+def until(seq: int = -1, at_ms: int = 0) -> Generator[tuple[int, int], None, None]:
+    """Wait for an event of the recording, or for a time."""
+    yield seq, at_ms

@@ -1,0 +1,63 @@
+"""Order under any interleaving of rebalances, crashes and lock expiry; and what happens without the lock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from librmq.consumer import DeliveredMessage
+from librmq.message import Message
+from librmq.testing import Kit, Process, explore
+from tests.conftest import SlowBudget
+from tests.planted import send
+
+
+def orders_in_order(rmq: Kit, lock_queues: bool = True) -> None:
+    """Two instances consume two queues in order, while one of them comes and goes."""
+    at_work: dict[int, str] = {}
+    seen: dict[int, list[int]] = defaultdict(list)
+
+    def shop(process: Process) -> None:
+        @process.consumer("billing", orderly=True, lock_queues=lock_queues).subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            queue = message.queue.queue_id
+            other = at_work.get(queue)
+            assert other is None, f"{other} and {process.label} have queue {queue} at once"
+            at_work[queue] = process.label
+            try:
+                rmq.checkpoint("at work")
+                number = int(message.body)
+                newest = max(seen[queue], default=-1)
+                assert number <= newest + 1, f"{number} overtakes {newest + 1} in queue {queue}"
+                seen[queue].append(number)
+            finally:
+                del at_work[queue]
+
+    rmq.broker.create_topic("orders", queues=2)
+    first = rmq.app("shop", shop)
+    for number in range(3):
+        for queue in range(2):
+            send(rmq.producer(), Message("orders", b"%d" % number), queue)
+        if number == 1:
+            rmq.join(first)
+    rmq.advance(minutes=5 if lock_queues else 0.5)
+    assert {queue: set(numbers) for queue, numbers in seen.items()} == {0: {0, 1, 2}, 1: {0, 1, 2}}
+
+
+def test_no_schedule_breaks_the_order() -> None:
+    result = explore(orders_in_order, runs=100)
+    assert result.chosen["fault"] > 20
+    assert result.chosen["pause"] > 5
+
+
+@pytest.mark.slow
+def test_no_schedule_of_many_breaks_the_order(slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(50, "times 200 schedules"):
+        explore(orders_in_order, runs=200, seed=str(number))
+
+
+def test_without_the_lock_two_have_a_queue_at_once() -> None:
+    with pytest.raises(AssertionError, match=r"at once|overtakes") as caught:
+        explore(lambda rmq: orders_in_order(rmq, lock_queues=False), runs=400)
+    assert "the shortest schedule" in caught.value.__notes__[-1]
