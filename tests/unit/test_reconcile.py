@@ -223,6 +223,57 @@ def test_entries_of_messages_that_are_gone_stay(parts: Parts) -> None:
         assert [place for n, place in parts.entries() if n >= first] == places[first:]
 
 
+def test_entries_that_no_record_leads_to_are_cut(parts: Parts) -> None:
+    places = [parts.record(n) for n in range(3)]
+    parts.reconcile()
+    parts.queues["T", 0].append(3, places[1], 40, 0)
+    assert [damage.kind for damage in parts.reconcile(mend=False)] == ["ahead"]
+    parts.reconcile()
+    assert parts.entries() == list(enumerate(places))
+    parts.settled()
+
+
+def test_zeros_in_a_queue_are_no_entry_of_the_first_record(parts: Parts) -> None:
+    """The first file of a queue that begins above 0 never reached the device; the log's first record is its."""
+    places = [parts.record(n) for n in range(3, 10)]
+    assert places[0] == 0
+    parts.reconcile()
+    parts.files.open(f"/queues/T/0/{0:020d}", writable=True).buffer[:] = bytes(100)
+    parts.queues = {("T", 0): parts.open_queue("T", 0)}
+    assert {damage.kind for damage in parts.reconcile()} == {"entry"}
+    assert parts.entries() == list(enumerate(places, 3))
+    parts.settled()
+
+
+@pytest.mark.parametrize("what", ["tags code", "time", "one unit twice", "out of order"])
+def test_units_are_those_of_their_records(what: str) -> None:
+    """Records of one moment and one tag have units alike, which are told by their order."""
+    parts = Parts(ext=True)
+    for n in range(4):
+        parts.record(n, store_timestamp_ms=START_MS)
+    parts.reconcile()
+    queue = parts.queues["T", 0]
+    before = queue.entries().tolist()
+    entries = parts.files.open(f"/queues/T/0/{0:020d}", writable=True).buffer
+    units = parts.files.open(f"/ext/T/0/{0:020d}", writable=True).buffer
+    if what == "tags code":
+        units[22:30] = struct.pack(">q", 77)
+    elif what == "time":
+        units[30:38] = struct.pack(">q", START_MS + 1)
+    elif what == "one unit twice":
+        entries[32:40] = entries[12:20]
+    else:
+        entries[12:20], entries[32:40] = entries[32:40], entries[12:20]
+    assert {damage.kind for damage in parts.reconcile(mend=False)} == {"entry"}
+    parts.reconcile()
+    parts.settled()
+    found = queue.entries().tolist()
+    assert [entry[:2] for entry in found] == [entry[:2] for entry in before]
+    codes = [code for _, _, code in found]
+    assert sorted(set(codes)) == codes
+    assert len({(unit.tags_code, unit.store_timestamp_ms) for code in codes if (unit := queue.ext_unit(code))}) == 1
+
+
 @pytest.mark.parametrize("topic", ["", "a/b", "..", "x" * 120 + "消息消"])
 def test_a_record_that_names_no_queue(parts: Parts, topic: str) -> None:
     parts.record(0)

@@ -422,6 +422,37 @@ def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
         assert verify(ROOT, config, again).sound
 
 
+@configs
+def test_bytes_behind_the_last_entry_of_a_queue_are_cleared(config: StoreConfig) -> None:
+    """A sector that reached the device before the one in front of it."""
+    found = filled(config, 120, clean=False)
+    wanted = records_of(found, config)
+    spoilt = 0
+    for path in sorted(path for path in found if path.startswith("consumequeue/")):
+        data = found[path]
+        if data and not any(data[-40:]):
+            found[path] = data[:-20] + b"\0\0\0\0\0\0\0\5" + b"\7" * 12
+            spoilt += 1
+    assert spoilt > 3
+    files = in_memory(found)
+    with opened(files, config) as store:
+        assert len(served(store)) == wanted
+        assert "tail" in kinds(store.recovered)["consumequeue"]
+    assert verify(ROOT, config, files).sound
+
+
+@configs
+def test_queues_whose_log_is_gone_are_cut(config: StoreConfig) -> None:
+    found = {path: data for path, data in filled(config, 80).items() if not path.startswith("commitlog/")}
+    files = in_memory(found)
+    with opened(files, config) as store:
+        assert list(store) == []
+        assert "ahead" in kinds(store.recovered)["consumequeue"]
+        assert all(queue.min_offset == queue.max_offset for queue in store.queues.values())
+        store.append(Message("TopicA", b"more"))
+    assert verify(ROOT, config, files).sound
+
+
 def test_a_clean_store_is_not_walked_again() -> None:
     files = in_memory(filled(SMALL, 300))
     before = contents(files)
