@@ -625,6 +625,27 @@ def test_files_of_length_zero_are_cleared_away(name: str) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
+def test_of_queue_files_that_were_about_to_go_the_rest_goes() -> None:
+    """Power is lost while retention deletes the files of a queue, none of whose messages is left: its offsets stay."""
+    files = MemoryFiles()
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    for _ in range(20):
+        store.append(Message("Old"))
+    fill(store, clock, random.Random(1), 100)
+    store.flush()
+    path = f"consumequeue/Old/0/{0:020d}"
+    first = contents(files)[path]
+    retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
+    retention.delete_before(3 * 4096)
+    assert [entry.name for entry in files.list(f"{ROOT}/consumequeue/Old/0")] == [f"{320:020d}"]
+    crashed = in_memory({**contents(files), path: first})
+    with opened(crashed) as again:
+        assert (again.queues["Old", 0].min_offset, again.queues["Old", 0].max_offset) == (16, 20)
+        assert again.append(Message("Old")).queue_offset == 20
+    assert verify(ROOT, SMALL, crashed).sound
+
+
 def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
     found = filled(SMALL, 100)
     paths = sorted(path for path in found if path.startswith("commitlog/"))
