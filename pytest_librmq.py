@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "rmq_explore(runs=200): run the test under so many legal schedules, and show the shortest that fails"
+        "markers",
+        "rmq_explore(runs=200, lines=False): run the test under so many legal schedules, and show the shortest that "
+        "fails; with lines, listeners may be interrupted at any line",
     )
     config.addinivalue_line("markers", "rmq(on_disk=False, **settings): how the kit of fixture rmq is made")
 
@@ -64,8 +66,18 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if (plugin := _loaded()) is not None:
-        plugin.summarize(terminalreporter)
+    """Which kinds of decisions exploring has met, told by the reports, as those come from other processes too."""
+    explored = {
+        report.nodeid: summary
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, summary in getattr(report, "user_properties", ())
+        if name == "rmq_explored"
+    }
+    if explored:
+        terminalreporter.section("explored (rmq)")
+        for nodeid, summary in explored.items():
+            terminalreporter.line(f"{nodeid}: {summary}")
 
 
 def pytest_unconfigure() -> None:

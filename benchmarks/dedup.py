@@ -23,6 +23,7 @@ from librmq.message import Message
 PACKAGES: Final = ("librmq", "SQLAlchemy", "psycopg", "PyMySQL", "redis")
 ON_FILES: Final = 20_000
 ON_SERVERS: Final = 2_000
+LIST: Final = 32
 UNTIL_MS: Final = 1 << 45
 OWNER: Final = "0123456789abcdef01234567"
 
@@ -67,6 +68,18 @@ def _delivered(count: int, prefix: str, store: DedupStore) -> float:
     with Stopwatch() as watch:
         for message in messages:
             guard(message)
+    assert guard.counts.consumed == count
+    return count / watch.seconds
+
+
+def _delivered_in_lists(count: int, prefix: str, store: DedupStore) -> float:
+    guard = DedupListener(
+        lambda messages: None, store, group="lists", application="shop", clock=SystemClock(), batch=True
+    )
+    messages = [Delivery("orders", tags="paid", unique_key=f"{prefix}{number:08d}") for number in range(count)]
+    with Stopwatch() as watch:
+        for begin in range(0, count, LIST):
+            guard(messages[begin : begin + LIST])
     assert guard.counts.consumed == count
     return count / watch.seconds
 
@@ -128,12 +141,17 @@ def _on_server(
             {
                 "ours": run(lambda prefix: _timed(count, prefix, _store(store))),
                 "guard": run(lambda prefix: _delivered(count, prefix, store)),
+                "lists": run(lambda prefix: _delivered_in_lists(count, prefix, store)),
                 "bare": run(lambda prefix: _timed(count, prefix, bare)),
             }
         )
     return [
         compare(path, case, against, rates[ours], rates["bare"], NO_TARGET, limit=True)
-        for path, ours in (("claim and mark", "ours"), ("guarded delivery", "guard"))
+        for path, ours in (
+            ("claim and mark", "ours"),
+            ("guarded delivery", "guard"),
+            (f"guarded delivery, lists of {LIST}", "lists"),
+        )
     ]
 
 

@@ -94,6 +94,10 @@ if TYPE_CHECKING:
     from librmq.store import MessageFilter as MessageFilter
     from librmq.store import MessageStore as MessageStore
     from librmq.store import ReadResult as ReadResult
+    from librmq.transactionproducer import CheckedMessage as CheckedMessage
+    from librmq.transactionproducer import TransactionProducer as TransactionProducer
+    from librmq.transactionproducer import TransactionResult as TransactionResult
+    from librmq.txn import TransactionSettings as TransactionSettings
 
 _HOMES = {
     "broker": ("Broker", "BrokerSettings"),
@@ -158,6 +162,8 @@ _HOMES = {
     "runner": ("ManualRunner", "ThreadRunner"),
     "selectors": ("select_by_hash", "select_by_remainder"),
     "store": ("AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"),
+    "transactionproducer": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+    "txn": ("TransactionSettings",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.clock import Clock, SystemClock
@@ -96,6 +97,8 @@ class _Ask(NamedTuple):
 
     call: Callable[[], Any]
     of_store: bool
+    operation: tuple[str, tuple[Any, ...]] | None = None
+    """Name and arguments of a call of the store."""
 
 
 _Flow = Generator[_Ask, Any, Any]
@@ -222,7 +225,7 @@ class DedupListener:
         owner = secrets.token_hex(12)
         now_ms = self._clock.now_ms()
         try:
-            claim = yield _Ask(lambda: self.store.claim(key, owner, now_ms, now_ms + self._consuming_ms), True)
+            claim = yield self._ask("claim", key, owner, now_ms, now_ms + self._consuming_ms)
         except DedupStoreError as error:
             if self._consumes_unguarded:
                 self._count("unguarded", message.topic)
@@ -248,7 +251,7 @@ class DedupListener:
             return
         now_ms = self._clock.now_ms()
         try:
-            done = yield _Ask(lambda: self.store.finish(key, owner, now_ms, now_ms + self._keep_ms), True)
+            done = yield self._ask("finish", key, owner, now_ms, now_ms + self._keep_ms)
         except DedupStoreError as error:
             self._count("unmarked")
             _log.warning("%s: consumed, but could not be marked so: %s", key, error)
@@ -263,7 +266,7 @@ class DedupListener:
         if not owner:
             return
         try:
-            done = yield _Ask(lambda: self.store.release(key, owner, self._clock.now_ms()), True)
+            done = yield self._ask("release", key, owner, self._clock.now_ms())
         except DedupStoreError as error:
             self._count("unmarked")
             _log.warning("%s: failed, but could not be released: %s", key, error)
@@ -276,7 +279,7 @@ class DedupListener:
     def _tell_lost(self, held: _Held, how: str) -> Generator[_Ask, Any, None]:
         self._count("lost")
         try:
-            record = yield _Ask(lambda: self.store.look(held.key, self._clock.now_ms()), True)
+            record = yield self._ask("look", held.key, self._clock.now_ms())
         except DedupStoreError:
             now = "what became of it is not known"
         else:
@@ -304,20 +307,21 @@ class DedupListener:
 
     def _list(self, messages: Sequence[Any]) -> _Flow:
         """All that can be claimed at once, up to the first that can't."""
+        claims = yield from self._together([self._claim(message) for message in messages])
+        until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
         passed: list[tuple[int, Any, _Held]] = []
-        later: ReconsumeLater | None = None
-        for index, message in enumerate(messages):
-            try:
-                held = yield from self._claim(message)
-            except ReconsumeLater as error:
-                later, until = error, index
-                break
-            except BaseException:
-                for _, _, other in passed:
-                    yield from self._release(other)
-                raise
-            if held is not None:
-                passed.append((index, message, held))
+        surplus: list[_Held] = []
+        for index, held in enumerate(claims):
+            if isinstance(held, _Held) and index < until:
+                passed.append((index, messages[index], held))
+            elif isinstance(held, _Held):
+                surplus.append(held)
+        later = claims[until] if until < len(messages) else None
+        if later is not None and not isinstance(later, ReconsumeLater):
+            surplus, passed = surplus + [held for _, _, held in passed], []
+        yield from self._together([self._release(held) for held in surplus])
+        if later is not None and not isinstance(later, ReconsumeLater):
+            raise later
         done, failure = len(passed), None
         result: object = True
         if passed:
@@ -327,8 +331,9 @@ class DedupListener:
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
                 done = min(max(0, error.consumed), len(passed)) if isinstance(error, ReconsumeLater) else 0
-        for number, (_, _, held) in enumerate(passed):
-            yield from self._finish(held) if number < done else self._release(held)
+        yield from self._together(
+            [self._finish(held) if number < done else self._release(held) for number, (_, _, held) in enumerate(passed)]
+        )
         if failure is None and done == len(passed):
             if later is None:
                 return True
@@ -340,6 +345,51 @@ class DedupListener:
             raise failure
         level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
         raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
+
+    def _together(self, flows: Sequence[Generator[_Ask, Any, Any]]) -> Generator[_Ask, Any, list[Any]]:
+        """Run flows side by side, their calls of the store together; what each came to, or raised."""
+        ends: list[Any] = [None] * len(flows)
+        asks: dict[int, _Ask] = {}
+
+        def go_on(number: int, step: Callable[[], _Ask]) -> None:
+            try:
+                asks[number] = step()
+            except StopIteration as end:
+                asks.pop(number, None)
+                ends[number] = end.value
+            except Exception as error:
+                asks.pop(number, None)
+                ends[number] = error
+
+        for number, flow in enumerate(flows):
+            go_on(number, partial(next, flow))
+        while asks:
+            turn = list(asks.items())
+            answers = yield _Ask(partial(self._answers, [ask for _, ask in turn]), True)
+            for (number, _), answer in zip(turn, answers, strict=True):
+                failed = isinstance(answer, Exception)
+                go_on(number, partial(flows[number].throw if failed else flows[number].send, answer))
+        return ends
+
+    def _answers(self, asks: Sequence[_Ask]) -> list[Any]:
+        """What the store gives, in one round trip if it can; errors in their places."""
+        operations = [ask.operation for ask in asks]
+        many = getattr(self.store, "many", None)
+        if many is not None and len(asks) > 1:
+            try:
+                return list(many(operations))
+            except DedupStoreError as error:
+                return [error] * len(asks)
+        answers: list[Any] = []
+        for ask in asks:
+            try:
+                answers.append(ask.call())
+            except DedupStoreError as error:
+                answers.append(error)
+        return answers
+
+    def _ask(self, name: str, *arguments: Any) -> _Ask:
+        return _Ask(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
 
     def _consumed(self, result: object, count: int) -> int:
         """How many of ``count`` messages are consumed by what a listener of lists returned."""

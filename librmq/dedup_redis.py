@@ -13,13 +13,14 @@ messages.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.dedupstore import CLAIMS, Claim, DedupRecord
 from librmq.errors import DedupStoreError, MissingExtraError
 
 try:
-    from redis.exceptions import RedisError
+    from redis.exceptions import NoScriptError, RedisError
 except ImportError as error:
     raise MissingExtraError("a dedup store in Redis", "redis") from error
 
@@ -78,20 +79,22 @@ class RedisDedupStore:
     def __init__(self, client: Redis, *, prefix: str = "MSGDEDUP:") -> None:
         self.client = client
         self.prefix = prefix
-        self._claim = client.register_script(_CLAIM)
-        self._finish = client.register_script(_FINISH)
-        self._release = client.register_script(_RELEASE)
+        self._scripts = {
+            "claim": client.register_script(_CLAIM),
+            "finish": client.register_script(_FINISH),
+            "release": client.register_script(_RELEASE),
+        }
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        outcome = self._run(self._claim, key, owner, now_ms, expires_at_ms, _lifetime_ms(now_ms, expires_at_ms))
+        outcome = self._run("claim", key, owner, now_ms, expires_at_ms, _lifetime_ms(now_ms, expires_at_ms))
         return CLAIMS[outcome]
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
         lifetime_ms = _lifetime_ms(now_ms, expires_at_ms)
-        return self._run(self._finish, key, owner, now_ms, expires_at_ms, lifetime_ms) == 1
+        return self._run("finish", key, owner, now_ms, expires_at_ms, lifetime_ms) == 1
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        return self._run(self._release, key, owner, now_ms) == 1
+        return self._run("release", key, owner, now_ms) == 1
 
     def look(self, key: str, now_ms: int) -> DedupRecord | None:
         try:
@@ -110,9 +113,39 @@ class RedisDedupStore:
         """Nothing: the server clears away what has expired."""
         return 0
 
-    def _run(self, script: Any, key: str, *arguments: str | int) -> int:
+    def many(self, operations: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Several calls in one round trip, each by its name and arguments: what each gives, or its error.
+
+        Each is atomic by itself.
+        """
+        pipeline = self.client.pipeline(transaction=False)
+        for name, (key, *arguments) in operations:
+            if name == "look":  # rare, and asked by itself below
+                continue
+            if name != "release":
+                arguments.append(_lifetime_ms(arguments[1], arguments[2]))
+            pipeline.evalsha(self._scripts[name].sha, 1, self.prefix + key, *arguments)
         try:
-            outcome: int = script(keys=(self.prefix + key,), args=arguments)
+            answers = pipeline.execute(raise_on_error=False)
+        except RedisError as error:
+            raise self._failure("", error) from error
+        given = iter(answers)
+        return [self._answer(name, arguments, given) for name, arguments in operations]
+
+    def _answer(self, name: str, arguments: tuple[Any, ...], given: Iterator[Any]) -> Any:
+        answer: Any = None if name == "look" else next(given)
+        if name == "look" or isinstance(answer, NoScriptError):
+            try:
+                return getattr(self, name)(*arguments)
+            except DedupStoreError as error:
+                return error
+        if isinstance(answer, RedisError):
+            return self._failure(arguments[0], answer)
+        return CLAIMS[answer] if name == "claim" else answer == 1
+
+    def _run(self, name: str, key: str, *arguments: str | int) -> int:
+        try:
+            outcome: int = self._scripts[name](keys=(self.prefix + key,), args=arguments)
         except RedisError as error:
             raise self._failure(key, error) from error
         return outcome

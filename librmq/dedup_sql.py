@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.dedupstore import CLAIMS, Claim, DedupRecord, DedupStatements
-from librmq.errors import DedupStoreError, MissingExtraError
+from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
 from librmq.sqltables import Answer, is_integrity_error, run, upgrade_tables
 
 try:
@@ -19,6 +19,9 @@ try:
     from sqlalchemy.exc import SQLAlchemyError
 except ImportError as error:
     raise MissingExtraError("a dedup store in a SQL database", "sql") from error
+
+if TYPE_CHECKING:
+    from librmq.seenkeys import SeenKeys
 
 __all__ = ["SqlDedupStore"]
 
@@ -34,11 +37,16 @@ class SqlDedupStore:
     statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None,
     skip_autocommit_rollback=True``, as it is for a URL, there are no other round trips than those of the calls.
     `create` makes the table.
+
+    Where a claim takes several statements, a ``prefilter`` saves two of the three that a duplicate costs: what is
+    perhaps there already is looked at first. `ConfigError` where it would save nothing.
     """
 
     blocking = True
 
-    def __init__(self, engine: sqlalchemy.Engine | str, *, table: str = "rmq_dedup") -> None:
+    def __init__(
+        self, engine: sqlalchemy.Engine | str, *, table: str = "rmq_dedup", prefilter: SeenKeys | None = None
+    ) -> None:
         if isinstance(engine, str):
             try:
                 engine = sqlalchemy.create_engine(
@@ -54,16 +62,21 @@ class SqlDedupStore:
         driver: Any = engine.dialect.loaded_dbapi
         self._driver_error: Any = driver.Error
         self.statements = DedupStatements(table)
+        self._prefilter: SeenKeys | None = None
         self._claim_with = self._claim_returning
         if engine.dialect.name in ("mysql", "mariadb"):
             self._claim_with = self._claim_mysql
             self.statements.claim = _mysql_claim(table)
             self.statements.purge = f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit"
         elif engine.dialect.name not in ("postgresql", "sqlite"):
-            self.say_portably()
+            self.say_portably(prefilter)
+            return
+        if prefilter is not None:
+            raise ConfigError(f"on {engine.dialect.name} a claim is one statement: a prefilter saves nothing")
 
-    def say_portably(self) -> None:
+    def say_portably(self, prefilter: SeenKeys | None = None) -> None:
         """Use the statements that every database takes, as is done by itself for those not named above."""
+        self._prefilter = prefilter
         self._claim_with = self._claim_step_by_step
         self.statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"
 
@@ -118,6 +131,10 @@ class SqlDedupStore:
         return CLAIMS[0 if answer.last_id == _REPEATED else answer.last_id]
 
     def _claim_step_by_step(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        if self._prefilter is not None and self._prefilter.add(key):
+            record = self.look(key, now_ms)
+            if record is not None and record.owner != owner:
+                return Claim.CONSUMED if record.consumed else Claim.CONSUMING
         columns = "dedup_key, state, owner, claims, expires_timestamp_ms"
         with suppress(_RowIsThereError):
             self._execute(

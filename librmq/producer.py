@@ -155,6 +155,7 @@ class Producer:
         self._runner = route.runner
         self._now_ms = route.runner.now_ms
         self._topics: dict[str, _TopicQueues] = {}
+        self._topics_before: dict[str, _TopicQueues] = {}  # of a route that may have changed since
         self._endpoints: dict[str, Any] = {}
         self._life = LifeCycle(f"producer of group {group!r}")
         self._unwatch: Callable[[], None] | None = None
@@ -186,6 +187,7 @@ class Producer:
         self.shutdown()
 
     def _route_changed(self) -> None:
+        self._topics_before.update(self._topics)
         self._topics.clear()
         self._endpoints.clear()
 
@@ -455,8 +457,12 @@ class Producer:
             known = ", ".join(self.route.broker_names()) or "none"
             why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
             raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
-        first = self._runner.choose(f"first queue of {topic}", range(len(queues)))
-        found = _TopicQueues(tuple(queues), RoundRobin(first))
+        before = self._topics_before.pop(topic, None)
+        if before is not None and before.queues == tuple(queues):
+            found = before  # another topic has changed: this one's turns go on
+        else:
+            first = self._runner.choose(f"first queue of {topic}", range(len(queues)))
+            found = _TopicQueues(tuple(queues), RoundRobin(first))
         if not is_new:  # once it is made, it may have another number
             self._topics[topic] = found
         return found

@@ -1,8 +1,43 @@
 """PySpark looks for packages named ``pyspark_*`` and registers their ``DefaultSource``: this is librmq's.
 
-It is imported at the first read of every session, so it loads what it needs only when a store is read.
+It is imported at the first read of every session, whatever is read: so it loads librmq only when a store is.
 """
 
-from librmq.spark.source import RocketMQDataSource as DefaultSource
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, DataSourceWriter
+    from pyspark.sql.types import StructType
 
 __all__ = ["DefaultSource"]
+
+
+class DefaultSource(DataSource):
+    """`librmq.spark.source.RocketMQDataSource`, loaded when it is made."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        from librmq.spark.source import RocketMQDataSource
+
+        super().__init__(options)
+        self._source = RocketMQDataSource(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "rocketmq"
+
+    def schema(self) -> StructType:
+        return self._source.schema()
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return self._source.reader(schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
+        return self._source.streamReader(schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        return self._source.writer(schema, overwrite)

@@ -70,6 +70,7 @@ class RouteTable:
             raise ConfigError("a route table needs at least one broker")
         self.runner: Runner = brokers[0].runner
         self._poll_ms = max(1, round(1000 * poll_s))
+        self._made_ms = self.runner.now_ms()
         self._expiry_ms = round(1000 * expiry_s)
         self._watchers: list[Callable[[], None]] = []
         self._entries: dict[str, _Entry] = {}
@@ -165,7 +166,7 @@ class RouteTable:
 
     def _learn_at(self, entry: _Entry, known_ms: int) -> None:
         """Clients learn at their next look what the name server knows from ``known_ms`` on."""
-        entry.learnt_ms = known_ms - known_ms % self._poll_ms + self._poll_ms
+        entry.learnt_ms = known_ms - (known_ms - self._made_ms) % self._poll_ms + self._poll_ms
         self.runner.wake(self._step, entry.learnt_ms)
 
     def _learn(self, now_ms: int) -> int | None:

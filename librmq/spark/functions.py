@@ -11,6 +11,7 @@ differ from row to row.
     match_tags(tags, 'a || b')          boolean, the consumer's exact check
     tags_code(tags)                     bigint, as in a queue entry
     bloom_positions(text)               array<int>
+    dedup_key(app, group, topic, …)     string, as `librmq.dedup` keeps it
     allocate('AVG', queues, clients)    map<string, array<queue>>; a queue is struct<topic, brokerName, queueId>
 """
 
@@ -25,6 +26,7 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from librmq import rebalance
+from librmq.dedupstore import dedup_key as key_of_record
 from librmq.errors import AllocationError, ConfigError, FilterError
 from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
@@ -36,7 +38,16 @@ from librmq.message import MessageQueue
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
 
-__all__ = ["allocate", "bloom_positions", "match_sql", "match_tags", "register_functions", "strategy_of", "tags_code"]
+__all__ = [
+    "allocate",
+    "bloom_positions",
+    "dedup_key",
+    "match_sql",
+    "match_tags",
+    "register_functions",
+    "strategy_of",
+    "tags_code",
+]
 
 QUEUE: Final = "struct<topic:string,brokerName:string,queueId:int>"
 
@@ -150,6 +161,27 @@ def _bloom_positions(texts: pa.Array, rates: pa.Array, numbers: pa.Array) -> pa.
 _bloom = lru_cache(maxsize=64)(BloomFilter)
 
 
+def dedup_key(application: str, group: str, topic: Column | str, tags: Column | str, key: Column | str) -> Column:
+    """The key under which `librmq.dedup` keeps a message's record; null where ``key`` is null or empty.
+
+    With it a table of the lake is held against a guard's own store: what has been consumed, and what has not.
+    """
+    return _arrow(partial(_dedup_key, application, group), "string")(topic, tags, key)
+
+
+def _dedup_key(application: str, group: str, topics: pa.Array, tags: pa.Array, keys: pa.Array) -> pa.Array:
+    rows = zip(topics.to_pylist(), tags.to_pylist(), keys.to_pylist(), strict=True)
+    found = [key_of_record(application, topic, group, tag, key) if key else None for topic, tag, key in rows]
+    return pa.array(found, pa.string())
+
+
+def _dedup_key_in_sql(
+    applications: pa.Array, topics: pa.Array, groups: pa.Array, tags: pa.Array, keys: pa.Array
+) -> pa.Array:
+    columns = (column.to_pylist() for column in (applications, topics, groups, tags, keys))
+    return pa.array([key_of_record(*row) if row[4] else None for row in zip(*columns, strict=True)], pa.string())
+
+
 # ----------------------------------------------------------------------------------------------------------- allocation
 
 
@@ -252,10 +284,11 @@ def _share(
 
 
 def register_functions(spark: SparkSession) -> None:
-    """Make ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions`` and ``allocate`` known to
-    the SQL of ``spark``.
+    """Make ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions``, ``dedup_key`` and
+    ``allocate`` known to the SQL of ``spark``.
 
-    In SQL ``bloom_positions`` takes the error rate in percent and the number of texts too (a broker's are 20 and 32).
+    In SQL ``dedup_key`` takes application, topic, group, tags and key, and ``bloom_positions`` the error rate in
+    percent and the number of texts too (a broker's are 20 and 32).
     """
     for name, function, result in (
         ("match_sql", partial(_match_sql, "4.9"), "boolean"),
@@ -263,6 +296,7 @@ def register_functions(spark: SparkSession) -> None:
         ("match_tags", _match_tags, "boolean"),
         ("tags_code", _tags_code, "bigint"),
         ("bloom_positions", _bloom_positions, "array<int>"),
+        ("dedup_key", _dedup_key_in_sql, "string"),
         ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),
     ):
         spark.udf.register(name, _arrow(function, result))
@@ -278,12 +312,14 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Colu
             return function(*(_whole(array) for array in arrays))
 
     # Spark tells the kind of a function by its number of arguments and by its types, which a partial hides.
-    names = ("a", "b", "c")
+    names = ("a", "b", "c", "d", "e")
     count = _arguments(function)
     of_count: list[Callable[..., Any]] = [
         lambda a: called(a),
         lambda a, b: called(a, b),
         lambda a, b, c: called(a, b, c),
+        lambda a, b, c, d: called(a, b, c, d),
+        lambda a, b, c, d, e: called(a, b, c, d, e),
     ]
     wrapped = of_count[count - 1]
     wrapped.__annotations__ = dict.fromkeys((*names[:count], "return"), pa.Array)

@@ -26,6 +26,7 @@ from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.kit import Kit
+from librmq.testing.process import LIBRARY
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
 
@@ -35,7 +36,6 @@ _PROBABILITIES: Final = (0.05, 0.2, 0.5)
 _SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
 _RUNS_A_COLLECTION: Final = 8
 _SEED_PREFIX: Final = "rmq1-"
-_LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Attempt(NamedTuple):
@@ -117,7 +117,10 @@ class Exploration:
             lines += [f"  {decision}" for decision in found.decisions]
         if not found.trace.replayable:
             lines.append("listeners waited for each other under it: it may not come out the same again")
-        return "\n".join([*lines, "what happened:", found.history, f"run it again with the seed {found.seed}"])
+        lines += ["what happened:", found.history]
+        if found.decisions:
+            lines.append(f"run it again with the seed {found.seed}")
+        return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------- schedules
@@ -258,10 +261,12 @@ def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decis
 # -------------------------------------------------------------------------------------------------------------- search
 
 
-def search(run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None) -> Exploration:
-    """Run a test under up to ``runs`` schedules, or under the one that is to be replayed."""
+def search(
+    run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None, *, lines: bool = False
+) -> Exploration:
+    """Run a test under up to ``runs`` schedules, or under the one that is to be replayed; as `explore`."""
     with _collected_in_between():
-        return _search(run, runs, seed, replay)
+        return _search(run, runs, seed, replay, lines)
 
 
 @contextmanager
@@ -276,7 +281,7 @@ def _collected_in_between() -> Iterator[None]:
             gc.enable()
 
 
-def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None) -> Exploration:
+def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, lines: bool) -> Exploration:
     result = Exploration()
     seen: set[tuple[Decision, ...]] = set()
 
@@ -284,7 +289,7 @@ def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None) -
         if not (result.runs + result.shrinking_runs) % _RUNS_A_COLLECTION:
             gc.collect(0)  # now, as nothing of a run is alive
         explorer = Explorer(strategy, ManualClock())
-        explorer.is_first = not result.runs
+        explorer.is_first, explorer.switches_at_lines = not result.runs, lines
         error = run(explorer)
         trace = explorer.trace
         result.reached.update(place.kind for place, _ in trace.reached)
@@ -376,11 +381,14 @@ def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
     return Found(tuple(trace.decisions), error, trace.history, run, first_decisions, trace)
 
 
-def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", **settings: Any) -> Exploration:
+def explore(
+    function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", lines: bool = False, **settings: Any
+) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
     Raises what it failed with, under the shortest schedule found, with the report as a note. ``seed`` is that of such a
-    report (or the path of a file that has it), and runs that schedule alone; any other text begins elsewhere.
+    report (or the path of a file that has it), and runs that schedule alone; any other text makes chance another. With
+    ``lines`` a listener may pause at each line of its own file too: slower, and coverage does not see those lines.
     """
 
     def run(explorer: Explorer) -> BaseException | None:
@@ -397,7 +405,7 @@ def explore(function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0",
             kit.abandon()
         return None
 
-    result = search(run, runs, seed, read_seed(seed))
+    result = search(run, runs, seed, read_seed(seed), lines=lines)
     if result.found is not None:
         result.found.error.add_note(result.report())
         raise result.found.error
@@ -409,7 +417,7 @@ def _place(traceback: TracebackType | None) -> tuple[str, int]:
     place = ("", 0)
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith(_LIBRARY):
+        if not file.startswith(LIBRARY):
             place = file, traceback.tb_lineno
         traceback = traceback.tb_next
     return place

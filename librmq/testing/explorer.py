@@ -19,19 +19,21 @@ a schedule is still the same after the test was edited, as far as it has the sam
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.client import Client
 from librmq.clock import ManualClock
 from librmq.runner import Step, Turn, Work
 from librmq.testing.batons import Baton, Piece
-from librmq.testing.process import Process, ProcessDied
-from librmq.testing.turns import KitRunner, is_dead
+from librmq.testing.process import LIBRARY, Process, ProcessDied
+from librmq.testing.turns import KitRunner, current_work, is_dead
 
 __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
@@ -111,6 +113,8 @@ class Explorer(KitRunner):
         self.trace = Trace()
         self.is_first = False
         """Of the runs of one test."""
+        self.switches_at_lines = False
+        """Whether a listener may pause at each line of its own file too."""
         self._seen: Counter[tuple[str, str]] = Counter()
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
@@ -215,6 +219,8 @@ class Explorer(KitRunner):
 
     def perform(self, work: Work) -> None:
         """Run user code until it ends or pauses; where it may pause, in a thread of its own."""
+        if self.switches_at_lines and work.about:
+            work.call = self._with_points_at_lines(work.call)
         if not self.strategy.pauses:
             self._inline = work
             try:
@@ -228,6 +234,33 @@ class Explorer(KitRunner):
         self._pieces[piece] = work
         self._let_run(piece)
 
+    def _with_points_at_lines(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The same call, with a point at each line of the file in which its first function of the user's is."""
+        file: str | None = None
+
+        def trace_calls(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+            nonlocal file
+            name = frame.f_code.co_filename
+            if file is None and not name.startswith(LIBRARY):
+                file = name
+            return trace_lines if name == file else None
+
+        def trace_lines(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+            if event == "line":
+                code = frame.f_code
+                self.point(f"{code.co_name} line {frame.f_lineno - code.co_firstlineno}")
+            return trace_lines
+
+        def traced() -> object:
+            before = sys.gettrace()
+            sys.settrace(trace_calls)
+            try:
+                return call()
+            finally:
+                sys.settrace(before)
+
+        return traced
+
     def go_on(self, paused: _Paused) -> None:
         """Let a listener that has paused go on."""
         self._let_run(paused.piece)
@@ -237,7 +270,7 @@ class Explorer(KitRunner):
             if self.paused:
                 self._let_go()
             else:
-                self._baton.wait_on()
+                self._baton.wait()
         self._after(piece)
 
     def _let_go(self) -> None:
@@ -252,7 +285,7 @@ class Explorer(KitRunner):
             paused.piece.thread.turn.release()
             going += 1
         for _ in range(going):
-            self._baton.wait_on()
+            self._baton.wait()
         for piece in list(self._pieces):
             self._after(piece)
 
@@ -274,6 +307,8 @@ class Explorer(KitRunner):
         piece = self._baton.current()
         work = self._inline if piece is None else self._pieces[piece]
         if work is None:
+            if current_work() is not None:
+                return  # a coroutine in the test's own event loop, which decides who is next
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self.kit.let_others_run()
             return

@@ -23,14 +23,14 @@ from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
 from librmq.runner import Step, Work
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, Delivered, History, show
-from librmq.testing.process import Process
+from librmq.testing.process import LIBRARY, Process
 from librmq.testing.turns import KitRunner, current_work, group_of
 from librmq.verify import verify
 
 __all__ = ["Elapsed", "Kit", "UnsoundStoreError"]
 
 _SETTLE_MS: Final = 120_000
-_LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
 
 
 class UnsoundStoreError(AssertionError):
@@ -81,7 +81,7 @@ class Kit:
         self.processes: list[Process] = []
         """All that have been, dead ones too."""
         self._settings = settings
-        self._store_config = store_config or StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+        self._store_config = store_config or _SMALL_FILES
         self._check = check
         self._history = History(self.clock.now_ms())
         self._tolerated: set[str] = set()
@@ -109,6 +109,11 @@ class Kit:
         self.broker.watch(self._changed)
 
     # ---- who sends and consumes
+
+    @property
+    def route(self) -> Process:
+        """What takes a broker in production: the test's own process, for clients that it makes by hand."""
+        return self._test
 
     def producer(self, group: str = "test", **settings: Any) -> Producer:
         """A producer of the test's own; asked for the same again, the same. ``settings`` are those of `Producer`."""
@@ -499,6 +504,6 @@ class Kit:
 def _own_traceback(error: BaseException) -> TracebackType | None:
     """The traceback from the user's code on, if there is any in it."""
     traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(LIBRARY):
         traceback = traceback.tb_next
     return traceback or error.__traceback__

@@ -6,9 +6,10 @@ the broker through it, which is where faults come in: nothing in producers or co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from librmq.client import Client
 from librmq.consumer import PushConsumer
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Process", "ProcessDied"]
 
 R = TypeVar("R")
+LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""Where librmq's own code is, which no traceback of a test is about."""
 
 
 class ProcessDied(BaseException):

@@ -522,6 +522,39 @@ def test_a_list_may_be_consumed_up_to_an_index() -> None:
     assert batches.guard.counts == DedupCounts(consumed=4, duplicates=1, released=5)
 
 
+@pytest.mark.parametrize("policy", ["consume", "retry"])
+def test_a_list_whose_claims_can_not_be_asked_for(policy: str) -> None:
+    seen: list[list[str]] = []
+    store = BrokenStore("claim")
+    guard = DedupListener(
+        lambda messages: seen.append(numbers(messages)),
+        store,
+        group="billing",
+        batch=True,
+        when_store_fails=policy,  # type: ignore[arg-type]
+        clock=ManualClock(),
+    )
+    if policy == "consume":
+        assert guard([delivery(1), delivery(2)]) is True
+        assert seen == [["ID1", "ID2"]]
+        assert guard.counts == DedupCounts(unguarded=2)
+    else:
+        with pytest.raises(ReconsumeLater) as raised:
+            guard([delivery(1), delivery(2)])
+        assert raised.value.consumed == 0
+        assert seen == []
+        assert guard.counts == DedupCounts(postponed=2)
+
+
+def test_an_async_list_is_claimed_together() -> None:
+    async def consume(messages: list[Delivery]) -> None:
+        await asyncio.sleep(0)
+
+    guard = DedupListener(consume, MemoryDedupStore(), group="billing", batch=True, clock=ManualClock())
+    assert asyncio.run(guard([delivery(1), delivery(2)])) is True
+    assert guard.counts == DedupCounts(consumed=2)
+
+
 # --- what a listener may return
 
 

@@ -210,7 +210,7 @@ class GuardMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("name", "examples"), [("memory", 100), ("sqlite", 40), ("postgresql", 12), ("mysql", 12), ("redis", 25)]
+    ("name", "examples"), [("memory", 100), ("sqlite", 40), ("postgresql", 10), ("mysql", 8), ("redis", 20)]
 )
 def test_no_effect_without_an_excuse(place: Callable[[str], Place], name: str, examples: int) -> None:
     class Machine(GuardMachine):
@@ -369,7 +369,7 @@ class TransactionalMachine(RuleBasedStateMachine):
             self._end(worker)
 
 
-@pytest.mark.parametrize(("base", "examples"), list(zip(DATABASES, (30, 8, 8), strict=True)))
+@pytest.mark.parametrize(("base", "examples"), list(zip(DATABASES, (30, 6, 5), strict=True)))
 def test_once_under_every_schedule(database: Callable[[str], Database], base: str, examples: int) -> None:
     class Machine(TransactionalMachine):
         place = database(base)

@@ -17,8 +17,12 @@ import sqlalchemy
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from librmq import sqltables
+from librmq.clock import ManualClock
 from librmq.dedup import (
     Claim,
+    DedupCounts,
+    DedupListener,
     DedupRecord,
     DedupStore,
     MemoryDedupStore,
@@ -31,6 +35,7 @@ from librmq.dedup_sql import SqlDedupStore
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
 from librmq.sqltables import upgrade_tables
 from tests.dedup.conftest import STORES, Place
+from tests.dedup.test_listener import delivery
 from tests.reference import CHECKOUT
 
 NOW = 1_700_000_000_000
@@ -93,6 +98,33 @@ def test_whoever_slept_through_its_claim_can_neither_finish_nor_release(store: D
     assert not store.finish(key, "a1", UNTIL + 3, KEPT + 5)
     assert not store.release(key, "a1", UNTIL + 3)
     assert store.look(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
+
+
+@pytest.mark.parametrize("meanwhile", ["nobody", "a successor"])
+def test_a_listener_that_is_paused_until_its_claim_has_expired_fails_its_mark(
+    store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, seen = ManualClock(), []
+    settings: dict[str, Any] = {"group": name, "clock": clock, "consuming_timeout": 60}
+    successor = DedupListener(lambda message: seen.append("successor"), store, **settings)
+
+    def paused(message: Any) -> None:
+        clock.advance(seconds=60)
+        if meanwhile == "a successor":
+            successor(message)
+        seen.append("paused")
+
+    guard = DedupListener(paused, store, **settings)
+    guard(delivery(1))
+    assert guard.counts == DedupCounts(lost=1)
+    if meanwhile == "a successor":
+        assert seen == ["successor", "paused"]
+        assert successor.counts == DedupCounts(consumed=1, taken_over=1)
+        assert "another has consumed it too" in caplog.text
+        assert successor(delivery(1)) is True  # its mark stands
+        assert successor.counts.duplicates == 1
+    else:
+        assert "nobody has taken it over so far" in caplog.text
 
 
 def test_a_call_that_is_repeated_since_its_answer_was_lost_gives_the_same(store: DedupStore, key: str) -> None:
@@ -323,11 +355,12 @@ def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place]
     store = place("redis").open()
     assert isinstance(store, RedisDedupStore)
     store.client.set(store.prefix + key, "mine")
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: store.claim(key, "a1", NOW, UNTIL),
         lambda: store.finish(key, "a1", NOW, UNTIL),
         lambda: store.look(key, NOW),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(DedupStoreError, match="no record"):
             call()
     store.client.delete(store.prefix + key)
@@ -411,6 +444,58 @@ def test_redis_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Pl
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     store.client.script_flush()
     assert store.finish(key, "a1", NOW, KEPT)
+
+
+def test_a_list_costs_redis_two_round_trips(
+    place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One for all claims and one for all marks; each call is as atomic as by itself."""
+    sends = []
+    send: Any = redis.connection.AbstractConnection.send_packed_command
+
+    def counted(self: Any, command: Any, check_health: bool = True) -> None:
+        sends.append(command)
+        send(self, command, check_health)
+
+    store = place("redis").handle
+    assert isinstance(store, RedisDedupStore)
+    guard = DedupListener(
+        lambda messages: None, store, group=name, key=lambda message: message.keys[0], batch=True, clock=ManualClock()
+    )
+    guard([delivery(98), delivery(99)])  # connected, scripts loaded
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    assert guard([delivery(number) for number in range(20)]) is True
+    assert len(sends) == 2
+    assert guard([delivery(number) for number in range(21)]) is True
+    assert len(sends) == 4
+    assert guard.counts == DedupCounts(consumed=23, duplicates=20)
+
+
+def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[str], Place], key: str) -> None:
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    store.client.set(f"{store.prefix}{key}.x", "mine")
+    store.claim(f"{key}.busy", "b1", NOW, UNTIL)
+    store.client.script_flush()
+    for again in range(2):  # without the scripts, and with them
+        answers = store.many(
+            [
+                ("claim", (f"{key}.new", "a1", NOW, UNTIL)),
+                ("claim", (f"{key}.busy", "a1", NOW, UNTIL)),
+                ("claim", (f"{key}.x", "a1", NOW, UNTIL)),
+                ("look", (f"{key}.x", NOW)),
+                ("look", (f"{key}.busy", NOW)),
+                ("finish", (f"{key}.busy", "b1", NOW, KEPT)),
+                ("release", (f"{key}.new", "a1", NOW)),
+            ]
+        )
+        assert answers[:2] == [Claim.NEW, Claim.CONSUMED if again else Claim.CONSUMING]
+        assert [type(answer) for answer in answers[2:4]] == [DedupStoreError, DedupStoreError]
+        assert isinstance(answers[4], DedupRecord)
+        assert answers[5:] == [True, True]
+    nobody = RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
+    with pytest.raises(DedupStoreError):
+        nobody.many([("claim", (key, "a1", NOW, UNTIL))])
 
 
 def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:
@@ -510,5 +595,46 @@ def test_tables_are_made_once(place: Callable[[str], Place], tmp_path: Path, nam
             connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
         with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
             upgrade_tables(engine, **names)
+    finally:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
+def test_tables_are_brought_up_to_date_by_one_of_many(
+    place: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Several start at the same time; a version that comes later is reached from the one that is there."""
+    server = place(name).server
+    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+    names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
+    problems: list[BaseException] = []
+
+    def start(barrier: threading.Barrier) -> None:
+        barrier.wait()
+        try:
+            upgrade_tables(engine, **names)
+        except BaseException as error:
+            problems.append(error)
+
+    def all_start() -> None:
+        barrier = threading.Barrier(3)
+        threads = [threading.Thread(target=start, args=(barrier,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+
+    try:
+        all_start()
+        with SqlDedupStore(str(engine.url), table="d2") as store:
+            store.claim("k", "a1", NOW, UNTIL)
+        further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
+        monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
+        all_start()
+        assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "o2": 1}
+        with engine.connect() as connection:
+            found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
+            assert [tuple(row) for row in found] == [("k", None)]
     finally:
         engine.dispose()

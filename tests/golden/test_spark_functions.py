@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from librmq.dedupstore import dedup_key as key_of_record
 from librmq.rebalance import allocate_by_config
 from tests.golden.test_filter import DIALECTS, compiling
 from tests.reference import Row, document, existing, jsonl
@@ -20,7 +21,7 @@ from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.javahash import string_hash  # noqa: E402
 from librmq.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
-from librmq.spark.functions import allocate, match_sql, match_tags, tags_code  # noqa: E402
+from librmq.spark.functions import allocate, dedup_key, match_sql, match_tags, tags_code  # noqa: E402
 from tests.spark import shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
@@ -136,3 +137,14 @@ def test_tags(spark: Any) -> None:
     assert [row[1] for row in found] == [text == texts[0] for text in texts] + [False]
     frame.createOrReplaceTempView("tagged")
     assert [row[0] for row in spark.sql("select match_tags(tags, '*') from tagged").collect()] == [True] * len(found)
+
+
+def test_dedup_keys(spark: Any) -> None:
+    rows = [("T", "a", "order:1"), ("主题", None, "k 2"), ("T", "a", None), ("T", "a", "")]
+    frame = spark.createDataFrame(rows, "topic string, tags string, key string")
+    frame.createOrReplaceTempView("orders")
+    wanted = [key_of_record("shop", topic, "billing", tag, key) if key else None for topic, tag, key in rows]
+    found = frame.select(dedup_key("shop", "billing", "topic", "tags", "key")).collect()
+    assert [row[0] for row in found] == wanted
+    found = spark.sql("select dedup_key('shop', topic, 'billing', tags, key) from orders").collect()
+    assert [row[0] for row in found] == wanted

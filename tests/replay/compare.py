@@ -1,25 +1,48 @@
 """Compares what librmq did with what was recorded, as far as the reference data say that it can be compared.
 
-Times, ports and physical offsets differ from run to run, and so does the order of concurrent deliveries. A physical
+Times, ports and physical offsets differ from run to run, and so does the order of what ran concurrently. A physical
 offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from librmq import brokerjson, codec
+from librmq import codec
+from librmq.errors import MalformedError
 from librmq.levels import SCHEDULE_TOPIC
+from librmq.topics import HALF_TOPIC, OFFSET_MOVED_TOPIC
 from tests.reference import Row
-from tests.replay.driver import Played, describe
-from tests.replay.reading import UNIQUE_KEY, Recording
+from tests.replay.deviations import Difference, is_direct, unlike
+from tests.replay.reading import UNIQUE_KEY
+from tests.replay.stage import Played, in_log
+from tests.replay.states import states
 
 __all__ = ["differences"]
 
 _LEFT_OUT: Final = ("kind", "storeTimestamp", "bornTimestamp", "bornHost")
-Address = Callable[[int], str]
+_OP_TOPIC: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+_BODY_IN_BRIEF: Final = 20
+_BEGIN: Final = 100  # so much of a body is compared
+
+
+def differences(played: Played) -> list[Difference]:
+    """What librmq did otherwise; empty where all is equal."""
+    recording = played.recording
+    theirs = Log(recording.messages)
+    ours = Log(in_log(played.logs[recording.broker_settings["brokerName"]]))
+    parts = (
+        _records(theirs, ours),
+        _sends(played, theirs, ours),
+        _deliveries(played, theirs, ours),
+        _short_deliveries(played),
+        _polls(played, theirs, ours),
+        _checks(played),
+        states(played),
+    )
+    return [difference for part in parts for difference in part]
 
 
 class Log:
@@ -36,13 +59,13 @@ class Log:
 
     def name(self, physical_offset: int) -> str:
         """What stands at a physical offset."""
-        return self._names.get(physical_offset, f"nothing at {physical_offset}")
+        return self._names.get(physical_offset, "nothing")
 
     def name_of_id(self, offset_id: str) -> str:
         """What an offset id names; another text is itself."""
         try:
             host, physical_offset = codec.parse_offset_message_id(offset_id)
-        except ValueError:
+        except MalformedError:
             return offset_id
         name = self._names.get(physical_offset)
         return offset_id if name is None else f"{name} of {codec.format_host(host)}"
@@ -62,159 +85,186 @@ class Log:
             if name in properties:
                 properties[name] = "there"
         shown["properties"] = properties
-        if _is_unordered(row["topic"] if queue is None else queue):
-            del shown["queueOffset"]
-        if shown.pop("properties_raw", None) is not None:
-            shown["order of properties"] = [part.partition("\1")[0] for part in row["properties_raw"].split("\2")]
-        cut = shown.pop("bodyCutFrom", None)
-        shown["body"] = f"{shown['body'][:100]} ({cut or len(shown['body'])})"
+        if _is_unordered(row, row["topic"] if queue is None else queue):
+            shown["queueOffset"] = "any"
+        raw = shown.pop("properties_raw", None)
+        if raw is not None:
+            shown["order of properties"] = [part.partition("\1")[0] for part in raw.split("\2")]
+        length = shown.pop("bodyCutFrom", None) or len(row["body"])
+        shown["body"] = f"{row['body'][:_BEGIN]} ({length})"
         return shown
 
 
-def differences(played: Played) -> list[str]:
-    """What librmq did otherwise, as lines; empty where all is equal."""
-    recording = played.recording
-    theirs = Log(recording.messages)
-    name = recording.broker_settings["brokerName"]
-    ours = Log(describe(message, None) for message in played.logs[name])
-    found: list[str] = []
-    found += _records(theirs, ours)
-    found += _sends(played, theirs, ours)
-    found += _deliveries(played, theirs, ours)
-    found += _checks(played, theirs, ours)
-    found += _observations(played)
-    return found
+def _is_unordered(row: Row, topic: str) -> bool:
+    """Whether a message stands where concurrent listeners, or answers to checks, happened to put it."""
+    if topic in (SCHEDULE_TOPIC, _OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
+        return True
+    was_checked = codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+    return was_checked and topic != HALF_TOPIC
 
 
-def _records(theirs: Log, ours: Log) -> Iterator[str]:
+def _records(theirs: Log, ours: Log) -> Iterator[Difference]:
     """Queue by queue, in order."""
     wanted, found = _by_queue(theirs), _by_queue(ours)
     for queue in sorted({*wanted, *found}):
-        yield from _sequences(f"log {queue[0]}/{queue[1]}", wanted.get(queue, []), found.get(queue, []))
+        for text in _sequences(wanted.get(queue, []), found.get(queue, [])):
+            yield Difference("log", topic=queue[0], text=f"queue {queue[1]}, {text}")
 
 
 def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
+    """Messages whose order is free stand behind the others, sorted."""
     queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in log.rows:
         queues[row["topic"], row["queueId"]].append(log.comparable(row))
-    for (topic, _), rows in queues.items():
-        if _is_unordered(topic):
-            rows.sort(key=lambda row: str(row["commitLogOffset"]))
+    for rows in queues.values():
+        rows.sort(key=lambda row: str(row["commitLogOffset"]) if row["queueOffset"] == "any" else "")
     return queues
 
 
-def _is_unordered(topic: str) -> bool:
-    """Whether the order of a topic is that in which concurrent listeners happened to end."""
-    return topic == SCHEDULE_TOPIC or topic.startswith(("%RETRY%", "%DLQ%"))
-
-
-def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
-    from tests.replay.driver import _results
-
-    for seq, event in sorted(_results(played.recording).items()):
-        if seq not in played.sent:
+def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
+    for event in played.recording.events:
+        sent = played.sent.get(event["seq"])
+        if sent is None:
             continue
-        sent = played.sent[seq]
-        result = event["result"]
-        if isinstance(sent, Exception):
-            if result is not None:
-                yield f"send {seq}: {sent!r}, recorded {result['sendStatus']}"
-            continue
-        if result is None:
-            yield f"send {seq}: {sent}, recorded {event['exception']}"
-            continue
-        wanted = {
-            "status": result["sendStatus"],
-            "id": result["msgId"],
-            "queue": result["messageQueue"],
-            "offset": result["queueOffset"],
-        }
-        queue = sent.queue
-        found = {
-            "status": sent.status.value,
-            "id": sent.message_id,
-            "queue": {"topic": queue.topic, "brokerName": queue.broker_name, "queueId": queue.queue_id},
-            "offset": sent.queue_offset,
-        }
-        if result["offsetMsgId"] is not None:
-            wanted["offset id"] = [theirs.name_of_id(one) for one in result["offsetMsgId"].split(",")]
-            found["offset id"] = [ours.name_of_id(one) for one in sent.offset_id.split(",")]
-        if wanted != found:
-            yield f"send {seq}: {_unlike(wanted, found)}"
+        outcome = played.recording.results.get(event["seq"], event)
+        result = outcome.get("result")
+        topic = _topic(event, result)
+        if event["kind"] == "sent":
+            if isinstance(sent, Exception) or sent.queue_offset != event["queueOffset"]:
+                yield Difference("send", topic=topic, text=f"{event['seq']}: {sent}, recorded {event}")
+        elif isinstance(sent, Exception) or result is None:
+            if result is not None or not isinstance(sent, Exception):
+                recorded = outcome.get("exception") or result
+                yield Difference("send", topic=topic, text=f"{event['seq']}: {sent!r}, recorded {recorded}")
+        else:
+            queue = result["messageQueue"]
+            wanted = {
+                "status": result["sendStatus"],
+                "id": result["msgId"],
+                "queue": (queue["topic"], queue["brokerName"], queue["queueId"]),
+                "offset": result["queueOffset"],
+            }
+            found = {
+                "status": sent.status.value,
+                "id": sent.message_id,
+                "queue": tuple(sent.queue),
+                "offset": sent.queue_offset,
+            }
+            if result["offsetMsgId"] is not None and event["kind"] != "sent_big":
+                wanted["offset id"] = [theirs.name_of_id(one) for one in result["offsetMsgId"].split(",")]
+                found["offset id"] = [ours.name_of_id(one) for one in sent.offset_id.split(",")]
+            if wanted != found:
+                yield Difference("send", topic=topic, text=f"{event['seq']}: {unlike(wanted, found)}")
 
 
-def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
+def _topic(event: Row, result: Row | None) -> str:
+    message = event.get("message") or (event.get("messages") or [{}])[0]
+    topic: str = message.get("topic") or ((result or {}).get("messageQueue") or {}).get("topic", "")
+    return topic
+
+
+def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
     """Client by client and queue by queue: in order where it is kept, else as a set."""
     recording = played.recording
-    wanted: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    wanted: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for event in recording.events:
-        if event["kind"] == "deliver":
+        if event["kind"] == "deliver" and not is_direct(event):
             mq = event["mq"]
-            for message in event["msgs"]:
-                wanted[event["client"], f"{mq['topic']}/{mq['brokerName']}/{mq['queueId']}"].append(
-                    theirs.comparable(message, mq["topic"])
-                )
+            where = event["client"], mq["topic"], f"{mq['brokerName']}/{mq['queueId']}"
+            wanted[where] += [theirs.comparable(message, mq["topic"]) for message in event["msgs"]]
+    in_brief = {event["client"] for event in recording.events if event["kind"] == "deliver_short"}
     for row in played.delivered:
         mq = row["mq"]
-        message = {k: v for k, v in row["msg"].items() if k not in ("storedBodyLength", "properties_raw")}
-        found[row["client"], f"{mq.topic}/{mq.broker_name}/{mq.queue_id}"].append(ours.comparable(message, mq.topic))
-    for client, queue in sorted({*wanted, *found}):
-        want, have = wanted[client, queue], found[client, queue]
+        if row["client"] not in in_brief:
+            where = row["client"], mq.topic, f"{mq.broker_name}/{mq.queue_id}"
+            found[where].append(ours.comparable(row["msg"], mq.topic))
+    for client, topic, queue in sorted({*wanted, *found}):
+        want, have = wanted[client, topic, queue], found[client, topic, queue]
         if client not in recording.orderly_clients:
             want, have = _sorted(want), _sorted(have)
-        yield from _sequences(f"delivered to {client} from {queue}", want, have)
+        for text in _sequences(want, have):
+            yield Difference("delivery", client=client, topic=topic, text=f"{queue}, {text}")
 
 
-def _checks(played: Played, theirs: Log, ours: Log) -> Iterator[str]:
-    wanted = [e for e in played.recording.events if e["kind"] == "check"]
+def _short_deliveries(played: Played) -> Iterator[Difference]:
+    """Those that are told of in brief: by group, each message once, since which instance takes how many is a race."""
+    recording = played.recording
+    group_of = {event["client"]: event["group"] for event in recording.events if event["kind"] == "consumer_start"}
+    wanted: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    found: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    fields: tuple[str, ...] = ()
+    for event in recording.events:
+        if event["kind"] == "deliver_short":
+            told = ("topic", "queueId", "queueOffset", "reconsumeTimes", "msgId", "body", "MIN_OFFSET")
+            fields = tuple(name for name in told if name in event)
+            wanted[group_of[event["client"]]].add(_brief(event, fields))
+    for row in played.delivered:
+        group = group_of[row["client"]]
+        if group in wanted:
+            found[group].add(_brief({**row["msg"], **row["msg"]["properties"]}, fields))
+    for group in wanted:
+        for one in sorted(wanted[group] ^ found[group], key=str):
+            who = "recorded only" if one in wanted[group] else "librmq only"
+            yield Difference("delivery", group=group, text=f"{group}, {who}: {one}")
+
+
+def _brief(row: Row, fields: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(row[name][:_BODY_IN_BRIEF] if name == "body" else row[name] for name in fields)
+
+
+def _polls(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
+    """What polls gave between two moves of the position, queue by queue: how much at once is the consumer's choice."""
+    moves = ("seek", "assign")
+    part, parts = 0, {}
+    wanted: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    found: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for event in played.recording.events:
+        if event["kind"] == "assign" or (event["kind"] == "call" and event["what"].startswith(moves)):
+            part += 1
+        parts[event["seq"]] = part
+        if event["kind"] == "poll_result":
+            wanted[event["client"], part] += [theirs.comparable(message) for message in event["msgs"]]
+    for row in played.polled:
+        found[row["client"], parts[row["seq"]]].append(ours.comparable(row["msg"]))
+    for client, number in sorted({*wanted, *found}):
+        for text in _sequences(_sorted(wanted[client, number]), _sorted(found[client, number])):
+            yield Difference("poll", client=client, text=f"part {number}, {text}")
+
+
+def _checks(played: Played) -> Iterator[Difference]:
+    """Which messages were asked for, and how often each producer was asked: which one is asked first is open."""
+    wanted = [event for event in played.recording.events if event["kind"] == "check"]
+    of: Callable[[Row], Any]
     for what, of in (("message", _checked), ("producer", lambda event: event["client"])):
         want, have = Counter(map(of, wanted)), Counter(map(of, played.checked))
-        for one in sorted({*want, *have}):
+        for one in sorted({*want, *have}, key=str):
             if want[one] != have[one]:
-                yield f"checks by {what} {one}: {have[one]}, recorded {want[one]}"
+                yield Difference("check", text=f"{what} {one}: {have[one]} times, recorded {want[one]}")
 
 
-def _checked(event: Row) -> str:
+def _checked(event: Row) -> tuple[str, str, int]:
     properties = event["message"]["properties"]
-    return (
-        f"{properties[UNIQUE_KEY]} for the {properties['TRANSACTION_CHECK_TIMES']}. time ({event['message']['body']})"
-    )
-
-
-def _observations(played: Played) -> Iterator[str]:
-    for event in played.recording.events:
-        if event["seq"] not in played.seen:
-            continue
-        have = played.seen[event["seq"]]
-        want = event.get("queues") if event["kind"] == "queue_offsets" else event.get("table")
-        if have == want:
-            continue
-        if isinstance(want, dict):
-            yield f"{event['kind']} at {event['seq']} ({event.get('label')}): {_unlike(want, have)}"
-        else:
-            yield f"{event['kind']} at {event['seq']} ({event.get('label')}): {have}, recorded {want}"
+    return properties[UNIQUE_KEY], properties[codec.PROPERTY_TRANSACTION_CHECK_TIMES], event["n"]
 
 
 def _sorted(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (row.get("queueOffset", 0), row["commitLogOffset"], row["reconsumeTimes"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            row["queueId"],
+            str(row["queueOffset"]).zfill(9),
+            row["commitLogOffset"],
+            row["reconsumeTimes"],
+        ),
+    )
 
 
-def _sequences(what: str, wanted: list[Row], found: list[Row]) -> Iterator[str]:
+def _sequences(wanted: list[Row], found: list[Row]) -> Iterator[str]:
     for number, (want, have) in enumerate(zip(wanted, found, strict=False)):
         if want != have:
-            yield f"{what}, {number}: {_unlike(want, have)}"
+            yield f"{number}: {unlike(want, have)}"
     if len(wanted) != len(found):
-        more = [row["commitLogOffset"] for row in (wanted if len(wanted) > len(found) else found)]
-        yield f"{what}: {len(found)}, recorded {len(wanted)}; {more[min(len(wanted), len(found)) :][:3]}"
-
-
-def _unlike(want: Mapping[str, Any], have: Mapping[str, Any]) -> str:
-    parts = []
-    for name in sorted({*want, *have}):
-        one, other = want.get(name), have.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            parts.append(f"{name} ({_unlike(one, other)})" if one != other else "")
-        elif one != other:
-            parts.append(f"{name}: {other!r:.200}, recorded {one!r:.200}")
-    return "; ".join(part for part in parts if part)
+        longer = wanted if len(wanted) > len(found) else found
+        rest = [row["commitLogOffset"] for row in longer[min(len(wanted), len(found)) :]]
+        yield f"{len(found)} of them, recorded {len(wanted)}; more: {rest[:3]}"

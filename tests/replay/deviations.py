@@ -1,12 +1,192 @@
-"""What librmq does otherwise on purpose, with the reason: the one table of it."""
+"""What librmq does otherwise on purpose, with the reason: the one table of it, `DEVIATIONS`."""
 
 from __future__ import annotations
 
-from tests.reference import Row
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
-__all__ = ["breaks_client"]
+from librmq import codec
+from librmq.message import Message
+from librmq.topics import AUTO_CREATE_TOPIC, HALF_TOPIC
+from tests.reference import Row
+from tests.replay.reading import Recording
+
+__all__ = [
+    "DEVIATIONS",
+    "Deviation",
+    "Difference",
+    "breaks_client",
+    "bytes_of_whole_mib",
+    "is_direct",
+    "unlike",
+    "without_delay",
+]
+
+
+class Difference(NamedTuple):
+    """Something that librmq did otherwise."""
+
+    area: str
+    """``log``, ``send``, ``delivery``, ``poll``, ``check``, ``progress``, ``queue``, ``config``, ``call``, ..."""
+    topic: str = ""
+    group: str = ""
+    client: str = ""
+    text: str = ""
+
+
+class Deviation(NamedTuple):
+    """A difference that is meant."""
+
+    name: str
+    reason: str
+    covers: Callable[[Recording, Difference], bool] = lambda recording, difference: False
+    """Whether a difference is this one; never, where the replay itself goes another way."""
+
+
+def _to_own_topic(recording: Recording, difference: Difference) -> bool:
+    own = (AUTO_CREATE_TOPIC, recording.broker_settings["brokerName"], recording.broker_settings["brokerClusterName"])
+    return difference.area in ("log", "send") and difference.topic in own
+
+
+def _of_a_topic_not_yet_known(recording: Recording, difference: Difference) -> bool:
+    allocated = [(event["client"], event["group"], event["topic"]) for event in recording.of_kind("allocate")]
+    who = difference.client, difference.group
+    own = {topic for client, group, topic in allocated if client == who[0] or group == who[1]}
+    return difference.area in ("delivery", "config") and bool(own) and difference.topic not in own
+
+
+def _of_a_refused_group(recording: Recording, difference: Difference) -> bool:
+    clients = {event["client"] for event in recording.of_kind("refused")}
+    groups = {event["group"] for event in recording.of_kind("allocate") if event["client"] in clients}
+    return bool({difference.group, difference.topic.removeprefix("%RETRY%")} & groups) or difference.client in clients
+
+
+def _of_the_half_topic(recording: Recording, difference: Difference) -> bool:
+    unused = all(row["topic"] != HALF_TOPIC for row in recording.messages)
+    return difference.area == "config" and difference.topic == HALF_TOPIC and unused
+
+
+def _of_a_commit(recording: Recording, difference: Difference) -> bool:
+    clients = {event["client"] for event in recording.of_kind("call") if event["what"].startswith("commit")}
+    groups = {told["consumerGroup"] for client, told in recording.pull_consumers.items() if client in clients}
+    return difference.area in ("config", "progress") and difference.group in groups
+
+
+def _of_a_route_in_parts(recording: Recording, difference: Difference) -> bool:
+    is_made_by_heartbeats = difference.topic.startswith("%RETRY%") and len(recording.stores) > 1
+    return difference.area == "allocation" and is_made_by_heartbeats
+
+
+def _empty_answer(recording: Recording, difference: Difference) -> bool:
+    return difference.area == "call" and "but no message" in difference.text
+
+
+DEVIATIONS: Final = (
+    Deviation(
+        "the broker's own topics",
+        "TBW102 and the names of broker and cluster are templates and addresses, not topics: librmq refuses to send "
+        "to them, which the original takes.",
+        _to_own_topic,
+    ),
+    Deviation(
+        "the over-long message",
+        "A message longer than a file of the log is answered as stored by the original, and lost behind a blank "
+        "record. librmq refuses it. Its body is not recorded, so it is not sent again; blank records are not compared.",
+    ),
+    Deviation(
+        "a route is known at once",
+        "Clients of the original learn of a topic that a send has made up to 30 s later. librmq's know it at once, and "
+        "may have consumed what the original's had not yet heard of.",
+        _of_a_topic_not_yet_known,
+    ),
+    Deviation(
+        "a filter that does not compile",
+        "The original's client has joined, and asked for its progress, before the broker refuses the filter. librmq "
+        "refuses it where the consumer subscribes.",
+        _of_a_refused_group,
+    ),
+    Deviation(
+        "a route known in part",
+        "Heartbeats make the retry topic of a group broker by broker. A client of the original that asks in between "
+        "sees a part of them until it asks again, 30 s later; librmq's see all of them.",
+        _of_a_route_in_parts,
+    ),
+    Deviation(
+        "a commit is stored",
+        "The original's commitSync notes progress in the client, which tells the broker by time, or never. librmq's "
+        "commit returns when the broker has it.",
+        _of_a_commit,
+    ),
+    Deviation(
+        "the topic of half messages",
+        "The original's check makes it even where there never is a transaction, librmq the first half message.",
+        _of_the_half_topic,
+    ),
+    Deviation(
+        "nothing found",
+        "A query that finds no message is an error there, and an empty answer here.",
+        _empty_answer,
+    ),
+    Deviation(
+        "bytes that a queue holds",
+        "The original counts whole MiB, so that a limit of 1 MiB ends pulling from 2 MiB on; librmq counts bytes. The "
+        "replay sets the limit to where the original's is.",
+    ),
+    Deviation(
+        "a result below -1",
+        "The original's client fails on an acknowledged index below -1, and neither removes nor sends back the batch. "
+        "librmq takes it as a failure of the listener. In the replay that listener never ends.",
+    ),
+    Deviation(
+        "the delay of a half message",
+        "The original's client takes it away without a word, librmq refuses the message. The replay takes it away.",
+    ),
+    Deviation(
+        "turns by thread",
+        "The original counts by thread whose turn among the queues it is, and asynchronous sends have threads of their "
+        "own. librmq counts by producer. The replay gives each asynchronous send the turn of its own.",
+    ),
+    Deviation(
+        "consuming directly",
+        "The original's administration can have a client consume a message on the spot, past its queue. librmq's "
+        "cannot: those deliveries are left out.",
+    ),
+    Deviation(
+        "one-way sends",
+        "The original raises where the broker of a one-way send can't be connected to, librmq logs it. Neither sends "
+        "again: what is stored is compared.",
+    ),
+)
 
 
 def breaks_client(answer: Row) -> bool:
     """Whether a listener's result is one that the original's client fails on."""
-    return answer.get("ackIndex", 0) < -1
+    return bool(answer.get("ackIndex", 0) < -1)
+
+
+def bytes_of_whole_mib(limit_mib: int) -> int:
+    """The limit in bytes that ends pulling where one in whole MiB does."""
+    return ((limit_mib + 1) << 20) - 1
+
+
+def is_direct(event: Row) -> bool:
+    """Whether a ``deliver`` event is one that an administrator asked for."""
+    return any(message["brokerName"] is None for message in event["msgs"])
+
+
+def without_delay(message: Message) -> Message:
+    """The message without its delay."""
+    message.properties.pop(codec.PROPERTY_DELAY, None)
+    return message
+
+
+def unlike(want: Mapping[str, Any], have: Mapping[str, Any]) -> str:
+    """What differs between two mappings."""
+    parts = []
+    for name in sorted({*want, *have}):
+        one, other = want.get(name), have.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and one != other:
+            parts.append(f"{name} ({unlike(one, other)})")
+        elif one != other:
+            parts.append(f"{name}: {other!r:.200}, recorded {one!r:.200}")
+    return "; ".join(parts)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +20,12 @@ from librmq.message import StoredMessage
 from librmq.topics import HALF_TOPIC
 from tests.reference import Row, jsonl
 
-__all__ = ["DELIVERIES", "Recording"]
+__all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
 
 UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
-DELIVERIES: Final = ("deliver", "deliver_short")
+PROGRESS_FILE: Final = "consumerOffset.json"
+NEVER: Final = 1 << 62
+"""A ``seq`` that does not come."""
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
 _IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
 
@@ -83,26 +86,82 @@ class Recording:
         return found
 
     @cached_property
-    def born(self) -> dict[str, int]:
-        """When each message was sent."""
-        return {key: message.born_timestamp_ms for key, message in self.stored.items()}
+    def results(self) -> dict[int, Row]:
+        """The result of each send, by the send's ``seq``: the next of its client and form; async ones may cross."""
+        waiting: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        found = {}
+        for event in self.events:
+            kind, form = event["kind"], event.get("form", "")
+            if kind in ("send", "send_batch"):
+                waiting[event["client"], kind + form].append(event)
+            elif kind in ("send_result", "send_batch_result"):
+                sends = waiting[event["client"], kind.removesuffix("_result") + form]
+                if sends:
+                    found[sends.pop(0)["seq"]] = event
+        return found
+
+    def key_of(self, event: Row) -> str | None:
+        """The unique id that the message of a ``send`` got."""
+        result = self.results.get(event["seq"])
+        if result is None:
+            return None
+        key: str | None = (result.get("message_properties_after") or {}).get(UNIQUE_KEY)
+        return key or (result["result"] or {}).get("msgId")
+
+    @cached_property
+    def progress_events(self) -> list[Row]:
+        """The events that tell what a broker knew, with ``progress``: topic, group, queue and offset."""
+        found = []
+        for event in self.events:
+            if event["kind"] == "consumer_offsets_in_memory":
+                table = event["table"]
+            elif event["kind"] == "file" and event["path"].endswith(PROGRESS_FILE):
+                table = brokerjson.loads(event["text"])["offsetTable"]
+            else:
+                continue
+            progress = [
+                (name.partition("@")[0], name.partition("@")[2], int(queue_id), queue_offset)
+                for name, row in table.items()
+                for queue_id, queue_offset in row.items()
+            ]
+            found.append({**event, "progress": progress})
+        return found
+
+    def of_kind(self, kind: str) -> Iterator[Row]:
+        """The events of one kind."""
+        return (event for event in self.events if event["kind"] == kind)
+
+    def broker_of(self, event: Row) -> str:
+        """The broker that an event is about."""
+        name: str = event.get("broker") or event["client"]
+        return name if name.startswith("broker-") else self.broker_settings["brokerName"]
+
+    @cached_property
+    def stores(self) -> dict[str, str]:
+        """The folder of each broker's store."""
+        found = {self.broker_settings["brokerName"]: "store"}
+        found.update({path.name.replace("store", "broker"): path.name for path in self.folder.glob("store-*")})
+        return found
+
+    def events_from(self, seq: int) -> Iterator[Row]:
+        """The events from one on."""
+        return (event for event in self.events if event["seq"] >= seq)
 
     @cached_property
     def default_queues(self) -> dict[str, int]:
         """How many queues the producer of a message wants for a topic that it makes."""
         found = {}
         for row in jsonl(self.folder / "rpc.jsonl"):
-            if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and "i" in row["header"]:
+            if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and row["header"].get("i"):
                 key = codec.decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
                 found[key] = int(row["header"]["d"])
         return found
 
-    @cached_property
-    def openings(self) -> list[tuple[int, str]]:
-        """When brokers were started, and which.
+    def openings(self, before_ms: int) -> list[tuple[int, str]]:
+        """When brokers were started, and which: ``before_ms`` before that is told.
 
-        Half messages are checked at intervals from the start of the process on, which is some time before it is told:
-        so long that the first recorded pass comes when it came.
+        But where half messages are checked, which happens at intervals from the start on, then so that the first pass
+        comes when it came.
         """
         usual = self.broker_settings["brokerName"]
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
@@ -120,15 +179,78 @@ class Recording:
                 if passes:
                     first = min(passes)
                     at = first - -(-(first - at) // interval_ms) * interval_ms
+                elif not found:
+                    at -= before_ms
                 found.append((at, usual if event["client"] == "broker" else event["client"]))
         return found
 
     # ---- clients
 
     @cached_property
+    def has_differing_instances(self) -> bool:
+        """Whether instances of a group subscribe to a topic differently."""
+        told = {
+            (event["group"], topic): of["subString"]
+            for event in self.of_kind("consumer_start")
+            for topic, of in event["subscription"].items()
+        }
+        return any(
+            told[event["group"], topic] != of["subString"]
+            for event in self.of_kind("consumer_start")
+            for topic, of in event["subscription"].items()
+        )
+
+    @cached_property
+    def transactional_clients(self) -> frozenset[str]:
+        """The producers of transactions."""
+        return frozenset(event["client"] for event in self.events if event["kind"] in ("local_tx", "check"))
+
+    @cached_property
+    def pull_consumers(self) -> dict[str, dict[str, str]]:
+        """The clients that poll, each with what its first pull asked for."""
+        polling = {event["client"] for event in self.events if event["kind"] in ("poll", "assign")}
+        found: dict[str, dict[str, str]] = {}
+        for row in self._requests("PULL_MESSAGE"):
+            if row["client"] in polling:
+                found.setdefault(row["client"], row["header"])
+        return found
+
+    @cached_property
+    def progress_before(self) -> dict[str, list[tuple[str, int, int]]]:
+        """What brokers knew of a group's progress before its first instance came: topic, queue and offset, by group."""
+        asked: dict[tuple[str, int], Row] = {}
+        found: dict[tuple[str, str, int], int] = {}
+        for row in jsonl(self.folder / "rpc.jsonl"):
+            request = row["client"], row["opaque"]
+            if row["name"] == "QUERY_CONSUMER_OFFSET" and row["dir"] == "out":
+                asked[request] = row["header"]
+            elif row.get("to") == "QUERY_CONSUMER_OFFSET" and request in asked:
+                of = asked[request]
+                where = of["consumerGroup"], of["topic"], int(of["queueId"])
+                found.setdefault(where, int(row["header"].get("offset", 0)))
+        groups: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+        for (group, topic, queue_id), queue_offset in found.items():
+            if queue_offset > 0:
+                groups[group].append((topic, queue_id, queue_offset))
+        return groups
+
+    @cached_property
+    def left(self) -> dict[str, int]:
+        """When each client told that it leaves its group."""
+        return {row["client"]: row["at_ms"] for row in self._requests("UNREGISTER_CLIENT")}
+
+    @cached_property
+    def searched_times(self) -> list[int]:
+        """The times for which clients asked for an offset, in order."""
+        return [int(row["header"]["timestamp"]) for row in self._requests("SEARCH_OFFSET_BY_TIMESTAMP")]
+
+    def _requests(self, name: str) -> Iterator[Row]:
+        return (row for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == name and row["dir"] == "out")
+
+    @cached_property
     def orderly_clients(self) -> frozenset[str]:
         """The clients that locked queues."""
-        rpc = {row["client"] for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == "LOCK_BATCH_MQ"}
+        rpc = {row["client"] for row in self._requests("LOCK_BATCH_MQ")}
         return frozenset(rpc | {event["client"] for event in self.events if event.get("mode") == "orderly"})
 
     @cached_property
@@ -137,7 +259,7 @@ class Recording:
         found: dict[str, Host] = {}
         for event in self.events:
             result = event.get("result")
-            if isinstance(result, dict) and result.get("offsetMsgId"):
+            if isinstance(result, dict) and "sendStatus" in result and result["offsetMsgId"]:
                 host, _ = codec.parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
                 found[result["messageQueue"]["brokerName"]] = host
         return found
@@ -175,6 +297,37 @@ class Recording:
         return found
 
     @cached_property
+    def durations(self) -> dict[str, int]:
+        """How long (ms) the listener of a client takes, where it is not told: its deliveries one after the other.
+
+        Those of whom several begin within 20 ms take no time.
+        """
+        found = {}
+        times: dict[str, list[int]] = defaultdict(list)
+        for event in self.events:
+            if event["kind"] == "deliver_short" and "msgId" not in event:
+                times[event["client"]].append(event["at_ms"])
+        for client, at in times.items():
+            gaps = [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+            found[client] = min(gaps) if gaps and min(gaps) >= 20 else 0
+        return found
+
+    def release(self, client: str) -> Row | None:
+        """The event that lets a listener go on which had stopped at its first message, if no return tells of it."""
+        if client not in self.durations:
+            return None
+        return next((e for e in self.events if e["kind"] == "release" and e["client"] == client), None)
+
+    @cached_property
+    def local_transactions(self) -> dict[str, list[Row]]:
+        """What the local transaction of a message returned, by its unique id."""
+        found: dict[str, list[Row]] = defaultdict(list)
+        for event, after in zip(self.events, self.events[1:], strict=False):
+            if event["kind"] == "local_tx":
+                found[event["message"]["properties"][UNIQUE_KEY]].append(after)
+        return found
+
+    @cached_property
     def checks(self) -> dict[str, list[Row]]:
         """What producers answered when they were asked for a transaction: by unique id, in turn."""
         found: dict[str, list[Row]] = defaultdict(list)
@@ -201,10 +354,6 @@ class Recording:
             str(path.relative_to(folder)): brokerjson.loads(path.read_text("utf-8"))
             for path in sorted(folder.glob("*/*/offsets.json"))
         }
-
-    def count(self) -> Counter[str]:
-        """How often each kind of event is there."""
-        return Counter(event["kind"] for event in self.events)
 
 
 def _records(log: Path) -> list[StoredMessage]:

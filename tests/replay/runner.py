@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from librmq.clock import ManualClock
-from librmq.message import MessageQueue
-from librmq.runner import ManualRunner, Work
+from librmq.runner import ManualRunner, Step, Turn, Work
 
 __all__ = ["ReplayRunner", "until"]
 
@@ -22,8 +21,10 @@ class ReplayRunner(ManualRunner):
         super().__init__(ManualClock(now_ms))
         self.reached = -1
         """The ``seq`` of the last event that has happened."""
-        self.first_queue: tuple[str, int] | None = None
-        """Broker and queue where a producer begins that has no queue in turn yet."""
+        self.before_turn: Callable[[], None] | None = None
+        """Called before each turn."""
+        self._first_queue: tuple[str, int] | None = None
+        self._queues: list[tuple[str, int]] = []
         self._waiting: dict[int, list[tuple[Work, Coroutine[Any, Any, object]]]] = {}
 
     def play_to(self, at_ms: int) -> None:
@@ -37,42 +38,42 @@ class ReplayRunner(ManualRunner):
         for work, coroutine in self._waiting.pop(seq, []):
             self._go_on(work, coroutine)
 
-    def choose(self, kind: str, options: Sequence[T]) -> T:
-        if kind.startswith("first queue of ") and self.first_queue is not None:
-            return self._first(options)
-        return super().choose(kind, options)
+    def begin_at(self, queue: tuple[str, int], queues: list[tuple[str, int]]) -> None:
+        """A producer that has no queue in turn begins at this one of a topic's, each given by broker and number."""
+        self._first_queue, self._queues = queue, queues
 
-    def _first(self, options: Sequence[T]) -> T:
-        """The options count the queues of a topic by broker and number."""
-        assert self.first_queue is not None
-        broker_name, number = self.first_queue
-        at = self.queues.index((broker_name, number)) if (broker_name, number) in self.queues else number
+    def choose(self, kind: str, options: Sequence[T]) -> T:
+        if not kind.startswith("first queue of ") or self._first_queue is None:
+            return super().choose(kind, options)
+        known = self._queues
+        at = known.index(self._first_queue) if self._first_queue in known else self._first_queue[1]
         return options[at % len(options)]
 
-    queues: list[tuple[str, int]] = []
-    """The queues of the topic that is sent to, as far as they are known."""
-
-    def know(self, queues: Sequence[MessageQueue]) -> None:
-        """These are the queues of the topic that is about to be sent to."""
-        self.queues = [(queue.broker_name, queue.queue_id) for queue in queues]
+    def pick(self, options: Iterator[Turn]) -> Turn | None:
+        if self.before_turn is not None:
+            self.before_turn()
+        return super().pick(options)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         self._go_on(work, coroutine)
 
     def _go_on(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         try:
-            seq = coroutine.send(None)
-            while seq <= self.reached:
-                seq = coroutine.send(None)
+            seq, at_ms = coroutine.send(None)
+            while seq <= self.reached and at_ms <= self.now_ms():
+                seq, at_ms = coroutine.send(None)
         except StopIteration as end:
             self._finish(work, end.value, None)
         except Exception as error:
             self._finish(work, None, error)
         else:
-            self._waiting.setdefault(seq, []).append((work, coroutine))
+            if seq > self.reached:
+                self._waiting.setdefault(seq, []).append((work, coroutine))
+            else:
+                self.wake(Step(f"{work.label} goes on", lambda now_ms: self._go_on(work, coroutine)), at_ms)
 
 
 @types.coroutine
-def until(seq: int) -> Generator[int, None, None]:
-    """Wait for an event of the recording."""
-    yield seq
+def until(seq: int = -1, at_ms: int = 0) -> Generator[tuple[int, int], None, None]:
+    """Wait for an event of the recording, or for a time."""
+    yield seq, at_ms

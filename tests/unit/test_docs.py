@@ -140,14 +140,17 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    names = {
-        "demo_spark.py",
-        "demo_store.py",
-        "embed_log.py",
-        "exactly_once.py",  # run by tests/dedup/test_examples.py
-        "find_message.py",
-        "idempotence.py",  # run by tests/dedup/test_examples.py
+    here = {"demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    by_test_examples = {
+        "broadcast_cache.py",
+        "embed_broker.py",
+        "fastapi_app.py",
+        "order_stock.py",
+        "order_timeout.py",
+        "ordered_orders.py",
+        "test_message_logic.py",
     }
+    names = here | by_test_examples | {"exactly_once.py", "idempotence.py"}  # by tests/dedup/test_examples.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -267,6 +269,25 @@ def test_what_is_no_exception_is_raised_where_the_test_runs() -> None:
         explore(test)
 
 
+def test_ctrl_c_is_heard_while_a_listener_runs() -> None:
+    go_on = threading.Event()
+
+    def test(rmq: Kit) -> None:
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            signal.raise_signal(signal.SIGINT)
+            go_on.wait(30)
+
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+
+    decision = Decision(Place("pause", "somewhere", 1), "pause")  # so that listeners run in threads
+    with pytest.raises(KeyboardInterrupt):
+        explore(test, seed=encode_schedule([decision]))
+    go_on.set()
+    explore(deliver_ten, runs=3)
+
+
 def test_finally_runs_when_a_process_dies() -> None:
     left: list[int] = []
 
@@ -285,6 +306,34 @@ def test_finally_runs_when_a_process_dies() -> None:
     place = Place("pause", "billing@billing orders/broker-a/0 0: in the middle", 1)
     assert search(run_of(test), 1, replay=[Decision(place, FAULT + "billing dies here")]).found is None
     assert left == [1, 1]
+
+
+def test_lines_of_a_listener_are_places_to_pause() -> None:
+    def test(rmq: Kit) -> None:
+        booked: list[bytes] = []
+
+        def is_booked(order: bytes) -> bool:
+            return order in booked
+
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            if not is_booked(message.body):
+                booked.append(message.body)
+
+        for _ in range(2):
+            rmq.producer().send("orders", b"o-1")
+        rmq.run_until_idle()
+        assert len(booked) == 1
+
+    before = sys.gettrace()
+    with pytest.raises(AssertionError) as caught:
+        explore(test, lines=True)
+    assert "charge line 3" in caught.value.__notes__[-1]
+    assert sys.gettrace() is before
+    seed = caught.value.__notes__[-1].rpartition(" ")[2]
+    with pytest.raises(AssertionError, match="assert 2 == 1"):
+        explore(test, seed=seed, lines=True)
+    assert explore(test, runs=60).found is None
 
 
 def test_coroutines_are_explored() -> None:

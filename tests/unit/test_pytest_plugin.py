@@ -144,6 +144,13 @@ def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
     run(pytester, "--rmq-seed=17").assert_outcomes(passed=1)
 
 
+def test_exploring_wants_the_fixture(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(): pass\n")
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*takes the fixture rmq*"])
+
+
 def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     run(pytester, "-k", "True")

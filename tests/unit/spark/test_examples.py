@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,18 @@ def _utc(timestamp_ms: int) -> Any:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+
+
+def test_the_second_part_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    shared_session()
+    for name in ("broker", "continued"):
+        shutil.copytree(store("store-basic"), tmp_path / name, copy_function=shutil.copyfile)
+    main = runpy.run_path(str(CHECKOUT / "examples" / "demo_spark.py"))["main"]
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert " NO " not in out
+    assert out.count("yes ") == 2
+    assert "<svg" in (tmp_path / "report.html").read_text("utf-8")
+    assert main([str(tmp_path / "nothing")]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,32 @@ def test_loss_is_reported(tmp_path: Path) -> None:
         run(path, sink, checkpoint)
     run(path, sink, checkpoint, failOnDataLoss="false")
     assert sink.numbers() == [*range(20), *range(100, 104)]
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_stream_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    """Over a store that goes on being written, each message is once in a sink that takes a batch once."""
+    path, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
+    dice = random.Random(7)
+    clock = ManualClock(START_MS)
+
+    class Failing(Sink):
+        def take(self, frame: Any, batch: int) -> None:
+            chance = dice.random()
+            if chance < 0.25:
+                raise RuntimeError("killed before")
+            super().take(frame, batch)
+            fill(store, "AB"[batch % 2], written[0], 5)
+            written[0] += 5
+            if chance > 0.75:
+                raise RuntimeError("killed behind")
+
+    sink, written = Failing(tmp_path / "sink"), [40]
+    with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
+        fill(store, "A", 0, 40)
+        for _ in range(6):
+            with contextlib.suppress(PySparkException):
+                run(path, sink, checkpoint, maxOffsetsPerTrigger="9")
+        run(path, Sink(tmp_path / "sink"), checkpoint)
+    assert sink.numbers() == list(range(written[0]))

@@ -1,0 +1,61 @@
+"""A broker inside an application: threads send, a group consumes, and everything ends in order.
+
+    python examples/embed_broker.py [FOLDER]      (a temporary folder unless given)
+
+Run it twice with the same FOLDER: topics, messages and progress are still there. Ctrl-C ends it in order too.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from queue import Queue
+
+from librmq import Broker, DeliveredMessage, Producer, PushConsumer, StoreConfig
+
+SHOPS = ("berlin", "lima")
+ORDERS = 3
+
+
+def main(path: str) -> None:
+    charged: Queue[str] = Queue()
+
+    # Leaving a `with` shuts down what it opened, the last one first: producer, consumer, broker.
+    with Broker.open(path, store_config=StoreConfig.embedded()) as broker:
+        billing = PushConsumer(broker, "billing", threads=4)
+
+        @billing.subscribe("orders", tags="created")
+        def charge(message: DeliveredMessage) -> None:
+            """Runs in a thread of librmq. Returning means consumed; an exception means once more, in 10 s."""
+            charged.put(message.keys[0])
+
+        with billing, Producer(broker, "shop") as producer:
+
+            def sell(shop: str) -> None:
+                for number in range(1, ORDERS + 1):
+                    producer.send("orders", b"one coat", tags="created", keys=[f"{shop}-{number}"])
+
+            shops = [threading.Thread(target=sell, args=(shop,)) for shop in SHOPS]
+            for thread in shops:
+                thread.start()
+            for _ in range(len(SHOPS) * ORDERS):
+                print(f"charged {charged.get(timeout=30)}")
+            for thread in shops:
+                thread.join()
+
+            # A shutdown waits for listeners that run, up to 5 s, and stores how far the group has come.
+            print("shut down in order" if billing.shutdown() else "a listener was still running")
+
+        stored = sum(1 for _ in broker.messages("orders"))
+        done = sum(broker.consumer_offsets("billing", "orders").values())
+        print(f"{stored} orders in the log, {done} of them consumed")
+    print(f"threads that are left: {threading.active_count() - 1}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(folder)

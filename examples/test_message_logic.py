@@ -1,0 +1,119 @@
+"""How an application's message logic is tested: no broker to run, no sleeping, and every retry and crash on request.
+
+    pytest examples/test_message_logic.py                the fixture `rmq` comes with librmq
+    python -m unittest examples/test_message_logic.py    the same without pytest
+
+The application is `Billing`, as it would stand in a module of its own. Nothing in it knows of the tests.
+"""
+
+from __future__ import annotations
+
+import unittest
+
+import pytest
+
+from librmq import DeliveredMessage, Producer, PushConsumer, ReconsumeLater
+from librmq.protocol import Route
+from librmq.testing import Kit
+
+
+class Billing:
+    """Charges what was ordered, and tells of it. ``accounts``, ``charged``: what a database would hold."""
+
+    def __init__(self, route: Route, accounts: dict[str, int], charged: dict[str, int]) -> None:
+        self.accounts = accounts
+        self.charged = charged
+        self.producer = Producer(route, "billing")
+        self.consumer = PushConsumer(route, "billing", max_reconsume_times=3)
+        self.consumer.subscribe("orders", tags="created")(self.charge)
+        self.consumer.start()
+
+    def charge(self, message: DeliveredMessage) -> None:
+        order, customer, amount = message.keys[0], message.properties["customer"], int(message.body)
+        if order in self.charged:
+            return  # it has come before
+        if self.accounts[customer] < amount:
+            raise ReconsumeLater("not enough money", delay_level=3)  # in 10 s
+        self.accounts[customer] -= amount
+        self.charged[order] = amount
+        self.producer.send("receipts", b"paid", keys=order)
+
+
+def order(rmq: Kit, amount: int, customer: str = "ada") -> None:
+    rmq.producer().send("orders", b"%d" % amount, tags="created", keys="o-1", properties={"customer": customer})
+
+
+def test_an_order_is_charged(rmq: Kit) -> None:
+    accounts = {"ada": 100}
+    rmq.app("billing", lambda route: Billing(route, accounts, {}))
+    order(rmq, 30)
+    rmq.run_until_idle()
+    assert accounts == {"ada": 70}
+    assert [message.keys for message in rmq.messages("receipts")] == [("o-1",)]
+
+
+def test_what_has_another_tag_is_left_alone(rmq: Kit) -> None:
+    charged: dict[str, int] = {}
+    rmq.app("billing", lambda route: Billing(route, {"ada": 100}, charged))
+    rmq.producer().send("orders", b"30", tags="cancelled", keys="o-1", properties={"customer": "ada"})
+    rmq.run_until_idle()
+    assert charged == {}
+
+
+def test_a_customer_without_money_is_asked_again(rmq: Kit) -> None:
+    accounts = {"ada": 0}
+    rmq.app("billing", lambda route: Billing(route, accounts, {}))
+    order(rmq, 30)
+    rmq.advance(seconds=5)
+    accounts["ada"] = 50  # payday
+    rmq.advance(seconds=10)
+    assert accounts == {"ada": 20}
+    assert [(one.attempt, one.outcome) for one in rmq.delivered("billing")] == [(1, "later"), (2, "returned")]
+
+
+def test_who_never_pays_ends_in_the_dead_letters(rmq: Kit) -> None:
+    rmq.app("billing", lambda route: Billing(route, {"ada": 0}, {}))
+    order(rmq, 30)
+    rmq.advance(hours=1)  # takes no time
+    assert [message.keys for message in rmq.dead_letters("billing")] == [("o-1",)]
+
+
+def test_a_bug_fails_the_test_that_meets_it(rmq: Kit) -> None:
+    rmq.app("billing", lambda route: Billing(route, {"ada": 100}, {}))
+    order(rmq, 30, customer="bob")
+    with pytest.raises(KeyError, match="bob"):  # with the listener's own traceback
+        rmq.run_until_idle()
+
+
+def test_after_a_crash_the_message_comes_again_and_is_charged_once(rmq: Kit) -> None:
+    accounts, charged = {"ada": 100}, dict[str, int]()
+    billing = rmq.app("billing", lambda route: Billing(route, accounts, charged))
+    order(rmq, 30)
+    rmq.run_until_idle()
+    rmq.crash(billing)  # before it told the broker how far it had come
+    rmq.run_until_idle()
+    assert len(rmq.delivered("billing")) == 2
+    assert accounts == {"ada": 70}
+
+
+@pytest.mark.rmq_explore(runs=100)
+def test_whatever_happens_nobody_is_charged_twice(rmq: Kit) -> None:
+    """Under a hundred schedules: crashes, rebalances, answers that are lost, in any order."""
+    accounts, charged = {"ada": 100}, dict[str, int]()
+    rmq.app("billing", lambda route: Billing(route, accounts, charged))
+    order(rmq, 30)
+    rmq.run_until_idle()
+    assert accounts["ada"] == 70
+
+
+class BillingTest(unittest.TestCase):
+    """`Kit` is the fixture, where there is no pytest."""
+
+    def test_an_order_is_charged(self) -> None:
+        accounts = {"ada": 100}
+        with Kit() as rmq:
+            rmq.app("billing", lambda route: Billing(route, accounts, {}))
+            order(rmq, 30)
+            rmq.run_until_idle()
+            assert [message.keys for message in rmq.messages("receipts")] == [("o-1",)]
+        assert accounts == {"ada": 70}

@@ -1,0 +1,49 @@
+"""Keys that were seen, approximately and in bounded memory: extra ``bloom``.
+
+A Bloom filter says "surely new here" or "perhaps seen". In front of a dedup store it can decide nothing, since other
+processes have keys of their own, and a restart forgets; it can only choose which question to ask the store first.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from librmq.errors import ConfigError, MissingExtraError
+
+try:
+    from pybloom_live import ScalableBloomFilter
+except ImportError as error:
+    raise MissingExtraError("a prefilter of keys", "bloom") from error
+
+__all__ = ["SeenKeys"]
+
+
+class SeenKeys:
+    """Remembers the last ``capacity`` keys or more, in a few bytes each; older ones are forgotten. Thread-safe.
+
+    ``error_rate`` is the share of new keys that count as perhaps seen.
+    """
+
+    def __init__(self, capacity: int = 1_000_000, error_rate: float = 0.001) -> None:
+        if capacity < 1 or not 0 < error_rate < 1:
+            raise ConfigError(f"expected a capacity of 1 or more and a rate below 1, found {capacity}, {error_rate}")
+        self._capacity = capacity
+        self._error_rate = error_rate
+        self._lock = threading.Lock()
+        self._new: Any = self._filter()
+        self._old: Any = self._filter()
+
+    def _filter(self) -> Any:
+        # Grows from small; two halves of the error, since two filters are asked.
+        return ScalableBloomFilter(min(self._capacity, 1000), self._error_rate / 2)
+
+    def add(self, key: str) -> bool:
+        """Remember ``key``; false if it was surely not remembered before."""
+        with self._lock:
+            if self._new.add(key):
+                return True
+            if len(self._new) >= self._capacity:
+                self._old, self._new = self._new, self._filter()
+                return False
+            return key in self._old

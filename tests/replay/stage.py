@@ -1,0 +1,192 @@
+"""What the parts of a replay share: the recording, brokers under a clock moved by hand, and what librmq did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from librmq import codec
+from librmq.broker import Broker, BrokerSettings
+from librmq.cluster import RouteTable
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage
+from librmq.errors import RmqError
+from librmq.files import MemoryFiles
+from librmq.message import MessageQueue, StoredMessage
+from librmq.producer import SendResult
+from librmq.txn import TransactionSettings
+from tests.reference import Row
+from tests.replay.reading import Recording
+from tests.replay.runner import ReplayRunner
+
+__all__ = ["Played", "Stage", "describe"]
+
+STORE: Final = "/store"
+_EVERY_MS: Final = 1_000
+CLIENT: Final = "/client"
+"""Where broadcasting clients keep their progress."""
+Table = dict[tuple[str, str, int], int]
+"""Progress by topic, group and queue; -1: none."""
+
+
+@dataclass
+class Played:
+    """What librmq did."""
+
+    recording: Recording
+    sent: dict[int, SendResult | RmqError] = field(default_factory=dict)
+    """By the ``seq`` of the event that sent."""
+    delivered: list[Row] = field(default_factory=list)
+    """Rows like ``deliver`` events, of one message each; ``msg`` is it."""
+    polled: list[Row] = field(default_factory=list)
+    """The same of pull consumers."""
+    checked: list[Row] = field(default_factory=list)
+    """Rows like ``check`` events."""
+    allocated: list[Row] = field(default_factory=list)
+    """Rows like ``allocate`` events."""
+    held: dict[str, Row] = field(default_factory=dict)
+    """By client: the most that its process queues held, as in ``cached`` events."""
+    seen: dict[int, Any] = field(default_factory=dict)
+    """What was observed or answered, by the ``seq`` of the event that tells what the original showed."""
+    progress: list[tuple[int, str, Table]] = field(default_factory=list)
+    """What each broker knew of progress, again and again: when, which broker, what."""
+    logs: dict[str, list[StoredMessage]] = field(default_factory=dict)
+    """By broker: its log at the end."""
+    files: dict[str, MemoryFiles] = field(default_factory=dict)
+    """By broker: its files; by ``""``: those of broadcasting clients."""
+
+
+class Stage:
+    """One replay under way."""
+
+    def __init__(self, recording: Recording, before_ms: int) -> None:
+        self.recording = recording
+        self.played = Played(recording)
+        self.played.files[""] = MemoryFiles()
+        self.openings = recording.openings(before_ms)
+        self.runner = ReplayRunner(min(self.openings)[0])
+        self.brokers: dict[str, Broker] = {}
+        self._route: RouteTable | None = None
+        self._progress_of = sorted({where[:3] for event in recording.progress_events for where in event["progress"]})
+
+    @property
+    def route(self) -> RouteTable:
+        """All brokers."""
+        assert self._route is not None
+        return self._route
+
+    @property
+    def files(self) -> MemoryFiles:
+        """Of broadcasting clients."""
+        return self.played.files[""]
+
+    def broker(self, event: Row) -> Broker:
+        """The broker that an event is about; opened, if nothing told of its start."""
+        name = self.recording.broker_of(event)
+        if name not in self.brokers:
+            self.open(name)
+        return self.brokers[name]
+
+    def open(self, name: str) -> None:
+        """Start a broker with the recorded settings, on what it had."""
+        told = self.recording.broker_settings
+        store_host = self.recording.store_hosts.get(name, ("127.0.0.1", int(told["listenPort"])))
+        transactions = TransactionSettings(
+            timeout_s=int(told["transactionTimeOut"]) / 1000,
+            interval_s=int(told["transactionCheckInterval"]) / 1000,
+            check_max=int(told.get("transactionCheckMax", 15)),
+        )
+        store = StoreConfig(
+            commitlog_file_size=int(told["mappedFileSizeCommitLog"]),
+            consumequeue_file_size=int(told["mappedFileSizeConsumeQueue"]),
+            consumequeue_ext_file_size=int(told["mappedFileSizeConsumeQueueExt"]),
+            max_hash_slot_num=int(told["maxHashSlotNum"]),
+            max_index_num=int(told["maxIndexNum"]),
+            message_delay_level=told["messageDelayLevel"],
+            enable_consumequeue_ext=told.get("enableConsumeQueueExt") == "true",
+            enable_calc_filter_bitmap=told.get("enableCalcFilterBitMap") == "true",
+            enable_property_filter=told.get("enablePropertyFilter") == "true",
+            store_host=codec.format_host(store_host),
+        )
+        broker = Broker.open(
+            STORE,
+            BrokerSettings(transactions=transactions),
+            name=name,
+            cluster_name=told["brokerClusterName"],
+            store_config=store,
+            runner=self.runner,
+            files=self.played.files.setdefault(name, MemoryFiles()),
+        )
+        self.brokers[name] = broker
+        if self._route is None:
+            self._route = RouteTable(broker)
+        else:
+            self._route.add(broker)
+
+    def close(self, name: str) -> None:
+        """Shut a broker down in order."""
+        broker = self.brokers[name]
+        if not broker.dead:
+            self.played.logs[name] = list(broker.store)
+            broker.close()
+
+    def play_to(self, at_ms: int) -> None:
+        """Let time pass, and note on the way what the brokers know of progress."""
+        while self.runner.now_ms() < at_ms:
+            self.runner.play_to(min(at_ms, self.runner.now_ms() + _EVERY_MS))
+            self._note_progress()
+        self.runner.play_to(self.runner.now_ms())
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Note what the brokers know of progress."""
+        now_ms = self.runner.now_ms()
+        for name, broker in self.brokers.items():
+            if not broker.dead:
+                self.played.progress.append((now_ms, name, self._progress(broker)))
+
+    def _progress(self, broker: Broker) -> Table:
+        """What a broker knows of the progress that the recording tells of."""
+        table = {}
+        for topic, group, queue_id in self._progress_of:
+            queue_offset = broker.consumer_offset(group, topic, queue_id)
+            table[topic, group, queue_id] = -1 if queue_offset is None else queue_offset
+        return table
+
+
+def describe(message: StoredMessage, queue: MessageQueue | None) -> Row:
+    """A message as the recordings show one."""
+    delivered = message if isinstance(message, DeliveredMessage) else None
+    return {
+        "topic": message.topic,
+        "brokerName": None if queue is None else queue.broker_name,
+        "queueId": message.queue_id if queue is None else queue.queue_id,
+        "queueOffset": message.queue_offset,
+        "commitLogOffset": message.physical_offset,
+        "msgId": message.offset_id if queue is None else message.message_id,
+        "offsetMsgId": message.offset_id,
+        "bornTimestamp": message.born_timestamp_ms,
+        "bornHost": codec.format_host(message.born_host),
+        "storeTimestamp": message.store_timestamp_ms,
+        "storeHost": codec.format_host(message.store_host),
+        "storeSize": message.size,
+        "bodyCRC": message.body_crc,
+        "sysFlag": message.sys_flag,
+        "flag": message.flag,
+        "reconsumeTimes": message.reconsume_times,
+        "preparedTransactionOffset": message.prepared_transaction_offset,
+        "transactionId": None if delivered is None else delivered.transaction_id,
+        "properties": dict(message.properties),
+        "body": message.body.decode("utf-8", "replace"),
+    }
+
+
+def in_log(messages: list[StoredMessage]) -> Iterator[Row]:
+    """Records as ``messages.jsonl`` shows them."""
+    for message in messages:
+        yield {
+            **describe(message, None),
+            "storedBodyLength": len(message.stored_body),
+            "properties_raw": message.properties_raw.decode(),
+        }

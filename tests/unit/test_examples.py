@@ -1,0 +1,137 @@
+"""The examples of broker and clients do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import librmq.testing.plugin  # an inner run of pytest forgets what it imports
+from librmq.testing import Kit
+from tests.reference import CHECKOUT
+
+EXAMPLES = CHECKOUT / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("life", [1, 2])
+def test_a_broker_is_embedded_and_ends_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str], life: int) -> None:
+    """The second time it goes on with what the first one left."""
+    for _ in range(life):
+        capsys.readouterr()
+        example("embed_broker").main(str(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines[:6]) == [f"charged {shop}-{number}" for shop in ("berlin", "lima") for number in (1, 2, 3)]
+    assert lines[6:] == [
+        "shut down in order",
+        f"{6 * life} orders in the log, {6 * life} of them consumed",
+        "threads that are left: 0",
+    ]
+
+
+def test_steps_of_an_order_come_in_order_though_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("ordered_orders")
+    assert module.main() == {f"order-{number}": list(module.STEPS) for number in (1, 2, 3)}
+    assert capsys.readouterr().out.count("its queue rests") == 2
+
+
+def test_every_cache_is_refreshed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    servers = example("broadcast_cache").main(str(tmp_path))
+    shown = capsys.readouterr().out
+    assert "the caches have not: 120 (web-1) 120 (web-2) 120 (web-3)" in shown
+    assert "after the message: 99 (web-1) 99 (web-2) 99 (web-3)" in shown
+    assert [server.asked for server in servers] == [2, 2, 2]
+
+
+def test_order_and_stock_agree_though_the_shop_dies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("order_stock").main(tmp_path) == (["order-1", "order-3"], 8)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown.index("shop: asked about order-3: booked") < shown.index("warehouse: one coat for order-3")
+
+
+def test_what_never_ran_and_is_asked_about_never_runs(tmp_path: Path) -> None:
+    """The check puts a row where there is none, so that a transaction that is late can't commit any more."""
+    module = example("order_stock")
+    with Kit() as rmq:
+        shops = [rmq.app(name, lambda broker: module.Shop(broker, tmp_path / "shop.db")) for name in ("one", "two")]
+        shop = shops[0].state
+        with shop.producer.transaction(module.Message("orders", b"coat", keys="late")) as opened:
+            opened.unknown()
+            rmq.advance(minutes=2)
+        with pytest.raises(module.sqlite3.IntegrityError):
+            shop.book(module.Message("orders", b"coat", keys="late"), 20)
+        assert rmq.messages("orders") == []
+
+
+def test_an_order_is_cancelled_after_half_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("order_timeout").main() == {"order-1": "cancelled", "order-2": "paid"}
+    assert " 30.0 min  order-1 was not paid: cancelled\n" in capsys.readouterr().out
+
+
+def test_a_fastapi_application_charges_with_a_coroutine(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(example("fastapi_app").main())
+    shown = capsys.readouterr().out
+    assert "POST /orders?product=hat: 202 {'number': 2}" in shown
+    assert "GET /orders/2?wait=true: {'number': 2, 'product': 'hat', 'state': 'charged'}" in shown
+
+
+def test_a_fastapi_application_has_a_broker_of_its_own(tmp_path: Path) -> None:
+    """It opens and closes it with its lifespan: the next one finds what was stored."""
+    module = example("fastapi_app")
+
+    async def life() -> None:
+        app = module.make_app(path=str(tmp_path))
+        async with app.router.lifespan_context(app), module.client_of(app) as shop:
+            assert (await shop.get("/orders/1")).status_code == 404
+            assert (await shop.post("/orders", params={"product": "coat"})).json() == {"number": 1}
+            assert (await shop.get("/orders/1", params={"wait": True})).json()["state"] == "charged"
+
+    for _ in range(2):
+        asyncio.run(life())
+
+
+def test_a_fastapi_application_is_tested_by_the_kit() -> None:
+    """Under the clock of the test: what the consumer does happens when the test says so."""
+    module = example("fastapi_app")
+
+    async def scenario() -> None:
+        with Kit() as rmq:
+            app = module.make_app(rmq.app("shop", lambda route: None))
+            async with app.router.lifespan_context(app), module.client_of(app) as shop:
+                assert (await shop.post("/orders", params={"product": "coat"})).status_code == 202
+                assert (await shop.get("/orders/1")).json()["state"] == "new"
+                await rmq.run_until_idle()
+                assert (await shop.get("/orders/1")).json()["state"] == "charged"
+                assert [one.body for one in rmq.delivered("billing")] == [b"coat"]
+
+    asyncio.run(scenario())
+
+
+def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("-p", "pytest_librmq", str(EXAMPLES / "test_message_logic.py"))
+    result.assert_outcomes(passed=8)
+
+
+def test_message_logic_is_tested_by_unittest() -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "unittest", EXAMPLES / "test_message_logic.py"],
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(librmq.__file__ or "").parent.parent)},
+    )
+    assert child.returncode == 0, child.stderr
+    assert "Ran 1 test" in child.stderr
