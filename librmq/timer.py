@@ -327,20 +327,32 @@ class Timers:
             other.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
             return self._store.append(other, queue_id, **fields)
         if sys_flag in (0, codec.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
-            out_ms = out_time_ms(properties, self._store.clock.now_ms(), self._settings)
             fields.pop("properties_raw", None)
-            if out_ms is not None:
-                validate_topic(message.topic)
-                properties = {
-                    **properties,
-                    OUT_MS: str(out_ms),
-                    codec.PROPERTY_REAL_TOPIC: message.topic,
-                    codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
-                }
-                message, queue_id = Message(TIMER_TOPIC, message.body, flag=message.flag), _QUEUE
+            waiting = self.waiting_form(message, queue_id)
+            if waiting is not None:
+                message, queue_id = waiting, _QUEUE
         if fields.get("properties_raw") is None:
-            fields["properties_raw"] = _encoded(properties)
+            fields["properties_raw"] = _encoded(message.properties)
         return self._store.append(message, queue_id, **fields)
+
+    def waiting_form(self, message: Message, queue_id: int) -> Message | None:
+        """What is to be stored in queue 0 of the timer topic instead of a message that names a time.
+
+        None if that has come. `TimerRefusedError` as for `put`, `MessageIllegalError` for a topic that can't be.
+        Thread-safe.
+        """
+        out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._settings)
+        if out_ms is None:
+            return None
+        validate_topic(message.topic)
+        waiting = Message(TIMER_TOPIC, message.body, flag=message.flag)
+        waiting.properties = {
+            **message.properties,
+            OUT_MS: str(out_ms),
+            codec.PROPERTY_REAL_TOPIC: message.topic,
+            codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+        }
+        return waiting
 
     # ------------------------------------------------------------------------------------------------------ by time
 
