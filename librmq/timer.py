@@ -189,12 +189,12 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSetti
 class _Emptying:
     """A slot that is being emptied: where its units are, the first first, and what is deleted of it."""
 
-    def __init__(self, time_ms: int, last: int, positions: array[int], deleted: set[str]) -> None:
+    def __init__(self, time_ms: int, last: int, units: array[int], deleted: set[str]) -> None:
         self.time_ms = time_ms
         self.last = last
         """The slot's last unit; another one came later."""
-        self.positions = positions
-        """Positions of units, the next to be delivered last."""
+        self.units = units
+        """Of each unit physical offset, size, write time and magic, four numbers; the next to be delivered last."""
         self.deleted = deleted
 
 
@@ -413,12 +413,13 @@ class Timers:
                     return True
                 self._read_ms = time_ms
                 emptying = self._emptying = self._begin_slot(time_ms)
-            positions = emptying.positions
-            while positions:
+            units = emptying.units
+            while units:
                 if left == 0:
                     return False
-                self._take(positions[-1], emptying, now_ms)
-                positions.pop()
+                physical_offset, size, write_time_ms, magic = units[-4:]
+                self._take(physical_offset, size, write_time_ms, magic, emptying.deleted, now_ms)
+                del units[-4:]
                 left -= 1
             self._end_slot(emptying)
             self._emptying = None
@@ -434,7 +435,7 @@ class Timers:
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first; those that delete are read at once."""
-        positions, deleted = array("q"), set()
+        units, deleted = array("q"), set()
         slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)
         position = -1 if slot is None else slot.last
         while position >= 0:
@@ -447,28 +448,28 @@ class Timers:
                 if message is not None and DELETE_KEY in message.properties:
                     deleted.add(message.properties[DELETE_KEY])
             else:
-                positions.append(position)
+                units.extend((unit.physical_offset, unit.message_size, unit.write_time_ms, unit.magic))
             if unit.previous >= position:
                 _log.error(
                     "the unit at %d of the timer log leads to %d, which is not before it", position, unit.previous
                 )
                 break
             position = unit.previous
-        return _Emptying(time_ms, -1 if slot is None else slot.last, positions, deleted)
+        return _Emptying(time_ms, -1 if slot is None else slot.last, units, deleted)
 
-    def _take(self, position: int, emptying: _Emptying, now_ms: int) -> None:
+    def _take(
+        self, physical_offset: int, size: int, write_time_ms: int, magic: int, deleted: set[str], now_ms: int
+    ) -> None:
         """Deliver what a unit stands for, or put it on."""
-        unit = self._timer_log.unit(position)
-        message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
-        if unit is None or message is None:
+        message = self._message(physical_offset, size)
+        if message is None:
             return
-        rolls = bool(unit.magic & ROLL)
-        properties = message.properties
-        if not rolls and message.unique_key:
-            topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
-            if delete_key(topic, message.unique_key) in emptying.deleted:
+        rolls = bool(magic & ROLL)
+        if deleted and not rolls and message.unique_key:
+            topic = message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            if delete_key(topic, message.unique_key) in deleted:
                 return
-        self._deliver(message, unit.write_time_ms, rolls, now_ms)
+        self._deliver(message, write_time_ms, rolls, now_ms)
 
     def _deliver(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
         properties = {**message.properties, ENQUEUE_MS: str(enqueue_ms)}
@@ -506,11 +507,12 @@ class Timers:
             raw = self._store.log.read(physical_offset, size)
             if raw is None:
                 return None  # gone with the begin of the log
-            codec.check_record(raw, 0, size, check_body=False)
+            message = StoredMessage(raw)
+            message.frame  # noqa: B018 (raises where it is none)
         except (CorruptionError, RecordError) as error:
             _log.error("the timer message at physical offset %d can't be read: %s", physical_offset, error)
             return None
-        return StoredMessage(raw)
+        return message
 
     def _fill_slots(self, now_ms: int) -> bool:
         """Put what is new in the timer topic into its slots; false if there is more than one turn takes."""
@@ -607,9 +609,8 @@ class Timers:
         """What waits in the wheel, by slot: when it is due (ms), and the message."""
         for time in sorted(self._wheel.times()[self._waiting].tolist() if self._wheel is not None else ()):
             slot = self._begin_slot(time * self._precision_ms)
-            for position in reversed(slot.positions):
-                unit = self._timer_log.unit(position)
-                message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
+            for at in range(len(slot.units) - 4, -1, -4):
+                message = self._message(slot.units[at], slot.units[at + 1])
                 if message is not None:
                     yield java_long(message.properties.get(OUT_MS, "")) or 0, message
 
