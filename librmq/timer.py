@@ -249,9 +249,9 @@ class Timers:
         now_ms = store.clock.now_ms()
         found = TimerCheckpoint.read(store.path, self._files)
         self._checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._floor(now_ms))
-        self._read_ms = self._floor(self._checkpoint.read_time_ms)
-        self._queue_offset = self._checkpoint.queue_offset
         self._write_ms = self._floor(now_ms)
+        self._read_ms = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))  # the clock may be put back
+        self._queue_offset = self._checkpoint.queue_offset
         self._timer_log = TimerLog(store.path, settings.timer_log_file_size, files=self._files)
         self._wheel = TimerWheel.open(store.path, self._slots, files=self._files)
         if found is not None or self._wheel is not None or size is not None:
@@ -266,7 +266,11 @@ class Timers:
         """Cut the timer log where it is known to be on the device, and make the wheel agree with it."""
         behind = self._timer_log.resume(self._checkpoint.log_position)
         last, slots = self._slots_of_log()
-        if behind:
+        if slots is None:
+            _log.error("the timer's checkpoint and log do not belong together: all that is stored is delivered again")
+            self._timer_log.resume(0)
+            self._queue_offset, self._read_ms, slots = 0, self._write_ms, {}
+        elif behind:
             # Somebody died: the original's queue offset may be ahead of the log that was flushed with it.
             unit = None if last is None else self._timer_log.unit(last)
             message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
@@ -286,17 +290,27 @@ class Timers:
                 wheel.put(slot)
             self._waiting[time % self._slots] = True
 
-    def _slots_of_log(self) -> tuple[int | None, dict[int, Slot]]:
-        """Where the last unit is, and the slots that the units make which are not emptied yet."""
+    def _slots_of_log(self) -> tuple[int | None, dict[int, Slot] | None]:
+        """Where the last unit is, and the slots that the units make which are not emptied yet.
+
+        None for the latter if they do not fit into the wheel from the read time on.
+        """
+        longest_ms = self._slots * self._precision_ms
         precision_ms, begin = self._precision_ms, self._read_ms // self._precision_ms
         slots: dict[int, Slot] = {}
         last = None
         for position, block in self._timer_log.blocks(self._timer_log.end):
             last = position + (len(block) - 1) * UNIT_SIZE
-            times = (block["write_time_ms"].astype(np.int64) + block["delay_ms"]) // precision_ms
-            waiting = np.flatnonzero(times >= begin)
+            written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
+            sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < longest_ms)
+            if not sound.all():
+                _log.error("the timer log has %d units that can't be, from %d on", (~sound).sum(), position)
+            times = np.where(sound, written, 0) // precision_ms + np.where(sound, delays // precision_ms, 0)
+            waiting = np.flatnonzero(sound & (times >= begin))
             if not len(waiting):
                 continue
+            if times[waiting].max() >= begin + self._slots:
+                return last, None
             waiting = waiting[np.argsort(times[waiting], kind="stable")]
             own, firsts = np.unique(times[waiting], return_index=True)
             counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
