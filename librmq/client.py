@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeVar
 from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
 from librmq.protocol import (
+    CheckTransaction,
     ConsumerData,
     ConsumersChanged,
     Endpoint,
@@ -68,6 +69,11 @@ class LifeCycle:
         was_running = self.state is State.RUNNING
         self.state = State.SHUT_DOWN
         return was_running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not shut down."""
+        return self.state is State.RUNNING
 
     def check_running(self, call: str) -> None:
         """`ClientStateError` unless it runs."""
@@ -198,7 +204,7 @@ class Client:
         group = getattr(request, "group", None)
         with self.runner.lock:
             order = (self._producers, self._consumers)
-            members = order if type(request).__name__ == "CheckTransaction" else order[::-1]
+            members = order if isinstance(request, CheckTransaction) else order[::-1]
             member = next((found[group] for found in members if group in found), None)
             if member is None or self.dead:
                 raise ClientStateError(f"client {self.client_id} has nobody of group {group!r}")

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from librmq.consumer import PullConsumer
 from librmq.errors import RmqError
-from librmq.message import MessageQueue, StoredMessage
-from librmq.protocol import OffsetByTime, QueryMessages, ResetGroup, UpdateOffset, ViewMessage
+from librmq.message import MessageQueue
+from librmq.protocol import OffsetByTime, QueryMessages, ResetGroup, UpdateOffset
 from tests.reference import Row
 from tests.replay.stage import Stage, describe
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq import codec
 from librmq.errors import RmqError
-from librmq.message import Message, MessageQueue, StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
 from librmq.selectors import select_by_hash, select_by_remainder
