@@ -22,6 +22,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runner import Runner
 from librmq.store import AppendResult, MessageStore
+from librmq.timer import TIMER_TOPIC, Timers, is_timed
 from librmq.topics import HALF_TOPIC, RETRY_PREFIX
 
 __all__ = ["Sending"]
@@ -50,11 +51,14 @@ class Sending:
         cluster_name: str,
         delayed: Callable[[int, int], None],
         prepared: Callable[[], None],
+        timers: Timers | None,
+        timed: Callable[[], None],
         stored: Callable[[], None] | None,
         metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``prepared()`` of each half message; ``stored()``, unless None, of each message at all.
+        ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``stored()``, unless None, of
+        each message at all.
         """
         self._runner = runner
         self._store = store
@@ -66,6 +70,8 @@ class Sending:
         self._cluster = cluster_name
         self._delayed = delayed
         self._prepared = prepared
+        self._timers = timers
+        self._timed = timed
         self._stored = stored
         self._metrics = metrics
         self._waits = store.config.durability == "sync"
@@ -102,6 +108,10 @@ class Sending:
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
             stored_queue_id = self._send_to_retry(made, queue_id, request)
+        elif self._timers is not None and is_timed(properties):
+            waiting = self._timers.waiting_form(made, queue_id)
+            if waiting is not None:
+                made, stored_queue_id = waiting, 0
         if wait is not None and _DELAY in properties and parse_level(properties[_DELAY]) > 0:
             properties[_WAIT] = wait
         result = self.put(
@@ -114,6 +124,8 @@ class Sending:
         )
         if is_half:
             self._prepared()
+        elif made.topic == TIMER_TOPIC:
+            self._timed()
         status = self._flushed(result, wait)
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from librmq.delay import DelaySettings
 from librmq.errors import ConfigError
+from librmq.timer import TimerSettings
 from librmq.txn import TransactionSettings
 
 __all__ = ["BrokerSettings"]
@@ -41,6 +42,8 @@ class BrokerSettings:
     """When delayed messages are looked at, and their progress is saved."""
     transactions: TransactionSettings = field(default_factory=TransactionSettings)
     """When half messages are checked."""
+    timers: TimerSettings | None = None
+    """With settings, a message may name a time of its own, as in 5.x: see `librmq.timer`. None is 4.9: none may."""
     original_transactions: bool = False
     """End and check transactions as the original does, its harm included: see `librmq.txn.Transactions`."""
 
@@ -55,6 +58,8 @@ class BrokerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
                 raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")
+        if self.timers is not None and not isinstance(self.timers, TimerSettings):
+            raise ConfigError(f"timers: expected TimerSettings, found {self.timers!r}")
         for name, kind in (("delay", DelaySettings), ("transactions", TransactionSettings)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name}: expected {kind.__name__}, found {getattr(self, name)!r}")

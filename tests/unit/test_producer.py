@@ -200,6 +200,7 @@ def test_the_timeout_covers_all_tries(two: tuple[Broker, Broker]) -> None:
 def test_an_answer_after_the_time_is_a_timeout_and_the_message_is_stored(two: tuple[Broker, Broker]) -> None:
     runner = two[0].runner
     assert isinstance(runner, ManualRunner)
+    clock = runner.manual_clock
 
     class Late(Cluster):
         def endpoint(self, broker_name: str) -> Endpoint:
@@ -209,7 +210,7 @@ def test_an_answer_after_the_time_is_a_timeout_and_the_message_is_stored(two: tu
         def call(self, request: Request[R], /) -> R:
             answer = super().call(request)
             if isinstance(request, SendMessage):
-                runner.manual_clock.advance(seconds=4)
+                clock.advance(seconds=4)
             return answer
 
     producer = Producer(Late(*two), "shop")
