@@ -128,6 +128,11 @@ class _Task:
                 f"{self._part.path}: {gone[0]} is gone since the read was planned (option failOnDataLoss=false "
                 "reads what is there)"
             )
+        bad_entries = (rows.sizes <= 0) | (rows.places < 0)
+        if bad_entries.any():
+            wrong = np.flatnonzero(bad_entries)
+            yield from self._told([(rows.take([at]), self._in_queue(rows, int(at))) for at in wrong])
+            rows = rows.take(~bad_entries)
         if self._options.view == "queues":
             yield from self._entry_batches(rows)
             return
@@ -140,13 +145,10 @@ class _Task:
         size = self._part.log_file_size
         for chunk in _chunks(rows, size):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
+            self._forget()
         self._file = None
 
     def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
-        bad = (rows.sizes <= 0) | (rows.places < 0)
-        if bad.any():
-            yield from self._told([(rows.take([at]), self._in_queue(rows, int(at))) for at in np.flatnonzero(bad)])
-            rows = rows.take(~bad)
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
@@ -156,7 +158,7 @@ class _Task:
         """The rows of one chunk, all of one file of the log."""
         raw = self._log_file(start)
         if raw is None:
-            if self._options.fail_on_data_loss and int(rows.places[0]) >= 0:
+            if self._options.fail_on_data_loss:
                 name = file_name(start)
                 raise DataLossError(
                     f"{self._part.path}: commitlog/{name} is gone (option failOnDataLoss=false reads what is there)"
@@ -191,7 +193,6 @@ class _Task:
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
         if len(rows):
             yield self._batch(rows, block, bodies)
-        self._forget()
 
     def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
         """Which rows pass, None for all; what costs least is asked first."""
