@@ -309,8 +309,8 @@ class PullMessage(Request[PullResponse]):
     """Read up to ``max_messages`` messages of a queue that match.
 
     Where there is none yet, and ``notify`` is given, the answer is HELD, and the broker keeps ``notify`` (one for each
-    client, group and queue; a later pull replaces it) until a message arrives that matches or, where others have, 15 s
-    are over: then it calls it, once, under the runner's lock, and the client asks again. Progress travels with it.
+    client, group and queue; a later pull replaces it) until a message arrives that matches or, where others have, up to
+    5 s later: then it calls it, once, under the runner's lock, and the client asks again. Progress travels with it.
     """
 
     client_id: str

@@ -1,8 +1,8 @@
 """Pulls that found nothing and wait for a message: long polling.
 
 Mirrors ``PullRequestHoldService``. A pull that is held stands in the list of its queue, and is woken by a message that
-its subscription takes. Where only others have come it is answered anyway once its time is over, so that progress
-passes them. Nothing looks at a hold in between.
+its subscription takes. Where only others have come it is answered anyway at the next of the times at which the original
+looks at all pulls, so that progress passes them. Nothing looks at a hold in between.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ _Holder = tuple[str, str]  # client id, group
 
 
 class _Hold:
-    __slots__ = ("begin_ms", "is_passed", "notify", "selection")
+    __slots__ = ("is_passed", "notify", "selection")
 
-    def __init__(self, selection: Selection, notify: Callable[[], None], begin_ms: int) -> None:
+    def __init__(self, selection: Selection, notify: Callable[[], None]) -> None:
         self.selection = selection
         self.notify = notify
-        self.begin_ms = begin_ms
         self.is_passed = False
 
 
 class Holds:
     """The held pulls of one broker. Called under the runner's lock; `by_queue` is looked into without."""
 
-    def __init__(self, hold_ms: int, wake: Callable[[int], None]) -> None:
+    def __init__(self, sweep_ms: int, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
         """``wake(at_ms)`` has `run_due` called by then."""
-        self._hold_ms = hold_ms
+        self._sweep_ms = sweep_ms
+        self._now_ms = now_ms
+        self._begin_ms = now_ms()
         self._wake = wake
         self._due: list[tuple[int, int, _QueueName, _Holder, _Hold]] = []
         self._count = itertools.count()
@@ -47,10 +48,9 @@ class Holds:
         holder: _Holder,
         selection: Selection,
         notify: Callable[[], None],
-        now_ms: int,
     ) -> None:
         """Hold a pull; an earlier one of the same client, group and queue is forgotten."""
-        self.by_queue.setdefault(queue, {})[holder] = _Hold(selection, notify, now_ms)
+        self.by_queue.setdefault(queue, {})[holder] = _Hold(selection, notify)
 
     def remove(self, queue: _QueueName, holder: _Holder) -> None:
         """Forget a pull, if it is held."""
@@ -72,12 +72,18 @@ class Holds:
                 hold.notify()
             elif not hold.is_passed:
                 hold.is_passed = True
-                due = hold.begin_ms + self._hold_ms
+                due = self._next_sweep()
                 heapq.heappush(self._due, (due, next(self._count), queue, holder, hold))
                 self._wake(due)
 
+    def _next_sweep(self) -> int:
+        now_ms = self._now_ms()
+        if not self._sweep_ms:
+            return now_ms
+        return now_ms - (now_ms - self._begin_ms) % self._sweep_ms + self._sweep_ms
+
     def run_due(self, now_ms: int) -> int | None:
-        """Answer the pulls whose time is over; returns when the next one's is."""
+        """Answer the pulls that other messages have passed; returns when to look again."""
         due = self._due
         while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
             _, _, queue, holder, hold = heapq.heappop(due)

@@ -80,7 +80,7 @@ class Pulling:
             if request.notify is not None:
                 # Before looking: who appends looks for holds without the lock, behind the append.
                 holder = request.client_id, request.group
-                self._holds.add(name, holder, selection, request.notify, self._runner.now_ms())
+                self._holds.add(name, holder, selection, request.notify)
                 begin, end = self._store.queue_range(topic, queue_id)
                 if queue_offset == end:
                     return PullResponse(PullStatus.HELD, end, begin, end)

@@ -27,8 +27,8 @@ class BrokerSettings:
     """Whether a consumer makes its group."""
     default_topic_queues: int = 8
     """The most queues that a topic gets which is made by a send."""
-    hold_s: float = 15
-    """How long a pull is held where messages came that do not match."""
+    sweep_pulls_every_s: float = 5
+    """How often held pulls are answered to whose queue only messages came that do not match."""
     lock_expiry_s: float = 60
     """How long a queue stays locked for a client that does not renew the lock."""
     busy_after_s: float = 1
@@ -49,7 +49,7 @@ class BrokerSettings:
         queues = self.default_topic_queues
         if type(queues) is not int or not 1 <= queues <= 1 << 16:
             raise ConfigError(f"default_topic_queues: expected a number from 1 to 65536, found {queues!r}")
-        for name in ("hold_s", "lock_expiry_s", "busy_after_s", "save_offsets_every_s"):
+        for name in ("sweep_pulls_every_s", "lock_expiry_s", "busy_after_s", "save_offsets_every_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
                 raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")

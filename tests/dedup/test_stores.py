@@ -455,7 +455,7 @@ def test_a_list_costs_redis_two_round_trips(
 
     def counted(self: Any, command: Any, check_health: bool = True) -> None:
         sends.append(command)
-        send(self, command, check_health)  # type: ignore[no-untyped-call]
+        send(self, command, check_health)
 
     store = place("redis").handle
     assert isinstance(store, RedisDedupStore)

@@ -16,7 +16,6 @@ from tests.replay.stage import Stage, describe
 __all__ = ["Calls"]
 
 _QUEUE: Final = re.compile(r"\bq(\d+)")
-_POLL: Final = re.compile(r"poll before start$")
 
 
 class Calls:
@@ -64,9 +63,14 @@ class Calls:
         consumer = self.consumers.get(name)
         if consumer is None:
             told = self.recording.pull_consumers[name]
-            size = int(told["maxMsgNums"])
-            consumer = PullConsumer(self.stage.route, told["consumerGroup"], instance_name=name, pull_batch_size=size)
-            self.consumers[name] = consumer
+            calls = [event["what"] for event in self.recording.of_kind("call") if event["client"] == name]
+            consumer = self.consumers[name] = PullConsumer(
+                self.stage.route,
+                told["consumerGroup"],
+                instance_name=name,
+                pull_batch_size=int(told["maxMsgNums"]),
+                auto_commit=not any(what.startswith("commit") and what[6] in "S " for what in calls),
+            )
         elif not consumer.is_running:
             consumer.start()
         return consumer
@@ -138,7 +142,7 @@ class Calls:
             if key is not None:
                 topic = next(one["topic"] for one in self.recording.events if one["kind"] == "create_topic")
                 found = broker.call(QueryMessages(topic, key[1], int(key[2])))
-                return [message.message_id for message in found]
+                return sorted(message.message_id for message in found)
         return NotImplemented
 
     def _view(self, event: Row, message_id: str) -> Any:

@@ -249,7 +249,15 @@ def _checked(event: Row) -> tuple[str, str, int]:
 
 
 def _sorted(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (row["queueId"], str(row["queueOffset"]).zfill(9), row["commitLogOffset"], row["reconsumeTimes"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            row["queueId"],
+            str(row["queueOffset"]).zfill(9),
+            row["commitLogOffset"],
+            row["reconsumeTimes"],
+        ),
+    )
 
 
 def _sequences(wanted: list[Row], found: list[Row]) -> Iterator[str]:

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.consumer.orderly import Transaction
+from librmq.consumer.orderly import OrderlyResult
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message import MessageQueue
 from librmq.protocol import ConsumeFrom, MessageModel, UpdateOffset
 from librmq.rebalance import allocate_averagely
 from tests.reference import Row
-from tests.replay.deviations import breaks_client
+from tests.replay.deviations import breaks_client, bytes_of_whole_mib
 from tests.replay.reading import NEVER
 from tests.replay.runner import until
 from tests.replay.stage import CLIENT, Stage, describe
@@ -26,13 +26,13 @@ _FROM: Final = {
     "CONSUME_FROM_LAST_OFFSET": ConsumeFrom.LAST,
     "CONSUME_FROM_TIMESTAMP": ConsumeFrom.TIMESTAMP,
 }
-_IN_PROSE: Final = (
-    ("consumeTimeout", "consume_timeout", 1),
-    ("pullBatchSize", "pull_batch_size", 1),
-    ("pullThresholdForQueue", "max_held_messages", 1),
-    ("pullThresholdSizeForQueue", "max_held_bytes", 1 << 20),
-    ("consumeConcurrentlyMaxSpan", "max_span", 1),
-)
+_IN_PROSE: Final = {
+    "consumeTimeout": "consume_timeout",
+    "pullBatchSize": "pull_batch_size",
+    "pullThresholdForQueue": "max_held_messages",
+    "pullThresholdSizeForQueue": "max_held_bytes",
+    "consumeConcurrentlyMaxSpan": "max_span",
+}
 
 
 class Consumers:
@@ -79,7 +79,9 @@ class Consumers:
             "shutdown_timeout": 0,
         }
         told = self.recording.client_settings(group)
-        settings.update({ours: told[theirs] * unit for theirs, ours, unit in _IN_PROSE if theirs in told})
+        settings.update({ours: told[theirs] for theirs, ours in _IN_PROSE.items() if theirs in told})
+        if "max_held_bytes" in settings:
+            settings["max_held_bytes"] = bytes_of_whole_mib(settings["max_held_bytes"])
         if self.recording.durations.get(name):
             settings["threads"] = 1
         return settings
@@ -174,7 +176,7 @@ def _outcome(answers: list[Row | None]) -> Any:
         consumed = [one is None or one["ackIndex"] >= one["position"] for one in answers]
         return (consumed.index(False) if False in consumed else len(consumed)) - 1
     if status in ("COMMIT", "ROLLBACK"):
-        return Transaction[status]
+        return OrderlyResult[status]
     if status == "SUCCESS":
-        return True if answer["autoCommit"] else Transaction.HOLD
+        return True if answer["autoCommit"] else OrderlyResult.HOLD
     return None

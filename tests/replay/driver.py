@@ -21,9 +21,9 @@ __all__ = ["play"]
 _TOLD_AT_ITS_END: Final = "broker_shutdown"  # which takes seconds
 
 
-def play(recording: Recording) -> Played:
-    """Let librmq do what was done."""
-    stage = Stage(recording)
+def play(recording: Recording, before_ms: int = 0) -> Played:
+    """Let librmq do what was done; brokers are started so long before that is told."""
+    stage = Stage(recording, before_ms)
     consumers = Consumers(stage)
     parts = (_Brokers(stage), Producers(stage), consumers, Calls(stage))
     runner = stage.runner
@@ -53,7 +53,7 @@ class _Brokers:
         self.stage = stage
 
     def on_broker_shutdown(self, event: Row) -> None:
-        self.stage.close(self.stage.name(event))
+        self.stage.close(self.stage.recording.broker_of(event))
 
     def on_create_topic(self, event: Row) -> None:
         self.stage.broker(event).create_topic(
@@ -64,7 +64,9 @@ class _Brokers:
         """Deletes what had gone when the queues were looked at next."""
         store = self.stage.broker(event).store
         following = self.stage.recording.events_from(event["seq"])
-        bounds = next(one for one in following if one["kind"] == "queue_offsets" and any(q["min"] for q in one["queues"]))
+        bounds = next(
+            one for one in following if one["kind"] == "queue_offsets" and any(q["min"] for q in one["queues"])
+        )
         first = [store.queue(bounds["topic"], one["queueId"]) for one in bounds["queues"]]
         offsets = [
             message.physical_offset
@@ -83,12 +85,6 @@ class _Brokers:
             found.append({"queueId": row["queueId"], "min": begin, "max": end})
         self.stage.played.seen[event["seq"]] = found
 
-    def on_consumer_offsets_in_memory(self, event: Row) -> None:
-        table = self.stage.progress(self.stage.broker(event))
-        self.stage.played.seen[event["seq"]] = {
-            name: {queue_id: table[name][queue_id] for queue_id in row} for name, row in event["table"].items()
-        }
-
     def on_file_client(self, event: Row) -> None:
         path = f"/client/{event['path']}"
         files = self.stage.files
@@ -96,13 +92,17 @@ class _Brokers:
 
     def on_file(self, event: Row) -> None:
         path = f"{STORE}/{event['path']}"
-        files = self.stage.played.files[self.stage.name(event)]
+        files = self.stage.played.files[self.stage.recording.broker_of(event)]
         self.stage.played.seen[event["seq"]] = None if files.size(path) is None else files.read(path).decode()
 
     def on_subscription_at_broker(self, event: Row) -> None:
         broker = self.stage.broker(event)
         members = broker._registry.consumers.get(event["group"])
-        self.stage.played.seen[event["seq"]] = {} if members is None else {
-            topic: {"subString": of.expression, "expressionType": of.expression_type}
-            for topic, of in members.subscriptions.items()
-        }
+        self.stage.played.seen[event["seq"]] = (
+            {}
+            if members is None
+            else {
+                topic: {"subString": of.expression, "expressionType": of.expression_type}
+                for topic, of in members.subscriptions.items()
+            }
+        )

@@ -74,7 +74,9 @@ class Producers:
         elif form == "transaction":
             assert isinstance(producer, TransactionProducer)
             execute = self._local(key)
-            self._note(event, lambda: producer.send_in_transaction(without_delay(message), event["args"], execute=execute).sent)
+            self._note(
+                event, lambda: producer.send_in_transaction(without_delay(message), event["args"], execute=execute).sent
+            )
         else:
             self._note(event, lambda: producer.send(message))
 

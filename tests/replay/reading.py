@@ -20,9 +20,10 @@ from librmq.message import StoredMessage
 from librmq.topics import HALF_TOPIC
 from tests.reference import Row, jsonl
 
-__all__ = ["NEVER", "UNIQUE_KEY", "Recording"]
+__all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
 
 UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
+PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that does not come."""
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
@@ -107,6 +108,41 @@ class Recording:
         key: str | None = (result.get("message_properties_after") or {}).get(UNIQUE_KEY)
         return key or (result["result"] or {}).get("msgId")
 
+    @cached_property
+    def progress_events(self) -> list[Row]:
+        """The events that tell what a broker knew, with ``progress``: topic, group, queue and offset."""
+        found = []
+        for event in self.events:
+            if event["kind"] == "consumer_offsets_in_memory":
+                table = event["table"]
+            elif event["kind"] == "file" and event["path"].endswith(PROGRESS_FILE):
+                table = brokerjson.loads(event["text"])["offsetTable"]
+            else:
+                continue
+            progress = [
+                (name.partition("@")[0], name.partition("@")[2], int(queue_id), queue_offset)
+                for name, row in table.items()
+                for queue_id, queue_offset in row.items()
+            ]
+            found.append({**event, "progress": progress})
+        return found
+
+    def of_kind(self, kind: str) -> Iterator[Row]:
+        """The events of one kind."""
+        return (event for event in self.events if event["kind"] == kind)
+
+    def broker_of(self, event: Row) -> str:
+        """The broker that an event is about."""
+        name: str = event.get("broker") or event["client"]
+        return name if name.startswith("broker-") else self.broker_settings["brokerName"]
+
+    @cached_property
+    def stores(self) -> dict[str, str]:
+        """The folder of each broker's store."""
+        found = {self.broker_settings["brokerName"]: "store"}
+        found.update({path.name.replace("store", "broker"): path.name for path in self.folder.glob("store-*")})
+        return found
+
     def events_from(self, seq: int) -> Iterator[Row]:
         """The events from one on."""
         return (event for event in self.events if event["seq"] >= seq)
@@ -121,12 +157,11 @@ class Recording:
                 found[key] = int(row["header"]["d"])
         return found
 
-    @cached_property
-    def openings(self) -> list[tuple[int, str]]:
-        """When brokers were started, and which.
+    def openings(self, before_ms: int) -> list[tuple[int, str]]:
+        """When brokers were started, and which: ``before_ms`` before that is told.
 
-        Half messages are checked at intervals from the start of the process on, which is some time before it is told:
-        so long that the first recorded pass comes when it came.
+        But where half messages are checked, which happens at intervals from the start on, then so that the first pass
+        comes when it came.
         """
         usual = self.broker_settings["brokerName"]
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
@@ -144,10 +179,26 @@ class Recording:
                 if passes:
                     first = min(passes)
                     at = first - -(-(first - at) // interval_ms) * interval_ms
+                elif not found:
+                    at -= before_ms
                 found.append((at, usual if event["client"] == "broker" else event["client"]))
         return found
 
     # ---- clients
+
+    @cached_property
+    def has_differing_instances(self) -> bool:
+        """Whether instances of a group subscribe to a topic differently."""
+        told = {
+            (event["group"], topic): of["subString"]
+            for event in self.of_kind("consumer_start")
+            for topic, of in event["subscription"].items()
+        }
+        return any(
+            told[event["group"], topic] != of["subString"]
+            for event in self.of_kind("consumer_start")
+            for topic, of in event["subscription"].items()
+        )
 
     @cached_property
     def transactional_clients(self) -> frozenset[str]:
@@ -303,6 +354,7 @@ class Recording:
             str(path.relative_to(folder)): brokerjson.loads(path.read_text("utf-8"))
             for path in sorted(folder.glob("*/*/offsets.json"))
         }
+
 
 def _records(log: Path) -> list[StoredMessage]:
     found = []

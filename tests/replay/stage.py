@@ -26,8 +26,8 @@ STORE: Final = "/store"
 _EVERY_MS: Final = 1_000
 CLIENT: Final = "/client"
 """Where broadcasting clients keep their progress."""
-Table = dict[str, dict[str, int | None]]
-"""Progress: by topic@group and queue."""
+Table = dict[tuple[str, str, int], int]
+"""Progress by topic, group and queue; -1: none."""
 
 
 @dataclass
@@ -60,15 +60,15 @@ class Played:
 class Stage:
     """One replay under way."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, before_ms: int) -> None:
         self.recording = recording
         self.played = Played(recording)
         self.played.files[""] = MemoryFiles()
-        self.openings = list(recording.openings)
+        self.openings = recording.openings(before_ms)
         self.runner = ReplayRunner(min(self.openings)[0])
         self.brokers: dict[str, Broker] = {}
         self._route: RouteTable | None = None
-        self._progress_of = _progress_of(recording)
+        self._progress_of = sorted({where[:3] for event in recording.progress_events for where in event["progress"]})
 
     @property
     def route(self) -> RouteTable:
@@ -81,14 +81,9 @@ class Stage:
         """Of broadcasting clients."""
         return self.played.files[""]
 
-    def name(self, event: Row) -> str:
-        """The broker that an event is about."""
-        name: str = event.get("broker") or event["client"]
-        return name if name.startswith("broker-") else self.recording.broker_settings["brokerName"]
-
     def broker(self, event: Row) -> Broker:
         """The broker that an event is about; opened, if nothing told of its start."""
-        name = self.name(event)
+        name = self.recording.broker_of(event)
         if name not in self.brokers:
             self.open(name)
         return self.brokers[name]
@@ -149,31 +144,15 @@ class Stage:
         now_ms = self.runner.now_ms()
         for name, broker in self.brokers.items():
             if not broker.dead:
-                self.played.progress.append((now_ms, name, self.progress(broker)))
+                self.played.progress.append((now_ms, name, self._progress(broker)))
 
-    def progress(self, broker: Broker) -> Table:
+    def _progress(self, broker: Broker) -> Table:
         """What a broker knows of the progress that the recording tells of."""
-        table: Table = {}
+        table = {}
         for topic, group, queue_id in self._progress_of:
-            row = table.setdefault(f"{topic}@{group}", {})
-            row[queue_id] = broker.consumer_offset(group, topic, int(queue_id))
+            queue_offset = broker.consumer_offset(group, topic, queue_id)
+            table[topic, group, queue_id] = -1 if queue_offset is None else queue_offset
         return table
-
-
-def _progress_of(recording: Recording) -> list[tuple[str, str, str]]:
-    found = {
-        (name, queue_id)
-        for event in recording.events
-        if event["kind"] == "consumer_offsets_in_memory"
-        for name, row in event["table"].items()
-        for queue_id in row
-    }
-    return [(*_split(name), queue_id) for name, queue_id in sorted(found)]
-
-
-def _split(name: str) -> tuple[str, str]:
-    topic, _, group = name.partition("@")
-    return topic, group
 
 
 def describe(message: StoredMessage, queue: MessageQueue | None) -> Row:

