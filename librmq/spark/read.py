@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,14 @@ from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, RecordError, StoreIOError
 from librmq.files import DiskFiles, File
-from librmq.filter import TagFilter
-from librmq.filter.arrow_backend import match_arrow
-from librmq.filter.logic import names
-from librmq.filter.sqlfilter import compiled
 from librmq.mappedfile import file_name
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import Damage, DataLossError, Part, Slice
+
+if TYPE_CHECKING:
+    from librmq.filter import TagFilter
+    from librmq.filter.logic import Question
 
 __all__ = ["CORRUPT", "TYPES", "Reading", "default_columns"]
 
@@ -107,8 +107,16 @@ class _Task:
         self._files = DiskFiles()
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
         wanted = options.wanted
-        self._tags = None if wanted.tags is None else TagFilter(wanted.tags)
-        self._selector = None if options.selector is None else compiled(options.selector).question
+        self._tags: TagFilter | None = None
+        self._selector: Question | None = None
+        if wanted.tags is not None:
+            from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
+
+            self._tags = TagFilter(wanted.tags)
+        if options.selector is not None:
+            from librmq.filter.sqlfilter import compiled
+
+            self._selector = compiled(options.selector).question
         self._frames = (
             not set(schema.names) <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
             or (part.walk is not None and ("topic" in schema.names or not wanted.takes_all))
@@ -212,6 +220,9 @@ class _Task:
             found = _in(block.properties.value(codec.PROPERTY_TAGS), sorted(self._tags.tags))
             keep = found if keep is None else keep & found
         if self._selector is not None:
+            from librmq.filter.arrow_backend import match_arrow
+            from librmq.filter.logic import names
+
             asked = sorted(set(names(self._selector)))
             columns = {name: block.properties.value(name) for name in asked} or {"": pa.nulls(len(rows), pa.string())}
             matched = match_arrow(self._selector, pa.RecordBatch.from_pydict(columns))
