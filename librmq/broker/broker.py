@@ -226,7 +226,9 @@ class Broker:
         self._schedule = DelaySchedule(store, DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
         self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
         self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
-        holds = Holds(round(1000 * config.sweep_pulls_every_s), runner.now_ms, lambda at: runner.wake(self._holding, at))
+        holds = Holds(
+            round(1000 * config.sweep_pulls_every_s), runner.now_ms, lambda at: runner.wake(self._holding, at)
+        )
         self._holds = holds
         self._holding = Step(f"{name} answers held pulls", holds.run_due, self)
         self._sending = Sending(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq import codec
 from librmq.errors import RmqError
-from librmq.message import Message, MessageQueue, StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
 from librmq.selectors import select_by_hash, select_by_remainder
@@ -51,7 +51,12 @@ class Producers:
         self.producers[name] = producer.start()
 
     def on_producer_shutdown(self, event: Row) -> None:
-        self.producers[event["client"]].shutdown()
+        self.producers.pop(event["client"]).shutdown()
+
+    def beat(self, name: str) -> None:
+        """Let a client tell the brokers who it is."""
+        if name in self.producers:
+            self.producers[name].client.beat()
 
     # ---- one message, or a batch
 
@@ -74,7 +79,9 @@ class Producers:
         elif form == "transaction":
             assert isinstance(producer, TransactionProducer)
             execute = self._local(key)
-            self._note(event, lambda: producer.send_in_transaction(without_delay(message), event["args"], execute=execute).sent)
+            self._note(
+                event, lambda: producer.send_in_transaction(without_delay(message), event["args"], execute=execute).sent
+            )
         else:
             self._note(event, lambda: producer.send(message))
 

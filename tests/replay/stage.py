@@ -72,8 +72,9 @@ class Stage:
 
     @property
     def route(self) -> RouteTable:
-        """All brokers."""
-        assert self._route is not None
+        """All brokers, as clients know them; they look again at times that count from the first one's start."""
+        if self._route is None:
+            self._route = RouteTable(*self.brokers.values())
         return self._route
 
     @property
@@ -119,9 +120,7 @@ class Stage:
             files=self.played.files.setdefault(name, MemoryFiles()),
         )
         self.brokers[name] = broker
-        if self._route is None:
-            self._route = RouteTable(broker)
-        else:
+        if self._route is not None:
             self._route.add(broker)
 
     def close(self, name: str) -> None:

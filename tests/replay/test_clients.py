@@ -18,7 +18,12 @@ from tests.replay.reading import Recording
 def test_a_recorded_run_is_repeated(folder: Path) -> None:
     recording = Recording(folder)
     assert recording.events
-    assert min((unmeant(recording, before_ms) for before_ms in phases(recording)), key=len) == []
+    found = []
+    for before_ms in phases(recording):
+        found = unmeant(recording, before_ms)
+        if not found:
+            break
+    assert found == []
 
 
 def phases(recording: Recording) -> Iterator[int]:

@@ -975,6 +975,8 @@ def test_a_member_that_was_forgotten_is_told_again_and_pulls_again(one_queue: Wo
     consumer.client.forgotten_by("broker-a")
     one_queue.send("a")
     one_queue.advance(29)
+    assert one_queue.bodies() == []
+    one_queue.advance(1)
     assert one_queue.bodies() == ["a"]
 
 
