@@ -66,8 +66,18 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if (plugin := _loaded()) is not None:
-        plugin.summarize(terminalreporter)
+    """Which kinds of decisions exploring has met, told by the reports, as those come from other processes too."""
+    explored = {
+        report.nodeid: summary
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, summary in getattr(report, "user_properties", ())
+        if name == "rmq_explored"
+    }
+    if explored:
+        terminalreporter.section("explored (rmq)")
+        for nodeid, summary in explored.items():
+            terminalreporter.line(f"{nodeid}: {summary}")
 
 
 def pytest_unconfigure() -> None:

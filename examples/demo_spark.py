@@ -66,13 +66,7 @@ def show(folder: Path, stores: list[str]) -> int:
     code("messages = spark.read.format('rocketmq').load([broker, continued])", "messages.groupBy('topic', 'store')…")
     say("Workers map the logs and decode them to Arrow; no lock is taken, no body passes the driver.")
     messages = spark.read.format("rocketmq").load(stores).cache()
-    counts = (
-        messages.groupBy("topic")
-        .pivot("store", list[bool | float | int | str](stores))
-        .count()
-        .orderBy("topic")
-        .collect()
-    )
+    counts = messages.groupBy("topic").pivot("store", [*stores]).count().orderBy("topic").collect()
     table(("topic", "#broker", "#continued"), [tuple(row) for row in counts])
 
     step(9, "The broker's filter as a column")

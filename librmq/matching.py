@@ -5,16 +5,19 @@ Mirrors 4.9.4's ``DefaultMessageFilter`` and ``ExpressionMessageFilter``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from librmq.clock import Clock
 from librmq.consumequeueext import ExtUnit
+from librmq.errors import ConfigError
 from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
 from librmq.message import StoredMessage
+from librmq.reading import MessageFilter
 
-__all__ = ["ByPredicate", "BySql", "ByTags"]
+__all__ = ["ByPredicate", "BySql", "ByTags", "message_filter"]
 
 
 class ByTags:
@@ -78,3 +81,35 @@ class ByPredicate:
 
     def match_message(self, message: StoredMessage) -> bool:
         return self._predicate.matches(message, f"physical offset {message.physical_offset}")
+
+
+def message_filter(
+    tags: str | None,
+    sql: str | SqlFilter | None,
+    registration: tuple[str, str] | None,
+    predicate: Callable[[StoredMessage], object] | WatchedPredicate[StoredMessage] | None,
+    *,
+    filters: Registrations | None,
+    sql_allowed: bool,
+    clock: Clock,
+) -> MessageFilter | None:
+    """See `MessageStore.matching`."""
+    if sum(one is not None for one in (tags, sql, registration, predicate)) > 1:
+        raise ConfigError("matching: expected one of tags, sql, registration, predicate")
+    if tags is not None:
+        return ByTags(TagFilter(tags))
+    if predicate is not None:
+        if not isinstance(predicate, WatchedPredicate):
+            predicate = WatchedPredicate(predicate, clock=clock, budget=0.01)
+        return ByPredicate(predicate)
+    if (sql is not None or registration is not None) and not sql_allowed:
+        raise ConfigError("SQL filters are switched off: set enable_property_filter")
+    if sql is not None:
+        return BySql(sql if isinstance(sql, SqlFilter) else SqlFilter(sql))
+    if registration is None:
+        return None
+    topic, group = registration
+    found = None if filters is None else filters.get(topic, group)
+    if found is None:
+        raise ConfigError(f"group {group!r} has no filter on topic {topic!r}")
+    return BySql(found, filters)

@@ -262,6 +262,10 @@ class OutboxSender:
             problem = _problem(result)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
+        self._mark(row, owner, problem)
+
+    def _mark(self, row: _Row, owner: str, problem: str | None) -> None:
+        """Note that a row was sent, or why it was not."""
         now_ms = self._clock.now_ms()
         if problem is None:
             change, due_ms = "state = 1", now_ms

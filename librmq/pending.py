@@ -146,24 +146,21 @@ def _timers_in_the_wheel(
     for position, block in log.blocks(checkpoint.log_position):
         times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
         waiting = np.flatnonzero(times >= checkpoint.read_time_ms)
-        found.append(np.stack((times[waiting], position + waiting * UNIT_SIZE), axis=1))
-    if not found:
-        return
-    units = np.concatenate(found)
+        places = position + waiting * UNIT_SIZE
+        found.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
+    units = np.concatenate(found) if found else np.empty((0, 3), np.int64)
     del found
+    if not len(units):
+        return
     units = units[np.lexsort((units[:, 1], units[:, 0]))]
     _, begins = np.unique(units[:, 0], return_index=True)
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
-        positions = units[begin:end, 1]
-        deleted = {
-            message.properties.get(DELETE_KEY)
-            for magic, message in _of_slot(store, log, positions)
-            if magic & DELETE and not magic & ROLL
-        }
-        for magic, message in _of_slot(store, log, positions):
-            key = message.unique_key
-            topic = message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
-            if not magic & DELETE and (magic & ROLL or key is None or delete_key(topic, key) not in deleted):
+        magics = units[begin:end, 2]
+        deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
+        deleted = {message.properties.get(DELETE_KEY) for _, message in _of_slot(store, log, deletes)}
+        for magic, message in _of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
+            key, topic = message.unique_key, message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            if magic & ROLL or key is None or not deleted or delete_key(topic, key) not in deleted:
                 yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
 
 

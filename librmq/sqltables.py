@@ -298,44 +298,64 @@ def linked(connection: Any) -> Iterator[Link]:
 
 
 def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, int]:
-    try:
+    with _alone(link):
         _run_steps(link, _VERSION_TABLE, versions)
-        link.commit()
-    except Exception:
-        # PostgreSQL lets two that create one table at the same time collide: it is there then.
-        link.rollback()
-        _run_steps(link, _VERSION_TABLE, versions)
-        link.commit()
-    reached = {}
-    for name, kind in wanted.items():
-        steps = VERSIONS[kind]
-        while True:
+        for name, kind in wanted.items():
+            steps = VERSIONS[kind]
             rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
             version = int(rows[0][0]) if rows else 0
             if version > len(steps):
                 raise ConfigError(
                     f"table {name} is of version {version}, this librmq knows {len(steps)}: it was made by a newer one"
                 )
-            if version == len(steps):
-                link.commit()
-                break
-            try:
-                _run_steps(link, steps[version], name)
-                if version:
-                    change = (
-                        f"UPDATE {versions} SET version = :version WHERE table_name = :name AND version = {version}"
-                    )
-                else:
-                    change = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
-                link.execute(change, name=name, version=version + 1)
-                link.commit()
-            except Exception:
-                link.rollback()
-                rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
-                if (int(rows[0][0]) if rows else 0) == version:
-                    raise  # nobody else has done it meanwhile
-        reached[name] = len(steps)
-    return reached
+            for step in steps[version:]:
+                _run_steps(link, step, name)
+            if not rows:
+                insert = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
+                link.execute(insert, name=name, version=len(steps))
+            elif version < len(steps):
+                update = f"UPDATE {versions} SET version = :version WHERE table_name = :name"
+                link.execute(update, name=name, version=len(steps))
+    return {name: len(VERSIONS[kind]) for name, kind in wanted.items()}
+
+
+@contextmanager
+def _alone(link: Link) -> Iterator[None]:
+    """Nobody else brings tables up to date meanwhile; some databases commit each such statement by itself."""
+    begin, end, undo = _LOCKS.get(link.dialect, ("", "", ""))
+    link.commit()
+    if begin:
+        link.execute(begin)
+    try:
+        yield
+        if link.dialect != "sqlite":
+            link.commit()
+    except BaseException:
+        if link.dialect != "sqlite":
+            link.rollback()
+        if undo:
+            link.execute(undo)
+        raise
+    else:
+        if end:
+            link.execute(end)
+    finally:
+        link.commit()
+
+
+_LOCKS: Final = {
+    "sqlite": ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"),
+    "mysql": (
+        "SELECT GET_LOCK('rmq_tables', 60)",
+        "SELECT RELEASE_LOCK('rmq_tables')",
+        "SELECT RELEASE_LOCK('rmq_tables')",
+    ),
+    "postgresql": (
+        "SELECT pg_advisory_lock(8206115107)",
+        "SELECT pg_advisory_unlock(8206115107)",
+        "SELECT pg_advisory_unlock(8206115107)",
+    ),
+}
 
 
 _VERSION_TABLE: Final[_Steps] = {

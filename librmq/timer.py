@@ -295,13 +295,20 @@ class Timers:
             last = position + (len(block) - 1) * UNIT_SIZE
             times = (block["write_time_ms"].astype(np.int64) + block["delay_ms"]) // precision_ms
             waiting = np.flatnonzero(times >= begin)
-            counts = np.where(block["magic"][waiting] & DELETE, -1, 1)
-            for time in np.unique(times[waiting]).tolist():
-                of_slot = times[waiting] == time
-                places = position + waiting[of_slot] * UNIT_SIZE
+            if not len(waiting):
+                continue
+            waiting = waiting[np.argsort(times[waiting], kind="stable")]
+            own, firsts = np.unique(times[waiting], return_index=True)
+            counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
+            lasts = np.append(firsts[1:], len(waiting)) - 1
+            places = position + waiting * UNIT_SIZE
+            for time, first, latest, count in zip(
+                own.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
+            ):
                 before = slots.get(time)
-                first, count = (int(places[0]), 0) if before is None else (before.first, before.messages)
-                slots[time] = Slot(time, first, int(places[-1]), count + int(counts[of_slot].sum()), 0)
+                if before is not None:
+                    first, count = before.first, before.messages + count
+                slots[time] = Slot(time, first, latest, count, 0)
         return last, slots
 
     # ------------------------------------------------------------------------------------------------------ putting

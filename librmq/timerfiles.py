@@ -75,6 +75,7 @@ _BLANK: Final = struct.Struct(">iqi")
 _CHECKPOINT: Final = struct.Struct(">qqqqqqq")
 _LARGEST_WHEEL: Final = 1 << 30
 _UNITS_AT_ONCE: Final = 16_384
+_PAGE: Final = 4096
 
 UNIT_DTYPE: Final = np.dtype(
     [
@@ -131,6 +132,7 @@ class TimerWheel:
         """How many slots there are in the file: twice as many as a turn has."""
         self._file = file
         self._dirty = False
+        self._reserved: set[int] = set()  # pages that have blocks behind them
 
     @staticmethod
     def path_in(store: str) -> str:
@@ -165,16 +167,19 @@ class TimerWheel:
 
     def put(self, slot: Slot) -> None:
         """Write a slot."""
-        at = slot.time % self.slots * SLOT_SIZE
-        self._files.reserve(self._file, at, at + SLOT_SIZE)
-        self._file.buffer[at : at + SLOT_SIZE] = _SLOT.pack(*slot)
-        self._dirty = True
+        self._write(slot.time, _SLOT.pack(*slot))
 
     def clear(self, time: int) -> None:
         """Empty the slot for a time."""
+        self._write(time, bytes(SLOT_SIZE))
+
+    def _write(self, time: int, data: bytes) -> None:
         at = time % self.slots * SLOT_SIZE
-        self._files.reserve(self._file, at, at + SLOT_SIZE)
-        self._file.buffer[at : at + SLOT_SIZE] = bytes(SLOT_SIZE)
+        page = at // _PAGE
+        if page not in self._reserved:
+            self._files.reserve(self._file, page * _PAGE, min((page + 1) * _PAGE, self.slots * SLOT_SIZE))
+            self._reserved.add(page)
+        self._file.buffer[at : at + SLOT_SIZE] = data
         self._dirty = True
 
     def times(self) -> npt.NDArray[np.int64]:

@@ -377,7 +377,7 @@ class Transactions:
         message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.body, flag=half.flag)
         message.properties = properties
         try:
-            result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, _wait=False)
+            result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, wait=False)
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)

@@ -15,7 +15,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,12 @@ from librmq.files import DiskFiles
 from librmq.spark.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
 from librmq.store import MessageStore
 
-__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
+__all__ = ["Damage", "DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
 
 QueueName = tuple[str, int]
 
 PARTITION_BYTES: Final = 64 << 20
+PARTITION_ENTRIES: Final = 1 << 20
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
@@ -40,6 +41,22 @@ _LOOKED_AT: Final = 8
 
 class DataLossError(StoreError):
     """Messages that were asked for are no longer there (or not there anew); ``failOnDataLoss`` false reads the rest."""
+
+
+class Damage(NamedTuple):
+    """What is wrong where."""
+
+    file: str
+    position: int
+    """Physical for the log, within the file elsewhere."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: at {self.position}: {self.what}"
+
+    @classmethod
+    def of(cls, error: CorruptionError) -> Damage:
+        return cls(error.file, error.offset, error.what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ class Part:
     queue_file_size: int
     slices: tuple[Slice, ...]
     walk: tuple[int, int] | None = None
-    damage: tuple[str, ...] = ()
+    damage: tuple[Damage, ...] = ()
     """What was found to be wrong when the read was planned, where it is not an error."""
 
 
@@ -93,7 +110,7 @@ class PlannedStore:
     log_begin: int
     log_end: int
     queues: dict[QueueName, QueueRange]
-    damage: list[str] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
     _store: MessageStore | None = None
 
     @classmethod
@@ -104,14 +121,14 @@ class PlannedStore:
         """
         files = DiskFiles()
         layout.check_kind(path, files)
-        damage: list[str] = []
+        damage: list[Damage] = []
         try:
             store: MessageStore | None = MessageStore.open(path, read_only=True)
         except CorruptionError as error:
             if mode == "FAILFAST":
                 raise
             store = None
-            damage.append(str(error))
+            damage.append(Damage.of(error))
         planned = cls(path, layout.infer_config(path, files), 0, 0, {}, damage, store)
         planned._look(wanted, mode)
         return planned
@@ -138,8 +155,8 @@ class PlannedStore:
                 except CorruptionError as error:
                     if mode == "FAILFAST":
                         raise
-                    if str(error) not in self.damage:
-                        self.damage.append(str(error))
+                    if Damage.of(error) not in self.damage:
+                        self.damage.append(Damage.of(error))
 
     def close(self) -> None:
         if self._store is not None:
@@ -194,9 +211,14 @@ class PlannedStore:
         elif offsets == "latest":
             asked = LATEST
         else:
-            own = offsets.get(self.path, offsets)
-            asked = own.get(name[0], {}).get(str(name[1]), usual) if isinstance(own, Mapping) else usual
+            asked = self._own(offsets).get(name[0], {}).get(str(name[1]), usual)
         return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
+
+    def _own(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of offsets that is for this store: of those by store its own, else all."""
+        by_store = any(isinstance(below, Mapping) for ids in offsets.values() for below in ids.values())
+        found: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
+        return found
 
     def first_at(self, name: QueueName, timestamp_ms: int) -> int:
         """The first queue offset whose message was stored at ``timestamp_ms`` or later."""
@@ -244,10 +266,9 @@ class PlannedStore:
         """`ConfigError` for a topic in ``offsets`` of which the store knows no queue that is wanted."""
         if isinstance(offsets, str):
             return
-        own = offsets.get(self.path, offsets)
-        for topic, ids in own.items():
-            for queue_id in ids if isinstance(ids, Mapping) else ():
-                if isinstance(ids[queue_id], int) and (topic, int(queue_id)) not in self.queues:
+        for topic, ids in self._own(offsets).items():
+            for queue_id in ids:
+                if (topic, int(queue_id)) not in self.queues:
                     known = {f"{name[0]}:{name[1]}" for name in self.queues}
                     hint = nearest(f"{topic}:{queue_id}", known) if known else "there is none"
                     raise ConfigError(
@@ -256,15 +277,17 @@ class PlannedStore:
 
     # -------------------------------------------------------------------------------------------------------- parts
 
-    def parts(
-        self, ranges: Mapping[QueueName, range], least: int, *, bytes_a_part: int = PARTITION_BYTES
-    ) -> list[Part]:
-        """The entries in ``ranges`` cut into tasks: at least ``least`` where there is as much."""
+    def parts(self, ranges: Mapping[QueueName, range], least: int, *, entries_only: bool = False) -> list[Part]:
+        """The entries in ``ranges`` cut into tasks: at least ``least`` where there is as much.
+
+        With ``entries_only`` the messages that they lead to are not looked at, and more of them go into a task.
+        """
         samples, weights, rows = self._samples(ranges)
         if not rows:
-            return self._damage_part()
+            return []
         mean = sum(size for _, size in samples) / len(samples)
-        count = max(least, -(-int(rows * mean) // bytes_a_part))
+        shares = -(-rows // PARTITION_ENTRIES) if entries_only else -(-int(rows * mean) // PARTITION_BYTES)
+        count = max(least, shares)
         places = sorted(zip((place for place, _ in samples), weights, strict=True))
         bounds = _quantiles(places, count)
         parts: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
@@ -277,8 +300,7 @@ class PlannedStore:
                 if at < upto:
                     parts[number].append(self._slice(name, at, upto))
                 at = upto
-        made = [self._part(tuple(slices)) for slices in parts if slices]
-        return made + self._damage_part()
+        return [self._part(tuple(slices)) for slices in parts if slices]
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
         """The whole log cut into tasks, each beginning with a record."""
@@ -301,12 +323,13 @@ class PlannedStore:
                 at[name] = upto
             if begin < end:
                 made.append(replace(self._part(tuple(slices)), walk=(begin, end)))
-        return made + self._damage_part()
+        return made
 
     def _part(self, slices: tuple[Slice, ...]) -> Part:
         return Part(self.path, self.config.commitlog_file_size, self.config.consumequeue_file_size, slices)
 
-    def _damage_part(self) -> list[Part]:
+    def damage_parts(self) -> list[Part]:
+        """A task that tells of what was found to be wrong, if anything was."""
         return [replace(self._part(()), damage=tuple(self.damage))] if self.damage else []
 
     def _slice(self, name: QueueName, begin: int, end: int) -> Slice:

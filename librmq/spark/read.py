@@ -31,7 +31,7 @@ from librmq.filter.sqlfilter import compiled
 from librmq.mappedfile import file_name
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
 from librmq.spark.options import ReadOptions
-from librmq.spark.plan import DataLossError, Part, Slice
+from librmq.spark.plan import Damage, DataLossError, Part, Slice
 
 __all__ = ["CORRUPT", "TYPES", "Reading", "default_columns"]
 
@@ -121,7 +121,7 @@ class _Task:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         if self._part.damage:
-            yield from self._told([(None, text) for text in self._part.damage])
+            yield from self._told([(None, one) for one in self._part.damage])
         rows, gone = self._entries()
         if gone and self._options.fail_on_data_loss:
             raise DataLossError(
@@ -134,7 +134,7 @@ class _Task:
         if self._part.walk is not None:
             rows, bad = self._walk(rows, *self._part.walk)
             if bad:
-                yield from self._told([(None, self._damage(place, why)) for place, why in bad])
+                yield from self._told([(None, self._in_log(place, why)) for place, why in bad])
         elif self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         size = self._part.log_file_size
@@ -145,7 +145,7 @@ class _Task:
     def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
         bad = (rows.sizes <= 0) | (rows.places < 0)
         if bad.any():
-            yield from self._told([(rows.take([at]), "expected an entry of a queue") for at in np.flatnonzero(bad)])
+            yield from self._told([(rows.take([at]), self._in_queue(rows, int(at))) for at in np.flatnonzero(bad)])
             rows = rows.take(~bad)
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
@@ -166,7 +166,7 @@ class _Task:
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
             yield from self._told(
-                [(rows.take([at]), self._damage(int(rows.places[at]), block.reason(int(at)))) for at in wrong]
+                [(rows.take([at]), self._in_log(int(rows.places[at]), block.reason(int(at)).reason)) for at in wrong]
             )
             rows, block = rows.take(block.sound), block.take(np.flatnonzero(block.sound))
         keep = self._wanted(rows, block)
@@ -182,7 +182,7 @@ class _Task:
             if wrong_bodies:
                 yield from self._told(
                     [
-                        (rows.take([at]), self._damage(int(rows.places[at]), why, "checksum"))
+                        (rows.take([at]), self._in_log(int(rows.places[at]), why.reason))
                         for at, why in sorted(wrong_bodies.items())
                     ]
                 )
@@ -191,7 +191,7 @@ class _Task:
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
         if len(rows):
             yield self._batch(rows, block, bodies)
-        self._forget(int(rows.places[0]) - start if len(rows) else 0)
+        self._forget()
 
     def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
         """Which rows pass, None for all; what costs least is asked first."""
@@ -260,23 +260,23 @@ class _Task:
         assert block is not None
         return block.column(name)
 
-    def _told(self, found: list[tuple[_Rows | None, str]]) -> Iterator[pa.RecordBatch]:
+    def _told(self, found: list[tuple[_Rows | None, Damage]]) -> Iterator[pa.RecordBatch]:
         """What to do about rows that can't be had."""
         mode = self._options.mode
         if mode == "FAILFAST":
-            rows, text = found[0]
-            place = int(rows.places[0]) if rows is not None else 0
-            raise CorruptionError(self._part.path, place, "record", f"{text} (mode PERMISSIVE goes on)")
+            damage = found[0][1]
+            hint = "(mode PERMISSIVE goes on)"
+            raise CorruptionError(damage.file, damage.position, "record", f"{damage.what} {hint}")
         if mode == "DROPMALFORMED":
             return
         for begin in range(0, len(found), _MOST_TOLD):
             yield pa.RecordBatch.from_pylist(
-                [self._damaged_row(rows, text) for rows, text in found[begin : begin + _MOST_TOLD]],
+                [self._damaged_row(rows, damage) for rows, damage in found[begin : begin + _MOST_TOLD]],
                 schema=self._schema,
             )
 
-    def _damaged_row(self, rows: _Rows | None, text: str) -> dict[str, Any]:
-        known: dict[str, Any] = {CORRUPT: text, "store": self._part.path}
+    def _damaged_row(self, rows: _Rows | None, damage: Damage) -> dict[str, Any]:
+        known: dict[str, Any] = {CORRUPT: str(damage), "store": self._part.path}
         if rows is not None:
             known["physicalOffset"] = int(rows.places[0])
             if self._part.walk is None:
@@ -284,10 +284,17 @@ class _Task:
                 known |= {"topic": where.topic, "queueId": where.queue_id, "queueOffset": int(rows.queue_offsets[0])}
         return {name: known.get(name) for name in self._schema.names}
 
-    def _damage(self, place: int, why: RecordError | str, _kind: str = "record") -> str:
-        reason = why.reason if isinstance(why, RecordError) else why
+    def _in_log(self, place: int, what: str) -> Damage:
         start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
-        return f"{os.path.join(self._part.path, layout.COMMITLOG, file_name(start))}: at {place}: {reason}"
+        return Damage(os.path.join(self._part.path, layout.COMMITLOG, file_name(start)), place, what)
+
+    def _in_queue(self, rows: _Rows, at: int) -> Damage:
+        one, queue_offset = self._part.slices[int(rows.queue[at])], int(rows.queue_offsets[at])
+        position = queue_offset * ENTRY_SIZE % self._part.queue_file_size
+        name = file_name(queue_offset * ENTRY_SIZE - position)
+        path = os.path.join(layout.queue_folder(self._part.path, one.topic, one.queue_id), name)
+        what = f"queue offset {queue_offset}: found physical offset {rows.places[at]} and size {rows.sizes[at]}"
+        return Damage(path, position, what)
 
     # ----------------------------------------------------------------------------------------------------- the files
 
@@ -303,7 +310,7 @@ class _Task:
         self._file = start, file, np.frombuffer(file.buffer, np.uint8)
         return self._file[2]
 
-    def _forget(self, _begin: int) -> None:
+    def _forget(self) -> None:
         """Give back the pages of the log that were read so far: what is mapped stays bounded."""
         if self._file is not None and isinstance(buffer := self._file[1].buffer, mmap.mmap):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # where there is no such call
@@ -409,7 +416,7 @@ class _Task:
                     place += length
                 elif magic == codec.BLANK_MAGIC:
                     place = limit if limit < len(raw) else len(raw)
-                elif not length and not magic and not any(buffer[place : min(place + 4096, limit)]):
+                elif not length and not magic and not self._file[2][place:limit].any():
                     place = limit  # zeros behind the last record
                 else:
                     try:

@@ -144,16 +144,14 @@ def plan_batch(options: ReadOptions) -> list[Part]:
 
                 wanted = Wanted(internal=True)  # all entries help to find the records between them
             store = stack.enter_context(PlannedStore.open(path, wanted, options.mode))
+            parts += store.damage_parts()
             if options.view == "log":
                 parts += store.log_parts(least)
                 continue
             store.check_names(options.starting, "startingOffsets")
             store.check_names(options.ending, "endingOffsets")
             ranges = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
-            if options.view == "queues":  # 20 bytes each: far more of them go into a task
-                parts += store.parts(ranges, least, bytes_a_part=1 << 32)
-            else:
-                parts += store.parts(ranges, least)
+            parts += store.parts(ranges, least, entries_only=options.view == "queues")
     return parts
 
 

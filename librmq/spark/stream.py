@@ -121,7 +121,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     ranges[name] = range(max(begin, queue.begin), min(upto, queue.end))
             ranges = {name: wanted for name, wanted in ranges.items() if len(wanted)}
             if ranges:
-                parts += map(PartPartition, store.parts(ranges, options.min_partitions))
+                parts += map(
+                    PartPartition, store.parts(ranges, options.min_partitions, entries_only=options.view == "queues")
+                )
         return parts
 
     def commit(self, end: Offset) -> None:

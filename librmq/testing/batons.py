@@ -7,6 +7,7 @@ code that waits for another listener (for a lock that one which has paused holds
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -15,7 +16,7 @@ from typing import Final
 __all__ = ["Baton", "end_threads"]
 
 PATIENCE_S: Final = 0.05
-"""After so long a piece of user code is taken to wait for another one, if another one has paused."""
+"""A piece of user code that twice in so long does not get on is taken to wait for another one that has paused."""
 
 
 class _Thread:
@@ -27,6 +28,11 @@ class _Thread:
         self.call: Callable[[], None] | None = None
         self.thread = threading.Thread(target=self._run, name="librmq-listener", daemon=True)
         self.thread.start()
+
+    def place(self) -> tuple[object, int] | None:
+        """Where it is at the moment: the same again, if it does not get on."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return None if frame is None else (frame.f_code, frame.f_lasti)
 
     def _run(self) -> None:
         while True:
@@ -66,20 +72,25 @@ class Baton:
             piece.thread = _idle.pop() if _idle else _Thread()
             piece.thread.call = lambda: self._begin(piece)
         piece.thread.turn.release()
-        return self.wait()
+        before: tuple[object, int] | None = None
+        while not self._is_back(PATIENCE_S):
+            place = piece.thread.place()
+            if place == before:
+                return False
+            before = place  # it gets on, if slowly
+        return True
 
-    def wait(self, patience: float = PATIENCE_S) -> bool:
-        """Wait for the baton; False if it does not come back in time."""
+    def wait(self) -> None:
+        """Wait for the baton, however long it takes."""
+        while not self._is_back(1.0):
+            pass  # in between Ctrl-C is heard
+
+    def _is_back(self, seconds: float) -> bool:
         try:
-            self._back.get(timeout=patience)
+            self._back.get(timeout=seconds)
         except Empty:
             return False
         return True
-
-    def wait_on(self) -> None:
-        """Wait for the baton, however long it takes."""
-        while not self.wait(1.0):
-            pass  # in between Ctrl-C is heard
 
     def _begin(self, piece: Piece) -> None:
         self._mine.piece = piece

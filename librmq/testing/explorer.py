@@ -270,7 +270,7 @@ class Explorer(KitRunner):
             if self.paused:
                 self._let_go()
             else:
-                self._baton.wait_on()
+                self._baton.wait()
         self._after(piece)
 
     def _let_go(self) -> None:
@@ -285,7 +285,7 @@ class Explorer(KitRunner):
             paused.piece.thread.turn.release()
             going += 1
         for _ in range(going):
-            self._baton.wait_on()
+            self._baton.wait()
         for piece in list(self._pieces):
             self._after(piece)
 

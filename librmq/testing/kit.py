@@ -110,6 +110,11 @@ class Kit:
 
     # ---- who sends and consumes
 
+    @property
+    def route(self) -> Process:
+        """What takes a broker in production: the test's own process, for clients that it makes by hand."""
+        return self._test
+
     def producer(self, group: str = "test", **settings: Any) -> Producer:
         """A producer of the test's own; asked for the same again, the same. ``settings`` are those of `Producer`."""
         found = None if settings else self._producers.get(group)

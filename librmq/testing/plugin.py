@@ -16,12 +16,11 @@ from librmq.testing.explore import Exploration, read_seed, schedule_document, se
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import Kit
 
-__all__ = ["add_history", "end_threads", "explore_item", "kit_of", "summarize"]
+__all__ = ["add_history", "end_threads", "explore_item", "kit_of"]
 
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer]()
 _ERROR: Final = pytest.StashKey[BaseException | None]()
-_EXPLORED: Final = pytest.StashKey[list[tuple[str, Exploration]]]()
 
 
 def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
@@ -104,7 +103,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         if result.found is not None:
             reports = failed[id(result.found.trace)]
             _describe(item, reports, result)
-        config.stash.setdefault(_EXPLORED, []).append((item.nodeid, result))
+        reports[-1].user_properties.append(("rmq_explored", result.summary()))
     finally:
         item.stash[_ERROR] = None
         del item.stash[_EXPLORER]
@@ -127,12 +126,3 @@ def _describe(item: pytest.Item, reports: list[pytest.TestReport], result: Explo
         if report.failed or hasattr(report, "wasxfail"):
             report.sections.append(("explored (rmq)", text))
             break
-
-
-def summarize(reporter: pytest.TerminalReporter) -> None:
-    """Tell which kinds of decisions exploring has met."""
-    explored = reporter.config.stash.get(_EXPLORED, [])
-    if explored:
-        reporter.section("explored (rmq)")
-        for nodeid, result in explored:
-            reporter.line(f"{nodeid}: {result.summary()}")

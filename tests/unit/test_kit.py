@@ -23,9 +23,10 @@ from librmq.errors import (
 )
 from librmq.files import MemoryFiles
 from librmq.listener import ReconsumeLater
-from librmq.message import MessageQueue
-from librmq.protocol import MessageModel, Route
+from librmq.message import Message, MessageQueue
+from librmq.protocol import MessageModel, Route, TransactionState
 from librmq.testing import Kit, Process, UnsoundStoreError
+from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from librmq.verify import verify
 
 
@@ -459,11 +460,43 @@ def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
 def test_a_pull_consumer_in_a_test(rmq: Kit) -> None:
     rmq.producer().send("orders", b"x", queue=1)
     queue = MessageQueue("orders", "broker-a", 1)
-    consumer = PullConsumer(rmq.processes[0], "reader")
+    consumer = PullConsumer(rmq.route, "reader")
     consumer.assign([queue])
     with consumer:
         consumer.seek(queue, 0)
         assert [m.body for m in consumer.poll(timeout=0)] == [b"x"]
+
+
+def test_a_transaction_whose_end_is_lost_is_asked_about(rmq: Kit) -> None:
+    table: dict[str, TransactionState] = {}
+
+    def check(message: CheckedMessage) -> TransactionState | None:
+        return table.get(message.keys[0])
+
+    def execute(message: Message, state: TransactionState) -> TransactionState:
+        table[message.keys[0]] = state
+        return TransactionState.UNKNOWN
+
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    producer = TransactionProducer(rmq.route, "shop", check, execute=execute)
+    for key, state in (("o-1", TransactionState.COMMIT), ("o-2", TransactionState.ROLLBACK)):
+        producer.send_in_transaction(Message("orders", key.encode(), keys=key), state)
+    rmq.run_until_idle()
+    assert bodies(rmq) == []
+    rmq.advance(minutes=10)
+    assert bodies(rmq) == [b"o-1"]
+    assert "ends a transaction: rollback" in str(rmq.history())
+
+
+def test_what_a_check_raises_fails_the_test() -> None:
+    def check(message: CheckedMessage) -> None:
+        raise ValueError("no table")
+
+    with Kit() as rmq:
+        producer = TransactionProducer(rmq.route, "shop", check)
+        producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, arg: TransactionState.UNKNOWN)
+        with pytest.raises(ValueError, match="no table"):
+            rmq.advance(minutes=10)
 
 
 # ---- the end

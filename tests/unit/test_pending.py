@@ -123,6 +123,11 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     store.timers.run_due(store.clock.now_ms())
     store.timers.save(store.clock.now_ms())
     assert [one.unique_key for one in store.pending()] == ["K30", "K300"]
+    for _ in range(4):  # put on from slot to slot
+        store.clock.advance(ms=100_000)
+        store.timers.run_due(store.clock.now_ms())
+    store.timers.save(store.clock.now_ms())
+    assert store.pending() == []
 
 
 def test_timers_that_are_deleted() -> None:

@@ -1,0 +1,386 @@
+"""The writing half of a message store: messages become records in the log, with entries and keys that follow.
+
+What is hot is flat: the path of a single message is one function with locals, its checksum and encoding outside the
+lock. Mirrors 4.9.4's ``CommitLog.asyncPutMessage`` and ``asyncPutMessages``.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from librmq import codec
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY
+from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
+from librmq.errors import MessageIllegalError, StoreIOError
+from librmq.flushing import Acknowledgement, GroupCommit
+from librmq.housekeeping import Housekeeping
+from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
+from librmq.message import Message, StoredMessage
+from librmq.recovery import Parts
+from librmq.topics import validate_topic
+
+__all__ = ["AppendResult", "Appends"]
+
+_LONGEST_PROPERTIES: Final = codec.MAX_PROPERTIES_SIZE
+_TRANSACTION_MASK: Final = codec.TRANSACTION_MASK
+_MAGIC: Final = codec.MESSAGE_MAGIC
+_BATCH: Final = Dispatcher.BATCH
+_pack_entry = ENTRY.pack
+_pack_short = struct.Struct(">H").pack
+_pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
+
+
+class AppendResult(NamedTuple):
+    """Where a message went."""
+
+    physical_offset: int
+    size: int
+    """Bytes of the record."""
+    queue_offset: int
+    store_timestamp_ms: int
+    store_host: bytes
+    """As it stands in the record: address and port."""
+
+    @property
+    def offset_id(self) -> str:
+        """The message id by address: store host and physical offset in hexadecimal."""
+        return codec.offset_message_id(codec.decode_host(self.store_host), self.physical_offset)
+
+
+_new_result = tuple.__new__
+
+
+class Appends:
+    """What `MessageStore` can do with a message that is to be stored; made by `MessageStore` alone. Thread-safe."""
+
+    log: CommitLog
+    levels: DelayLevels
+    _accepts: bool
+    _commit: GroupCommit
+    _compress_from: int
+    _dispatcher: Dispatcher
+    _host: bytes
+    _housekeeping: Housekeeping
+    _lanes: dict[tuple[str, int], Lane]
+    _largest_body: int
+    _lock: threading.Lock
+    _now_ms: Callable[[], int]
+    _parts: Parts | None
+    _sync: bool
+
+    def _refusal(self) -> Exception:
+        """Why nothing can be appended."""
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        """There is something to flush, or to make ready."""
+        raise NotImplementedError
+
+    def append(
+        self,
+        message: Message,
+        queue_id: int = 0,
+        *,
+        born_timestamp_ms: int | None = None,
+        born_host: codec.Host | bytes | None = None,
+        store_host: codec.Host | bytes | None = None,
+        sys_flag: int = 0,
+        reconsume_times: int = 0,
+        prepared_transaction_offset: int = 0,
+        properties_raw: bytes | None = None,
+        wait: bool = True,
+    ) -> AppendResult:
+        """Append a message to the queue ``queue_id`` of its topic.
+
+        Returns when it stands in the log's page cache (it survives the process), with ``durability="sync"`` when it has
+        reached the device (it survives the machine), unless ``wait`` is false; producers that wait together share one
+        flush.
+
+        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords are
+        the record's fields that a broker fills in: the times in ms, hosts as (address, port) or as a record has them;
+        both hosts are the store's and the born time is now unless given. ``properties_raw`` stores the bytes as they
+        are instead of encoding the message's properties; a message that has properties all the same vouches that the
+        bytes say them.
+
+        `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
+        range.
+        """
+        topic, body = message.topic, message.body
+        properties: Mapping[str, str] = message.properties
+        if properties_raw is None:
+            if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
+                level = self.levels.cap(parse_level(properties["DELAY"]))
+                if level > 0:
+                    properties = {**properties, "DELAY": str(level), "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
+                    topic, queue_id = SCHEDULE_TOPIC, queue_id_of_level(level)
+            raw = codec.encode_properties(properties)
+        else:
+            raw = properties_raw
+            properties = properties or codec.decode_properties(raw)
+        lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
+        if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
+            body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
+        if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+            raise self._too_long(body, raw)
+        get = properties.get
+        unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
+        tags_code = codec.tags_code(tags) if tags else 0
+        stored_at = born_at = self._host
+        if store_host is not None:
+            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
+        if born_host is not None:
+            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+        counted = True
+        if sys_flag & _TRANSACTION_MASK:
+            counted = has_queue_entry(sys_flag)
+            if not is_indexed(sys_flag):
+                unique_key = keys = None
+        hosts_size = len(born_at) + len(stored_at)
+        if hosts_size > 16 or sys_flag & codec.HOSTS_V6:
+            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
+        checksum = zlib.crc32(body) & 0x7FFFFFFF
+        body_size = len(body)
+        topic_field = lane.topic_field
+        tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
+        size = 72 + hosts_size + len(tail)
+        log, dispatcher = self.log, self._dispatcher
+        try:
+            with self._lock:
+                if not self._accepts:
+                    raise self._refusal()
+                if len(dispatcher.records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
+                    dispatcher.drain()
+                now = self._now_ms()
+                physical_offset = log.end
+                if physical_offset + size > log.fits:
+                    physical_offset = log.claim(size)
+                queue_offset = lane.next_queue_offset if counted else 0
+                header = _pack_header[sys_flag & 48](
+                    size, _MAGIC, checksum, queue_id, message.flag, queue_offset, physical_offset, sys_flag,
+                    now if born_timestamp_ms is None else born_timestamp_ms, born_at,
+                    now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
+                )  # fmt: skip
+                if not counted:
+                    log.append(header + tail)
+                else:
+                    if topic == SCHEDULE_TOPIC:
+                        tags_code = self._deliver_timestamp_ms(properties, now, tags_code)
+                    if lane.queue.ext is not None:  # before the record: should it fail, there is none without an entry
+                        tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
+                    log.append(header + tail)
+                    lane.next_queue_offset = queue_offset + 1
+                    pending = lane.pending
+                    if not pending:
+                        dispatcher.lanes.append(lane)
+                    pending.append(_pack_entry(physical_offset, size, tags_code))
+                dispatcher.records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+        except struct.error as error:
+            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        if physical_offset + size >= self._housekeeping.alarm:
+            self._wake()
+        if self._sync and wait:
+            self._commit.reach(physical_offset + size)
+        return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
+
+    def append_again(
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        *,
+        raw: bytes | None = None,
+        flag: int | None = None,
+        sys_flag: int | None = None,
+        reconsume_times: int | None = None,
+        prepared_transaction_offset: int = 0,
+    ) -> AppendResult:
+        """Append the message of a record once more, with these properties, to this queue of this topic.
+
+        Body, born time and hosts are the record's, flags and counts too unless given. ``raw`` are the properties as
+        they are to be stored, whatever they say of a delay; None encodes them as `append` does. Returns at once,
+        whatever the durability. Raises what `append` does, and `RecordError` for a record that is none.
+        """
+        data = record.raw
+        begin, end, _, _, _, _ = record.frame
+        header = codec.HEADERS[data[codec.SYS_FLAG_AT + 3] & codec.HOSTS_V6].unpack_from(data)
+        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
+        message: Message = object.__new__(Message)  # of parts that were checked when it was stored
+        message.topic, message.body, message.properties = topic, data[begin:end], dict(properties)
+        message.flag = own_flag if flag is None else flag
+        return self.append(
+            message,
+            queue_id,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_at,
+            store_host=stored_at,
+            sys_flag=own_sys_flag if sys_flag is None else sys_flag,
+            reconsume_times=times if reconsume_times is None else reconsume_times,
+            prepared_transaction_offset=prepared_transaction_offset,
+            properties_raw=raw,
+            wait=False,
+        )
+
+    def append_batch(
+        self,
+        messages: Sequence[Message],
+        queue_id: int = 0,
+        *,
+        properties: Mapping[str, str] | None = None,
+        born_timestamp_ms: int | None = None,
+        born_host: codec.Host | None = None,
+        store_host: codec.Host | None = None,
+        sys_flag: int = 0,
+        reconsume_times: int = 0,
+    ) -> list[AppendResult]:
+        """Append messages of one topic to one queue, all or none, side by side in one file of the log.
+
+        ``properties`` are the batch's own, appended to each message's. `MessageIllegalError` before a byte is written:
+        an empty batch, topics or wait flags that differ, a delay, a transaction flag, or more than
+        ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch` cuts what is larger.
+        """
+        _check_batch(messages, sys_flag)
+        added = codec.encode_properties(properties) if properties else b""
+        lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
+        stored_at = self._host if store_host is None else codec.encode_host(store_host)
+        born_at = self._host if born_host is None else codec.encode_host(born_host)
+        sys_flag |= _host_flags(sys_flag, born_at, stored_at)
+        fixed = len(born_at) + len(stored_at) + 72
+        encoded_size = total = 0
+        prepared = []
+        topic_field = lane.topic_field
+        for message in messages:
+            body, found = message.body, message.properties
+            raw = codec.encode_properties(found)
+            encoded_size += codec.BATCH_FIXED_SIZE + len(body) + len(raw)
+            if properties:
+                raw = codec.join_properties(raw, added)
+                found = codec.decode_properties(raw)
+            if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+                raise self._too_long(body, raw)
+            tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
+            size = fixed + len(tail)
+            total += size
+            prepared.append((size, zlib.crc32(body) & 0x7FFFFFFF, message.flag, tail, len(body), found, raw))
+        if encoded_size > self._largest_body:
+            raise MessageIllegalError(
+                f"the batch has {encoded_size} bytes as a client encodes it, at most {self._largest_body} are taken: "
+                f"split it"
+            )
+        pack = _pack_header[sys_flag & 48]
+        parts: list[bytes] = []
+        entries: list[bytes] = []
+        records: list[tuple[int, int, int, str | None, str | None]] = []
+        results: list[AppendResult] = []
+        log, dispatcher, prefix_hash = self.log, self._dispatcher, lane.prefix_hash
+        try:
+            with self._lock:
+                if not self._accepts:
+                    raise self._refusal()
+                if len(dispatcher.records) >= _BATCH:
+                    dispatcher.drain()
+                now = self._now_ms()
+                born = now if born_timestamp_ms is None else born_timestamp_ms
+                physical_offset = log.claim(total)
+                queue_offset = lane.next_queue_offset
+                for size, checksum, flag, tail, body_size, found, _ in prepared:
+                    parts += (
+                        pack(
+                            size, _MAGIC, checksum, queue_id, flag, queue_offset, physical_offset, sys_flag,
+                            born, born_at, now, stored_at, reconsume_times, 0, body_size,
+                        ),
+                        tail,
+                    )  # fmt: skip
+                    get = found.get
+                    tags = get("TAGS")
+                    entries.append(_pack_entry(physical_offset, size, codec.tags_code(tags) if tags else 0))
+                    records.append((physical_offset, now, prefix_hash, get("UNIQ_KEY"), get("KEYS")))
+                    results.append(_new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at)))
+                    physical_offset += size
+                    queue_offset += 1
+                if lane.queue.ext is not None:
+                    for at, (place, size, code) in enumerate(map(ENTRY.unpack, entries)):
+                        entries[at] = _pack_entry(place, size, dispatcher.add_unit(lane, code, now, prepared[at][-1]))
+                log.append(b"".join(parts))
+                if not lane.pending:
+                    dispatcher.lanes.append(lane)
+                lane.pending += entries
+                lane.next_queue_offset = queue_offset
+                dispatcher.records += records
+                if len(dispatcher.records) >= _BATCH:
+                    with suppress(StoreIOError):  # these messages stand in the log; the next append is told
+                        dispatcher.drain()
+        except struct.error as error:
+            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        if physical_offset >= self._housekeeping.alarm:
+            self._wake()
+        if self._sync:
+            self._commit.reach(physical_offset)
+        return results
+
+    def submit(self, message: Message, queue_id: int = 0, **fields: Any) -> Acknowledgement[AppendResult]:
+        """Append like `append` with the same keywords, but return at once, whatever the durability.
+
+        The acknowledgement completes when the message has reached the device: soon by itself with
+        ``durability="sync"``, else with the next flush; its ``wait`` hurries.
+        """
+        result = self.append(message, queue_id, wait=False, **fields)
+        return Acknowledgement(result, self._commit, result.physical_offset + result.size)
+
+    def wait_for(self, result: AppendResult) -> None:
+        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        self._commit.reach(result.physical_offset + result.size)
+
+    def is_writing(self) -> bool:
+        """Whether somebody appends at this moment."""
+        return self._lock.locked()
+
+    def _lane(self, topic: str, queue_id: int) -> Lane:
+        """The lane of a queue that is written for the first time since opening."""
+        validate_topic(topic)
+        if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
+            raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
+        if not self._accepts:
+            raise self._refusal()
+        with self._lock:
+            assert self._parts is not None
+            return self._parts.lane(topic, queue_id)
+
+    def _deliver_timestamp_ms(self, properties: Mapping[str, str], now: int, tags_code: int) -> int:
+        level = self.levels.cap(parse_level(properties.get("DELAY")))
+        return self.levels.deliver_timestamp_ms(level, now) if level > 0 else tags_code
+
+    def _too_long(self, body: bytes, raw: bytes) -> MessageIllegalError:
+        if len(body) > self._largest_body:
+            return MessageIllegalError(f"the body has {len(body)} bytes, at most {self._largest_body} are taken")
+        return MessageIllegalError(f"the properties have {len(raw)} bytes, at most {_LONGEST_PROPERTIES} are taken")
+
+
+def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
+    """The bits that tell hosts of 16 bytes; `MessageIllegalError` if ``sys_flag`` has one that the hosts do not."""
+    flags = (codec.BORN_HOST_V6 if len(born_at) > 8 else 0) | (codec.STORE_HOST_V6 if len(stored_at) > 8 else 0)
+    if sys_flag & codec.HOSTS_V6 & ~flags:
+        raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
+    return flags
+
+
+def _check_batch(messages: Sequence[Message], sys_flag: int) -> None:
+    """Refuse what no client would send as a batch and no broker would take."""
+    if not messages:
+        raise MessageIllegalError("a batch needs at least one message")
+    first = messages[0]
+    for message in messages:
+        if message.topic != first.topic:
+            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
+        if message.properties.get("WAIT") != first.properties.get("WAIT"):
+            raise MessageIllegalError("a batch has one wait flag, found several")
+        if parse_level(message.properties.get("DELAY")) > 0:
+            raise MessageIllegalError("a batch can't be delayed")
+    if sys_flag & _TRANSACTION_MASK:
+        raise MessageIllegalError("a batch can't be part of a transaction")

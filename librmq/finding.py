@@ -1,0 +1,62 @@
+"""Messages by key and by id: what the index knows, checked against the log.
+
+Mirrors 4.9.4's ``DefaultMessageStore.queryMessage`` and ``MQAdminImpl.queryMessage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from librmq import codec
+from librmq.errors import CorruptionError
+from librmq.message import StoredMessage
+from librmq.recovery import Parts
+
+__all__ = ["find_by_id", "find_by_key"]
+
+
+def find_by_key(
+    parts: Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
+) -> list[StoredMessage]:
+    """See `MessageStore.find_by_key`."""
+    found = []
+    last = -1
+    for physical_offset in sorted(parts.index.query(topic, key, begin_ms, end_ms, max_messages)):
+        if exact and physical_offset == last:
+            continue
+        last = physical_offset
+        message = parts.log.message(physical_offset, check_body=False)
+        if message is None:
+            continue
+        if exact and (message.topic != topic or (key != message.unique_key and key not in message.keys)):
+            continue
+        found.append(message)
+    return found
+
+
+def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
+    """See `MessageStore.find_by_id`; ``known_topics`` are looked through beside those that have a queue."""
+    try:
+        _, physical_offset = codec.parse_offset_message_id(message_id)
+    except ValueError:
+        pass
+    else:
+        try:
+            message = parts.log.message(physical_offset)
+        except CorruptionError:
+            message = None  # 32 digits may be a unique key too
+        if message is not None and message.offset_id == message_id.upper():
+            return [message]
+    found = {
+        message.physical_offset: message
+        for topic in sorted({topic for topic, _ in parts.queues} | known_topics)
+        for message in find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
+        if message.unique_key == message_id
+    }
+    if not found:  # records that no index knows: of a rollback, or of a topic without a queue
+        found = {
+            message.physical_offset: message
+            for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))
+            if message.unique_key == message_id
+        }
+    return [found[physical_offset] for physical_offset in sorted(found)]

@@ -1,0 +1,33 @@
+"""Draw docs/hops.svg: how many hops a delay takes by levels, and how late it comes. Needs the extra ``report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from librmq.hops import best_level, route, simple_level
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "hops.svg"
+
+
+def main() -> None:
+    delays_ms = sorted({round(10 ** (3 + step / 40)) for step in range(185)})  # a second to eleven hours
+    matplotlib.rcParams["svg.hashsalt"] = "hops"
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for name, choose in (("simple", simple_level), ("best", best_level)):
+        routes = [route(delay_ms, choose=choose) for delay_ms in delays_ms]
+        seconds = [delay_ms / 1000 for delay_ms in delays_ms]
+        above.plot(seconds, [one.hops for one in routes], label=name)
+        below.plot(seconds, [one.overshoot_ms for one in routes], ".", markersize=3, label=name)
+    above.set(xscale="log", yscale="log", ylabel="hops", title="Any time by 4.9's delay levels")
+    below.set(xlabel="delay in seconds", ylabel="late by, in ms (but for ticks)")
+    above.legend()
+    below.legend()
+    figure.savefig(TARGET, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
