@@ -42,6 +42,7 @@ def differences(played: Played) -> list[Difference]:
         _records(theirs, ours),
         *others,
         _sends(played, theirs, ours),
+        _selectors(played),
         _deliveries(played, theirs, ours),
         _short_deliveries(played),
         _polls(played, theirs, ours),
@@ -175,6 +176,13 @@ def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
                 found["offset id"] = [ours.name_of_id(one) for one in sent.offset_id.split(",")]
             if wanted != found:
                 yield Difference("send", topic=topic, text=f"{event['seq']}: {unlike(wanted, found)}")
+
+
+def _selectors(played: Played) -> Iterator[Difference]:
+    """From how many queues selectors chose, where that is told."""
+    wanted = [event["queues"] for event in played.recording.of_kind("selector_sees")]
+    if wanted and wanted != played.selected_from:
+        yield Difference("selector", text=f"{played.selected_from}, recorded {wanted}")
 
 
 def _topic(event: Row, result: Row | None) -> str:

@@ -13,6 +13,7 @@ from tests.replay.calls import Calls
 from tests.replay.consuming import Consumers
 from tests.replay.producing import Producers
 from tests.replay.reading import Recording
+from tests.replay.refusals import Refusals
 from tests.replay.stage import STORE, Played, Stage
 
 __all__ = ["play"]
@@ -22,7 +23,7 @@ def play(recording: Recording, before_ms: int = 0) -> Played:
     """Let librmq do what was done; brokers are started so long before that is told."""
     stage = Stage(recording, before_ms)
     producers, consumers = Producers(stage), Consumers(stage)
-    parts = (_Brokers(stage), producers, consumers, Calls(stage))
+    parts = (_Brokers(stage), producers, consumers, Calls(stage), Refusals(stage, producers.producers))
     runner, heartbeats = stage.runner, list(recording.heartbeats)
     if any(event["kind"] == "cached" for event in recording.events):
         runner.before_turn = consumers.note_held

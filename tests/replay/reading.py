@@ -202,9 +202,7 @@ class Recording:
         again = [event["at_ms"] for event in self.events if event["kind"] in _STARTS][1:]
         if not again:
             return []
-        return sorted(
-            {(row["at_ms"], row["client"]) for row in self._requests("HEART_BEAT") if row["at_ms"] > again[0]}
-        )
+        return sorted({(row["at_ms"], row["client"]) for row in self.requests("HEART_BEAT") if row["at_ms"] > again[0]})
 
     @cached_property
     def raced_halves(self) -> frozenset[str]:
@@ -239,7 +237,7 @@ class Recording:
         """The clients that poll, each with what its first pull asked for."""
         polling = {event["client"] for event in self.events if event["kind"] in ("poll", "assign")}
         found: dict[str, dict[str, str]] = {}
-        for row in self._requests("PULL_MESSAGE"):
+        for row in self.requests("PULL_MESSAGE"):
             if row["client"] in polling:
                 found.setdefault(row["client"], row["header"])
         return found
@@ -266,20 +264,21 @@ class Recording:
     @cached_property
     def left(self) -> dict[str, int]:
         """When each client told that it leaves its group."""
-        return {row["client"]: row["at_ms"] for row in self._requests("UNREGISTER_CLIENT")}
+        return {row["client"]: row["at_ms"] for row in self.requests("UNREGISTER_CLIENT")}
 
     @cached_property
     def searched_times(self) -> list[int]:
         """The times for which clients asked for an offset, in order."""
-        return [int(row["header"]["timestamp"]) for row in self._requests("SEARCH_OFFSET_BY_TIMESTAMP")]
+        return [int(row["header"]["timestamp"]) for row in self.requests("SEARCH_OFFSET_BY_TIMESTAMP")]
 
-    def _requests(self, name: str) -> Iterator[Row]:
+    def requests(self, name: str) -> Iterator[Row]:
+        """What clients asked, as far as it was kept."""
         return (row for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == name and row["dir"] == "out")
 
     @cached_property
     def orderly_clients(self) -> frozenset[str]:
         """The clients that locked queues."""
-        rpc = {row["client"] for row in self._requests("LOCK_BATCH_MQ")}
+        rpc = {row["client"] for row in self.requests("LOCK_BATCH_MQ")}
         return frozenset(rpc | {event["client"] for event in self.events if event.get("mode") == "orderly"})
 
     @cached_property

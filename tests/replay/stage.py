@@ -37,6 +37,8 @@ class Played:
     recording: Recording
     sent: dict[int, SendResult | RmqError] = field(default_factory=dict)
     """By the ``seq`` of the event that sent."""
+    selected_from: list[int] = field(default_factory=list)
+    """How many queues each selector was given."""
     delivered: list[Row] = field(default_factory=list)
     """Rows like ``deliver`` events, of one message each; ``msg`` is it."""
     polled: list[Row] = field(default_factory=list)

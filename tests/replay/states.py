@@ -159,6 +159,13 @@ def _files(played: Played) -> Iterator[Difference]:
 
 def _calls(played: Played) -> Iterator[Difference]:
     """What calls answered, or that they failed."""
+    for event in played.recording.events:
+        if event["seq"] in played.seen and event["kind"] in ("refused", "send_result", "send_batch_result"):
+            have = played.seen[event["seq"]]
+            if isinstance(have, Exception) != (event["exception"] is not None):
+                what = event.get("what") or event["form"]
+                text = f"{what}: {have!r}, recorded {event['exception'] or event['result']}"
+                yield Difference("refusal", client=event["client"], text=text)
     for event in played.recording.of_kind("call"):
         if event["seq"] not in played.seen:
             continue
