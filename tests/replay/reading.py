@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -166,25 +167,39 @@ class Recording:
         comes when it came.
         """
         usual = self.broker_settings["brokerName"]
-        interval_ms = int(self.broker_settings["transactionCheckInterval"])
         found: list[tuple[int, str]] = []
         for event in self.events:
             if event["kind"] in _STARTS:
-                at = event["at_ms"]
-                passes = [
-                    row["storeTimestamp"]
-                    for row in self.messages
-                    if row["topic"] == HALF_TOPIC
-                    and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
-                    and row["storeTimestamp"] > at
-                ]
-                if passes:
-                    first = min(passes)
-                    at = first - -(-(first - at) // interval_ms) * interval_ms
+                at, earliest = event["at_ms"], self._shut_down_before(event["seq"])
+                following = [pass_ms for pass_ms in self.check_passes if pass_ms > at]
+                if following:
+                    passed = math.ceil((following[0] - at) / self.check_interval_ms)
+                    at = max(earliest, following[0] - round(passed * self.check_interval_ms))
                 elif not found:
                     at -= before_ms
                 found.append((at, usual if event["client"] == "broker" else event["client"]))
         return found
+
+    def _shut_down_before(self, seq: int) -> int:
+        return max((e["at_ms"] for e in self.of_kind("broker_shutdown") if e["seq"] < seq), default=0)
+
+    @cached_property
+    def check_passes(self) -> list[int]:
+        """When half messages were put back: the passes of the check, as far as they did something."""
+        put_back = [
+            row["storeTimestamp"]
+            for row in self.messages
+            if row["topic"] == HALF_TOPIC and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+        ]
+        interval_ms = int(self.broker_settings["transactionCheckInterval"])
+        return [at for before, at in pairwise([0, *sorted(put_back)]) if at - before > interval_ms / 2]
+
+    @cached_property
+    def check_interval_ms(self) -> float:
+        """From one pass to the next: the setting, and the little that the original's thread adds each time."""
+        set_ms = int(self.broker_settings["transactionCheckInterval"])
+        measured = [later - at for at, later in pairwise(self.check_passes) if later - at < 1.5 * set_ms]
+        return sum(measured) / len(measured) if measured else set_ms
 
     def time_of(self, event: Row) -> int:
         """When an event is to be repeated: those that are told of afterwards when they were."""

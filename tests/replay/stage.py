@@ -97,7 +97,7 @@ class Stage:
         store_host = self.recording.store_hosts.get(name, ("127.0.0.1", int(told["listenPort"])))
         transactions = TransactionSettings(
             timeout_s=int(told["transactionTimeOut"]) / 1000,
-            interval_s=int(told["transactionCheckInterval"]) / 1000,
+            interval_s=self.recording.check_interval_ms / 1000,
             check_max=int(told.get("transactionCheckMax", 15)),
         )
         store = StoreConfig(
