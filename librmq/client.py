@@ -3,7 +3,7 @@
 Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer has a client of its own
 unless it is given one. The heartbeat of the original repeats every 30 s what a broker knows already; here it goes out
 when there is something to tell: at a start, when subscriptions or brokers change, and, to a broker that has forgotten
-the client, at the next 30 s.
+the client, at the next of its 30 s, which count from 1 s after its start.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Client:
             self._send_heartbeats(self.runner.now_ms())
 
     def forgotten_by(self, broker_name: str) -> None:
-        """A broker does not know this client any more (it was opened anew, or heard nothing): told at the next 30 s."""
+        """A broker does not know this client any more (it was opened anew, or heard nothing): told at its next 30 s."""
         with self.runner.lock:
             self.times_forgotten += 1
             self._told.discard(broker_name)
