@@ -34,6 +34,8 @@ class BrokerSettings:
     """How long a queue stays locked for a client that does not renew the lock."""
     busy_after_s: float = 1
     """A send is refused as busy while another has been writing for so long."""
+    longest_wait_s: float = 0.2
+    """A send is refused as busy when it has waited for others' writes for so long."""
     save_offsets_every_s: float = 5
     """From the first change of progress that is not saved to saving all of it."""
     delay: DelaySettings = field(default_factory=DelaySettings)
@@ -52,7 +54,7 @@ class BrokerSettings:
         queues = self.default_topic_queues
         if type(queues) is not int or not 1 <= queues <= 1 << 16:
             raise ConfigError(f"default_topic_queues: expected a number from 1 to 65536, found {queues!r}")
-        for name in ("sweep_pulls_every_s", "lock_expiry_s", "busy_after_s", "save_offsets_every_s"):
+        for name in ("sweep_pulls_every_s", "lock_expiry_s", "busy_after_s", "longest_wait_s", "save_offsets_every_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
                 raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")
