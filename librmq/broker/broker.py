@@ -31,7 +31,7 @@ from librmq.broker.saving import DelayProgress, Saving
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
-from librmq.broker.transactions import BrokerTransactions, DiscardHook
+from librmq.broker.transactions import BrokerTransactions, CheckOffsets, DiscardHook
 from librmq.brokerconfig import BrokerConfig
 from librmq.checkpoint import has_abort
 from librmq.clock import Clock, ManualClock
@@ -47,6 +47,7 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files import DiskFiles, Files
+from librmq.hops import HOP_TOPIC, HopProxy
 from librmq.levels import level_of_queue_id
 from librmq.message import StoredMessage, dead_letter_topic
 from librmq.metrics import Metrics
@@ -229,6 +230,10 @@ class Broker:
         self._timers: Timers | None = None
         if config.timers is not None:
             self._timers = Timers.open(store, config.timers, delivered=self._timed_out)
+        self._proxy: HopProxy | None = None
+        if config.hops:
+            self._proxy = HopProxy(store, CheckOffsets(self._offsets), delivered=self._hopped)
+        self._hopping = Step(f"{name} sends on by levels", self._run_hops, self)
         self._timing = Step(f"{name} delivers what is due", self._run_timers, self)
         self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
         holds = Holds(
@@ -248,6 +253,7 @@ class Broker:
             lambda: transactions.prepared(),
             self._timers,
             self._wake_timers,
+            self._wake_hops,
             self._wake_housekeeping if by_hand else None,
             self.metrics,
         )
@@ -326,6 +332,7 @@ class Broker:
             if due is not None:
                 runner.wake(self._delay, due)
             self._wake_timers()
+            self._wake_hops()
             if (HALF_TOPIC, 0) in store.queues:
                 transactions.prepared()
             if was_killed:
@@ -464,6 +471,8 @@ class Broker:
 
     def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
+        if properties["REAL_TOPIC"] == HOP_TOPIC:
+            self._wake_hops()
         self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
@@ -476,6 +485,26 @@ class Broker:
 
     def _run_timers(self, now_ms: int) -> int | None:
         return None if self._timers is None else self._timers.run_due(now_ms)
+
+    def _wake_hops(self) -> None:
+        if self._proxy is not None:
+            with self.runner.lock:
+                self.runner.wake(self._hopping)
+
+    def _run_hops(self, now_ms: int) -> int | None:
+        if self._proxy is None:
+            return None
+        due = self._proxy.run_due(now_ms)
+        delayed = self._schedule.run_due(now_ms)
+        if delayed is not None:
+            self.runner.wake(self._delay, delayed)
+        return due
+
+    def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
+        arrived = self.store.message_at(result.physical_offset)
+        if arrived is not None:
+            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result.size)
+        self._wake_housekeeping()
 
     def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
@@ -504,6 +533,8 @@ class Broker:
                 self._schedule.save(now_ms)
                 if self._timers is not None:
                     self._timers.save(now_ms)
+                if self._proxy is not None:
+                    self._proxy.save()
                 self._saving.save_all(now_ms)
 
     def abandon(self) -> None:
