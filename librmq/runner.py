@@ -488,6 +488,9 @@ def _after_fork() -> None:
     for runner in list(_runners):  # its threads are the parent's
         runner._stopping = True
         runner._threads.clear()
+        runner.lock = threading.RLock()  # some thread of the parent may hold it
+        runner._clock_turn = threading.Condition(runner.lock)
+        runner._worker_turn = threading.Condition(runner.lock)
     _runners.clear()
 
 
