@@ -84,6 +84,7 @@ from librmq.protocol import (
 )
 from librmq.runner import Runner, Step, ThreadRunner
 from librmq.store import AppendResult, MessageStore
+from librmq.timer import Timers
 from librmq.topics import HALF_TOPIC
 
 __all__ = ["Broker"]
@@ -227,6 +228,10 @@ class Broker:
         self._offsets = self._saving.offsets
         self._schedule = DelaySchedule(store, DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
         self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
+        self._timers: Timers | None = None
+        if config.timers is not None:
+            self._timers = Timers.open(store, config.timers, delivered=self._timed_out)
+        self._timing = Step(f"{name} delivers what is due", self._run_timers, self)
         self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
         holds = Holds(
             round(1000 * config.sweep_pulls_every_s), runner.now_ms, lambda at: runner.wake(self._holding, at)
@@ -243,6 +248,8 @@ class Broker:
             self.cluster_name,
             self._delayed,
             lambda: transactions.prepared(),
+            self._timers,
+            self._wake_timers,
             self._wake_housekeeping if by_hand else None,
             self.metrics,
         )
@@ -320,6 +327,7 @@ class Broker:
             due = self._schedule.run_due(now_ms)
             if due is not None:
                 runner.wake(self._delay, due)
+            self._wake_timers()
             if (HALF_TOPIC, 0) in store.queues:
                 transactions.prepared()
             if was_killed:
@@ -463,6 +471,19 @@ class Broker:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
         self._wake_housekeeping()
 
+    def _wake_timers(self) -> None:
+        if self._timers is not None:
+            with self.runner.lock:
+                self.runner.wake(self._timing)
+
+    def _run_timers(self, now_ms: int) -> int | None:
+        return None if self._timers is None else self._timers.run_due(now_ms)
+
+    def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
+        properties = waited.properties
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._wake_housekeeping()
+
     def _wake_housekeeping(self) -> None:
         """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""
         if self._by_hand and self._housekeeping.at is None:
@@ -483,6 +504,8 @@ class Broker:
             last.callback(self.store.close)
             with self.runner.lock:
                 self._schedule.save(now_ms)
+                if self._timers is not None:
+                    self._timers.save(now_ms)
                 self._saving.save_all(now_ms)
 
     def abandon(self) -> None:
