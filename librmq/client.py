@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeVar
 from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
 from librmq.protocol import (
+    CheckTransaction,
     ConsumerData,
     ConsumersChanged,
     Endpoint,
@@ -55,6 +56,11 @@ class LifeCycle:
         self.what = what
         self.state = State.CREATED
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not shut down."""
+        return self.state is State.RUNNING
+
     def start(self, action: Callable[[], None]) -> None:
         """Run ``action`` once; a second start, one after a failure or a shutdown is a `ClientStateError`."""
         if self.state is not State.CREATED:
@@ -65,13 +71,13 @@ class LifeCycle:
 
     def shut_down(self) -> bool:
         """Note the end; whether there was something to end."""
-        was_running = self.state is State.RUNNING
+        was_running = self.is_running
         self.state = State.SHUT_DOWN
         return was_running
 
     def check_running(self, call: str) -> None:
         """`ClientStateError` unless it runs."""
-        if self.state is not State.RUNNING:
+        if not self.is_running:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
 
 
@@ -198,7 +204,7 @@ class Client:
         group = getattr(request, "group", None)
         with self.runner.lock:
             order = (self._producers, self._consumers)
-            members = order if type(request).__name__ == "CheckTransaction" else order[::-1]
+            members = order if isinstance(request, CheckTransaction) else order[::-1]
             member = next((found[group] for found in members if group in found), None)
             if member is None or self.dead:
                 raise ClientStateError(f"client {self.client_id} has nobody of group {group!r}")

@@ -1,7 +1,7 @@
 """Which queues an instance of a group holds: computed by itself, topic by topic. Mirrors ``RebalanceImpl``.
 
 At the start and when members or routes change it is due at once; else at the next of its 20 s where something is open:
-a lock that was not got, a start that could not be found out, a queue whose listener still runs.
+a lock that was not got, a start that could not be found out, a strategy that failed, a queue whose listener still runs.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Rebalancing:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
             except Exception:  # a strategy may be anybody's: as in the original, what is held stays
                 _log.exception("%s: the queues of %s cannot be shared out", member.label, topic)
+                self._open = True
                 return False
         else:
             share = queues

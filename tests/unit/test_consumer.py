@@ -24,6 +24,7 @@ from librmq.errors import (
     GroupMismatchError,
     MalformedError,
     MessageIllegalError,
+    StoreIOError,
 )
 from librmq.files import MemoryFiles
 from librmq.listener import DeadLetter, ReconsumeLater
@@ -525,6 +526,50 @@ def test_local_progress_that_cannot_be_read_is_refused_or_taken_from_the_copy(on
     files.write(path + ".bak", b"{")
     with pytest.raises(MalformedError, match=r"offsets\.json"):
         _broadcasting(one_queue, "b1", files).start()
+
+
+def test_progress_that_no_file_takes_is_written_later_and_keeps_nobody_in_the_group(one_queue: World) -> None:
+    files = _FullDisk()
+    files.make_folder("/offsets")
+    consumer = _broadcasting(one_queue, "b1", files)
+    consumer.start()
+    one_queue.send("a")
+    files.is_full = True
+    one_queue.advance(12)
+    files.is_full = False
+    one_queue.advance(3)
+    path = "/offsets/127.0.0.1@b1/g/offsets.json"
+    assert b":1" in files.read(path)
+    one_queue.send("b")
+    one_queue.advance()
+    files.is_full = True
+    assert consumer.shutdown()
+    assert b":1" in files.read(path)
+    assert one_queue.broker.call(ConsumerIds("g")) == ()
+
+
+class _FullDisk(MemoryFiles):
+    is_full = False
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.is_full:
+            raise StoreIOError("write", path, OSError(28, "no space left"))
+        super().write(path, data)
+
+
+def test_what_fails_at_the_end_keeps_nobody_in_the_group(one_queue: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = one_queue.consumer()
+    consumer.start()
+    one_queue.advance()
+
+    def fail() -> None:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(consumer.delivery, "end", fail)
+    with pytest.raises(RuntimeError, match="oops"):
+        consumer.shutdown()
+    assert one_queue.broker.call(ConsumerIds("g")) == ()
+    assert not consumer.held
 
 
 # --------------------------------------------------------------------------------------------------------- rebalancing
@@ -1033,6 +1078,11 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, ca
     one_queue.advance()
     assert one_queue.held(consumer) == [0]
     assert "cannot be shared out" in caplog.text
+    broken = False
+    one_queue.advance(19)
+    assert one_queue.held(consumer) == [0]
+    one_queue.advance(1)
+    assert one_queue.held(consumer) == [0, 1]
 
 
 def test_a_topic_may_be_added_while_it_runs(one_queue: World) -> None:

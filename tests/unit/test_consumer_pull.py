@@ -13,7 +13,7 @@ from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError, NoRouteError
 from librmq.message import MessageQueue
 from librmq.producer import Producer
-from librmq.protocol import ConsumeFrom, PullMessage, ResetGroup, UpdateOffset
+from librmq.protocol import ConsumeFrom, ConsumerIds, PullMessage, ResetGroup, UpdateOffset
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 
@@ -183,6 +183,16 @@ def test_a_queue_of_an_unknown_broker(filled: World) -> None:
     consumer.assign([MessageQueue("t", "elsewhere", 0)])
     with pytest.raises(NoRouteError, match="elsewhere"):
         consumer.start()
+    assert filled.broker.call(ConsumerIds("g")) == ()
+    assert consumer.assignment == ()
+    filled.advance(60)
+    again = _consumer(filled)  # the same name
+    again.subscribe("t")
+    again.start()
+    with pytest.raises(ClientStateError, match="starts once"):
+        again.start()
+    assert filled.broker.call(ConsumerIds("g")) == (again.client.client_id,)
+    again.shutdown()
 
 
 def test_faults(filled: World) -> None:
