@@ -1009,6 +1009,21 @@ def test_metrics(one_queue: World, orderly: bool) -> None:
     assert "queues" not in metrics.snapshot()
 
 
+def test_gauges_of_a_groups_instances_add_up(world: World) -> None:
+    metrics = Metrics()
+    first, second = (world.consumer(name, metrics=metrics) for name in ("c1", "c2"))
+    first.start()
+    second.start()
+    world.advance(1)
+    assert metrics.snapshot()["queues"]["t", "g"] == 4
+    second.shutdown()
+    world.advance(1)
+    assert metrics.snapshot()["queues"]["t", "g"] == 4
+    first.unsubscribe("t")
+    first.shutdown()
+    assert "queues" not in metrics.snapshot()
+
+
 # ------------------------------------------------------------------------------------------------------ brokers change
 
 
