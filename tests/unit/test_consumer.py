@@ -1100,6 +1100,30 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, ca
     assert one_queue.held(consumer) == [0, 1]
 
 
+def test_a_queue_whose_pull_was_lost_is_made_again_after_120_seconds(one_queue: World) -> None:
+    seam = Seam(one_queue.broker)
+    consumer = one_queue.consumer(route=seam)
+    consumer.start()
+    one_queue.advance(30)
+    queue = MessageQueue("t", "broker-a", 0)
+    before = consumer.held[queue]
+    seam.fail = lambda request: RuntimeError("oops") if isinstance(request, PullMessage) else None
+    one_queue.send("a")
+    with pytest.raises(RuntimeError, match="oops"):
+        one_queue.advance()
+    seam.fail = unreachable()
+    one_queue.advance(129)  # the first of the 20 s behind 30 + 120 is 160
+    assert one_queue.bodies() == []
+    assert consumer.held[queue] is before
+    one_queue.advance(1)
+    assert one_queue.bodies() == ["a"]
+    assert consumer.held[queue] is not before
+    one_queue.advance(60)
+    asked = len(seam.asked)
+    one_queue.advance(86_400)  # the pull that the broker holds is not lost
+    assert len(seam.asked) == asked
+
+
 def test_a_topic_may_be_added_while_it_runs(one_queue: World) -> None:
     consumer = one_queue.consumer()
     consumer.start()
