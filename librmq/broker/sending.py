@@ -16,6 +16,7 @@ from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.dispatch import parse_level
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
+from librmq.hops import HOP_TOPIC
 from librmq.hosts import Host
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.metrics import Metrics
@@ -53,12 +54,13 @@ class Sending:
         prepared: Callable[[], None],
         timers: Timers | None,
         timed: Callable[[], None],
+        hops: Callable[[], None],
         stored: Callable[[], None] | None,
         metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``stored()``, unless None, of
-        each message at all.
+        ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``hops()`` of each of the
+        hop topic; ``stored()``, unless None, of each message at all.
         """
         self._runner = runner
         self._store = store
@@ -72,6 +74,7 @@ class Sending:
         self._prepared = prepared
         self._timers = timers
         self._timed = timed
+        self._hops = hops
         self._stored = stored
         self._metrics = metrics
         self._waits = store.config.durability == "sync"
@@ -112,6 +115,8 @@ class Sending:
             waiting = self._timers.waiting_form(made, queue_id)
             if waiting is not None:
                 made, stored_queue_id = waiting, 0
+        elif name == HOP_TOPIC:
+            stored_queue_id = 0  # the one that is looked into
         if wait is not None and _DELAY in properties and parse_level(properties[_DELAY]) > 0:
             properties[_WAIT] = wait
         result = self.put(
@@ -126,6 +131,8 @@ class Sending:
             self._prepared()
         elif made.topic == TIMER_TOPIC:
             self._timed()
+        elif made.topic == HOP_TOPIC:
+            self._hops()
         status = self._flushed(result, wait)
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))

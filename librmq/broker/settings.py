@@ -44,11 +44,13 @@ class BrokerSettings:
     """When half messages are checked."""
     timers: TimerSettings | None = None
     """With settings, a message may name a time of its own, as in 5.x: see `librmq.timer`. None is 4.9: none may."""
+    hops: bool = False
+    """Whether messages of topic ``SYSTEM_SCHEDULE_MSG`` are carried to their time by levels: see `librmq.hops`."""
     original_transactions: bool = False
     """End and check transactions as the original does, its harm included: see `librmq.txn.Transactions`."""
 
     def __post_init__(self) -> None:
-        for name in ("auto_create_topic", "auto_create_group", "original_transactions"):
+        for name in ("auto_create_topic", "auto_create_group", "hops", "original_transactions"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, found {getattr(self, name)!r}")
         queues = self.default_topic_queues

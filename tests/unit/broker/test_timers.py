@@ -9,6 +9,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.errors import ConfigError
 from librmq.files import MemoryFiles
+from librmq.hops import send_at
 from librmq.message import Message
 from librmq.protocol import PullStatus, SendMessage
 from librmq.runner import ManualRunner
@@ -79,6 +80,32 @@ def test_timers_survive_a_restart(killed: bool) -> None:
         assert bodies(again) == [b"plain"]
         runner.advance(2_000)
         assert bodies(again) == [b"plain", b"x"]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_messages_are_carried_by_levels(killed: bool) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner, hops=True)
+    due_ms = runner.now_ms() + 3_700_000
+    carried = send_at(Message("T", b"x", tags="t", wait_store_ok=True), due_ms, 1)
+    broker.call(SendMessage("p", carried, 3, runner.now_ms(), HOST))
+    broker.create_topic("T", 4)
+    runner.advance(1_800_000)
+    if killed:
+        broker.abandon()
+    else:
+        broker.close()
+    with opened(files, runner, hops=True) as again:
+        woken: list[int] = []
+        assert pull(again, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+        runner.advance(1_899_000)
+        assert bodies(again) == []
+        runner.advance(5_000)
+        assert set(bodies(again)) == {b"x"}
+        assert killed or len(bodies(again)) == 1
+        assert woken == [1]
+        (message, *_) = again.messages("T")
+        assert (message.queue_id, dict(message.properties)) == (1, {"TAGS": "t", "CLUSTER": again.cluster_name})
 
 
 @pytest.mark.parametrize("value", [True, 5, {}])
