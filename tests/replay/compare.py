@@ -1,13 +1,14 @@
 """Compares what librmq did with what was recorded, as far as the reference data say that it can be compared.
 
 Times, ports and physical offsets differ from run to run, and so does the order of what ran concurrently. A physical
-offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is.
+offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is; when and
+where a message was born by whether that is so of the first record with its unique id too.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq import codec
@@ -29,23 +30,19 @@ _BEGIN: Final = 100  # so much of a body is compared
 
 def differences(played: Played) -> list[Difference]:
     """What librmq did otherwise; empty where all is equal."""
-    recording = played.recording
-    raced = recording.raced_halves
-    theirs = Log(recording.messages, raced)
-    ours = Log(in_log(played.logs[recording.broker_settings["brokerName"]]), raced)
-    others = [
-        _records(Log(in_log(recording.log(store)), raced), Log(in_log(played.logs[name]), raced))
-        for name, store in recording.stores.items()
-        if store != "store"
-    ]
+    recording, raced = played.recording, played.recording.raced_halves
+    usual = recording.broker_settings["brokerName"]
+    others = {name: store for name, store in recording.stores.items() if name != usual}
+    theirs = {usual: Log(recording.messages, raced)}
+    theirs.update({name: Log(in_log(recording.log(store)), raced) for name, store in others.items()})
+    ours = {name: Log(in_log(played.logs[name]), raced) for name in theirs}
     parts = (
-        _records(theirs, ours),
-        *others,
+        *(_records(name, theirs[name], ours[name]) for name in theirs),
         _sends(played, theirs, ours),
         _selectors(played),
         _deliveries(played, theirs, ours),
         _short_deliveries(played),
-        _polls(played, theirs, ours),
+        _polls(played, theirs[usual], ours[usual]),
         _checks(played),
         states(played),
     )
@@ -59,11 +56,13 @@ class Log:
         """``raced`` are the unique ids of messages that are not compared."""
         self.rows: list[Row] = []
         self._names: dict[int, str] = {}
+        self._born: dict[str, tuple[int, str]] = {}
         halves: dict[int, str] = {}
         count: Counter[str] = Counter()
         for row in rows:
             key = row["properties"].get(UNIQUE_KEY)
             of = key or row["body"]
+            self._born.setdefault(of, (row["bornTimestamp"], row["bornHost"]))
             if row["topic"] == OP_TOPIC:  # its body is the queue offset of a half message
                 of = halves.get(int(row["body"]), of)
             name = f"{row['topic']} {of}"
@@ -102,6 +101,8 @@ class Log:
             if name in properties:
                 properties[name] = "there"
         shown["properties"] = properties
+        first = self._born.get(properties.get(UNIQUE_KEY) or row["body"])
+        shown["born as the first"] = (row["bornTimestamp"], row["bornHost"]) == first
         if _is_unordered(row, row["topic"] if queue is None else queue):
             shown["queueOffset"] = "any"
         raw = shown.pop("properties_raw", None)
@@ -124,12 +125,16 @@ def _is_unordered(row: Row, topic: str) -> bool:
     return was_checked and topic != HALF_TOPIC
 
 
-def _records(theirs: Log, ours: Log) -> Iterator[Difference]:
+Logs = Mapping[str, Log]
+"""By broker."""
+
+
+def _records(broker: str, theirs: Log, ours: Log) -> Iterator[Difference]:
     """Queue by queue, in order."""
     wanted, found = _by_queue(theirs), _by_queue(ours)
     for queue in sorted({*wanted, *found}):
         for text in _sequences(wanted.get(queue, []), found.get(queue, [])):
-            yield Difference("log", topic=queue[0], text=f"queue {queue[1]}, {text}")
+            yield Difference("log", topic=queue[0], text=f"{broker}/{queue[1]}, {text}")
 
 
 def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
@@ -142,7 +147,7 @@ def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
     return queues
 
 
-def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
+def _sends(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
     for event in played.recording.events:
         sent = played.sent.get(event["seq"])
         if sent is None:
@@ -172,8 +177,9 @@ def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
                 "offset": sent.queue_offset,
             }
             if result["offsetMsgId"] is not None and event["kind"] != "sent_big":
-                wanted["offset id"] = [theirs.name_of_id(one) for one in result["offsetMsgId"].split(",")]
-                found["offset id"] = [ours.name_of_id(one) for one in sent.offset_id.split(",")]
+                name = queue["brokerName"]
+                wanted["offset id"] = [theirs[name].name_of_id(one) for one in result["offsetMsgId"].split(",")]
+                found["offset id"] = [ours[name].name_of_id(one) for one in sent.offset_id.split(",")]
             if wanted != found:
                 yield Difference("send", topic=topic, text=f"{event['seq']}: {unlike(wanted, found)}")
 
@@ -191,7 +197,7 @@ def _topic(event: Row, result: Row | None) -> str:
     return topic
 
 
-def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
+def _deliveries(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
     """Client by client and queue by queue: in order where it is kept, else as a set."""
     recording = played.recording
     wanted: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
@@ -201,13 +207,13 @@ def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
             mq = event["mq"]
             where = event["client"], mq["topic"], f"{mq['brokerName']}/{mq['queueId']}"
             messages = [message for message in event["msgs"] if message["msgId"] not in recording.raced_halves]
-            wanted[where] += [theirs.comparable(message, mq["topic"]) for message in messages]
+            wanted[where] += [theirs[mq["brokerName"]].comparable(message, mq["topic"]) for message in messages]
     in_brief = {event["client"] for event in recording.events if event["kind"] == "deliver_short"}
     for row in played.delivered:
         mq = row["mq"]
         if row["client"] not in in_brief and row["msg"]["msgId"] not in recording.raced_halves:
             where = row["client"], mq.topic, f"{mq.broker_name}/{mq.queue_id}"
-            found[where].append(ours.comparable(row["msg"], mq.topic))
+            found[where].append(ours[mq.broker_name].comparable(row["msg"], mq.topic))
     for client, topic, queue in sorted({*wanted, *found}):
         want, have = wanted[client, topic, queue], found[client, topic, queue]
         if client not in recording.orderly_clients:
