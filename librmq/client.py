@@ -56,6 +56,11 @@ class LifeCycle:
         self.what = what
         self.state = State.CREATED
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not shut down."""
+        return self.state is State.RUNNING
+
     def start(self, action: Callable[[], None]) -> None:
         """Run ``action`` once; a second start, one after a failure or a shutdown is a `ClientStateError`."""
         if self.state is not State.CREATED:
@@ -66,7 +71,7 @@ class LifeCycle:
 
     def shut_down(self) -> bool:
         """Note the end; whether there was something to end."""
-        was_running = self.state is State.RUNNING
+        was_running = self.is_running
         self.state = State.SHUT_DOWN
         return was_running
 
@@ -77,7 +82,7 @@ class LifeCycle:
 
     def check_running(self, call: str) -> None:
         """`ClientStateError` unless it runs."""
-        if self.state is not State.RUNNING:
+        if not self.is_running:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
 
 

@@ -14,9 +14,9 @@ in ``config``; clients, locks and held pulls in memory, as there.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
 
 from librmq.broker.administration import Administration
@@ -46,7 +46,7 @@ from librmq.errors import (
     StoreClosedError,
     StoreError,
 )
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Files, TemporaryFolder
 from librmq.hops import HOP_TOPIC, HopProxy
 from librmq.levels import level_of_queue_id
 from librmq.message import StoredMessage, dead_letter_topic
@@ -154,7 +154,7 @@ class Broker:
         metrics: Metrics | None = None,
     ) -> Self:
         """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
-        folder = TemporaryDirectory(prefix="librmq-")
+        folder = TemporaryFolder()
         try:
             broker = cls.open(
                 folder.name,
@@ -167,7 +167,7 @@ class Broker:
                 metrics=metrics,
             )
         except BaseException:
-            folder.cleanup()
+            folder.delete()
             raise
         broker._temporary = folder
         return broker
@@ -187,7 +187,8 @@ class Broker:
         self.config = config
         self.runner = runner
         self.dead = self.was_killed = False
-        self._temporary: TemporaryDirectory[str] | None = None
+        self._why_dead = "was closed"
+        self._temporary: TemporaryFolder | None = None
         self._watchers: list[Callable[[], None]] = []
         now_ms = runner.now_ms()
         by_hand = isinstance(runner.clock, ManualClock)
@@ -206,6 +207,7 @@ class Broker:
         )
         try:
             self._compose(tables, by_hand, was_killed, now_ms)
+            _open_brokers.add(self)
         except BaseException:
             self.store.close()
             raise
@@ -406,7 +408,7 @@ class Broker:
 
     def _check_open(self) -> None:
         if self.dead:
-            raise StoreClosedError(f"{self.store.path}: this handle was closed")
+            raise StoreClosedError(f"{self.store.path}: this handle {self._why_dead}")
 
     # ---- for people
 
@@ -564,6 +566,7 @@ class Broker:
             if self.dead:
                 return False
             self.dead, self.was_killed = True, was_killed
+            _open_brokers.discard(self)
             self._holds.by_queue.clear()
             self._hide_gauges()
             self._changed()
@@ -573,7 +576,7 @@ class Broker:
         if self._own_runner is not None:
             self._own_runner.close()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.delete()
 
     _own_runner: ThreadRunner | None
 
@@ -582,6 +585,19 @@ class Broker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for broker in list(_open_brokers):
+        broker.dead, broker._why_dead = True, "was opened before a fork: open the broker anew in the child"
+    _open_brokers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _DiskByHand(DiskFiles):

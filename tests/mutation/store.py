@@ -231,7 +231,7 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("an index that lacks the last records", "reconcile", "if physical_offset > self._end or self._none:", "if False:"),
     # --- queues
     ("queues are looked at in any case", "recovery", "if begin < parts.log.end or self._thorough or not self._clean:", "if begin < parts.log.end or self._thorough:"),
-    ("queues that lack older entries", "recovery", "            except GapError:\n                begin = parts.log.begin\n                continue\n", "            except ZeroDivisionError:\n                continue\n"),
+    ("queues that lack older entries", "recovery", "            except GapError:\n                begin = parts.log.begin\n                continue\n", "            except ZeroDivisionError:\n                continue\n", UNIT("recovery")),
     ("queues that were lost", "recovery", "            if _lacks_entries(log, parts.queues):\n", "            if False:\n", UNIT("recovery")),
     ("queues that were lost since the store was closed", "recovery", "if self._thorough or self._lost:", "if self._thorough:", UNIT("closedstate")),
     ("queues ahead of the log", "recovery", "        if queue.max_physic_offset > parts.log.end:\n", "        if False:\n"),

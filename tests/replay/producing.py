@@ -159,8 +159,9 @@ class Producers:
     def on_sent_big(self, event: Row) -> None:
         key, queue = event["result"]["msgId"], event["result"]["messageQueue"]
         stored = self.recording.stored.get(key)
-        if stored is None:  # deleted with its file: one of the same topic that is left stands in for it
-            stored = next(one for one in self.recording.stored.values() if one.topic == queue["topic"])
+        if stored is None:  # deleted with its file: the longest of its topic that is left stands in for it
+            of_topic = (one for one in self.recording.stored.values() if one.topic == queue["topic"])
+            stored = max(of_topic, key=lambda one: one.size)
         self._note(event, lambda: self._again(event, stored, queue["queueId"], key))
 
     def on_sent_all(self, event: Row) -> None:

@@ -196,6 +196,28 @@ def test_coroutine_listeners_in_a_loop() -> None:
     asyncio.run(test())
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.anyio
+async def test_a_test_may_be_a_coroutine(rmq: Kit) -> None:
+    seen: list[bytes] = []
+    loops = [asyncio.get_running_loop()]
+
+    @rmq.consumer("billing").subscribe("orders")
+    async def charge(message: DeliveredMessage) -> None:
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        seen.append(message.body)
+
+    await rmq.producer().send_async("orders", b"x")
+    await rmq.run_until_idle()
+    assert seen == [b"x"]
+    assert loops[0] is loops[1]
+
+
 def test_a_coroutines_exception_fails_the_test() -> None:
     async def fails(message: DeliveredMessage) -> None:
         await asyncio.sleep(0)

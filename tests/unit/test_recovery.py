@@ -18,6 +18,7 @@ from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.reconcile import Damage
+from librmq.recovery import vouched_for
 from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
@@ -430,21 +431,27 @@ def test_a_clean_store_is_not_walked_again() -> None:
 
 
 def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> None:
+    """Log and queues are vouched for far behind it."""
     files = MemoryFiles()
-    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     for number in range(80):
         store.append(Message("TopicA", keys=f"k{number}"))
+    for _ in range(60):
+        clock.advance(seconds=1)
+        store.append(Message("TopicA", b"no keys"))
     store.flush()
     first, second, _ = store.index.files
     assert (first.full, second.full) == (True, True)
     assert store.checkpoint.index_timestamp_ms == START_MS
+    assert vouched_for(store.log, store.checkpoint) > second.header.end_physical_offset
     found = contents(files)
     path = f"index/{second.name}"
     data = found[path]
     assert data is not None
     found[path] = data[:-200] + bytes(200)
     with opened(in_memory(found)) as again:
-        assert len(served(again)) == 80
+        assert len(served(again)) == 140
         assert again.verify().sound
 
 
