@@ -75,11 +75,6 @@ class LifeCycle:
         self.state = State.SHUT_DOWN
         return was_running
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started and not shut down."""
-        return self.state is State.RUNNING
-
     def check_running(self, call: str) -> None:
         """`ClientStateError` unless it runs."""
         if not self.is_running:
