@@ -238,12 +238,14 @@ class Appends:
         store_host: codec.Host | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
+        wait: bool = True,
     ) -> list[AppendResult]:
         """Append messages of one topic to one queue, all or none, side by side in one file of the log.
 
-        ``properties`` are the batch's own, appended to each message's. `MessageIllegalError` before a byte is written:
-        an empty batch, topics or wait flags that differ, a delay, a transaction flag, or more than
-        ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch` cuts what is larger.
+        ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
+        `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
+        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch`
+        cuts what is larger.
         """
         _check_batch(messages, sys_flag)
         added = codec.encode_properties(properties) if properties else b""
@@ -320,7 +322,7 @@ class Appends:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset >= self._housekeeping.alarm:
             self._wake()
-        if self._sync:
+        if self._sync and wait:
             self._commit.reach(physical_offset)
         return results
 
@@ -340,6 +342,13 @@ class Appends:
     def is_writing(self) -> bool:
         """Whether somebody appends at this moment."""
         return self._lock.locked()
+
+    def is_free_within(self, seconds: float) -> bool:
+        """Wait until nobody appends, or for ``seconds``; whether nobody did."""
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        self._lock.release()
+        return True
 
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""

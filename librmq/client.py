@@ -3,7 +3,7 @@
 Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer has a client of its own
 unless it is given one. The heartbeat of the original repeats every 30 s what a broker knows already; here it goes out
 when there is something to tell: at a start, when subscriptions or brokers change, and, to a broker that has forgotten
-the client, at the next 30 s.
+the client, at the next of its 30 s, which count from 1 s after its start.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeVar
 from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
 from librmq.protocol import (
+    CheckTransaction,
     ConsumerData,
     ConsumersChanged,
     Endpoint,
@@ -55,6 +56,11 @@ class LifeCycle:
         self.what = what
         self.state = State.CREATED
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not shut down."""
+        return self.state is State.RUNNING
+
     def start(self, action: Callable[[], None]) -> None:
         """Run ``action`` once; a second start, one after a failure or a shutdown is a `ClientStateError`."""
         if self.state is not State.CREATED:
@@ -65,13 +71,13 @@ class LifeCycle:
 
     def shut_down(self) -> bool:
         """Note the end; whether there was something to end."""
-        was_running = self.state is State.RUNNING
+        was_running = self.is_running
         self.state = State.SHUT_DOWN
         return was_running
 
     def check_running(self, call: str) -> None:
         """`ClientStateError` unless it runs."""
-        if self.state is not State.RUNNING:
+        if not self.is_running:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
 
 
@@ -169,7 +175,7 @@ class Client:
             self._send_heartbeats(self.runner.now_ms())
 
     def forgotten_by(self, broker_name: str) -> None:
-        """A broker does not know this client any more (it was opened anew, or heard nothing): told at the next 30 s."""
+        """A broker does not know this client any more (it was opened anew, or heard nothing): told at its next 30 s."""
         with self.runner.lock:
             self.times_forgotten += 1
             self._told.discard(broker_name)
@@ -198,7 +204,7 @@ class Client:
         group = getattr(request, "group", None)
         with self.runner.lock:
             order = (self._producers, self._consumers)
-            members = order if type(request).__name__ == "CheckTransaction" else order[::-1]
+            members = order if isinstance(request, CheckTransaction) else order[::-1]
             member = next((found[group] for found in members if group in found), None)
             if member is None or self.dead:
                 raise ClientStateError(f"client {self.client_id} has nobody of group {group!r}")

@@ -192,6 +192,10 @@ class DelaySchedule:
         look_ms = now_ms - (now_ms - self._begin_ms) % self._every_ms
         next_ms: int | None = None
         for level in self._levels:
+            if level.look_ms is None:
+                _, end = self._store.queue_range(SCHEDULE_TOPIC, level.queue_id)
+                if end == level.next_offset:
+                    continue  # nothing waits: the usual case, at little cost
             if level.look_ms is None or level.look_ms <= look_ms:
                 level.look_ms = self._look(level, None if early else look_ms)
             if level.look_ms is not None and (next_ms is None or level.look_ms < next_ms):

@@ -22,7 +22,9 @@ import shutil
 import stat
 import struct
 import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ __all__ = [
     "FileLock",
     "Files",
     "MemoryFiles",
+    "TemporaryFolder",
     "copy_file",
     "folders_to_name",
     "link_file",
@@ -518,9 +521,27 @@ class _DiskLock:
                 _held.pop(self._key, None)
 
 
+def _after_fork() -> None:
+    global _held_guard
+    _held.clear()  # locks of fcntl are not inherited: the child holds none of its parent's
+    _held_guard = threading.Lock()  # some thread of the parent may hold it
+
+
 if hasattr(os, "register_at_fork"):
-    # Locks of fcntl are not inherited: the child holds none of its parent's.
-    os.register_at_fork(after_in_child=_held.clear)
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class TemporaryFolder:
+    """A folder of its own, deleted by `delete` or at the end of the process that made it, but by no child of a fork."""
+
+    def __init__(self) -> None:
+        self.name = tempfile.mkdtemp(prefix="librmq-")
+        self.delete = weakref.finalize(self, _delete_folder, self.name, os.getpid())
+
+
+def _delete_folder(path: str, process: int) -> None:
+    if os.getpid() == process and os.path.isdir(path):
+        shutil.rmtree(path)
 
 
 # ------------------------------------------------------------------------------------------------------- in memory

@@ -145,18 +145,36 @@ class HopProxy:
         offsets: TransactionOffsets,
         choose: Choose = best_level,
         *,
+        save_every_s: float | None = 10,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
     ) -> None:
-        """``offsets`` keeps the progress; ``delivered(message, result)`` is told of what came to its topic."""
+        """``offsets`` keeps the progress, which is noted there so long after it changed; None leaves that to `save`.
+        ``delivered(message, result)`` is told of what came to its topic.
+        """
         self._store = store
         self._offsets = offsets
         self._choose = choose
         self._delivered = delivered
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
+        self._save_every_ms = None if save_every_s is None else round(1000 * save_every_s)
+        self._save_ms: int | None = None
 
-    def run_due(self, now_ms: int) -> None:
-        """Send on all that has come; raises what `MessageStore.append` does, and goes on there when called again."""
+    def run_due(self, now_ms: int) -> int | None:
+        """Send on all that has come; returns when to call at the latest (ms), None if only what comes calls for it.
+
+        Raises what `MessageStore.append` and its flush do, and goes on there when called again.
+        """
+        self._send_all(now_ms)
+        if self._next_offset == self._saved_offset or self._save_every_ms is None:
+            return None
+        if self._save_ms is None or self._save_ms > now_ms + self._save_every_ms:  # the clock was put back
+            self._save_ms = now_ms + self._save_every_ms
+        if self._save_ms <= now_ms:
+            self.save()
+        return self._save_ms
+
+    def _send_all(self, now_ms: int) -> None:
         while True:
             found = self._store.read(HOP_TOPIC, _QUEUE, self._next_offset, _READ)
             for message in found.messages:
@@ -174,6 +192,7 @@ class HopProxy:
             self._store.flush()
             self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, self._next_offset)
             self._saved_offset = self._next_offset
+        self._save_ms = None
 
     def _send_on(self, message: StoredMessage, now_ms: int) -> None:
         properties = message.properties

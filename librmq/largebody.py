@@ -35,7 +35,7 @@ __all__ = [
     "PART_SIZE",
     "BodyAssembler",
     "BodyStore",
-    "DeliveredMessage",
+    "DeliveredBody",
     "FolderBodies",
     "IncompleteBody",
     "fetch_body",
@@ -64,7 +64,7 @@ _PART_OVERHEAD: Final = 512  # what a part costs in memory beside its bytes, so 
 _REMEMBERED: Final = 4096  # bodies that are done, for duplicates of their parts that come late
 
 
-class DeliveredMessage(Protocol):
+class DeliveredBody(Protocol):
     """What is read of a message that was delivered; `StoredMessage` is one."""
 
     @property
@@ -182,7 +182,7 @@ class BodyAssembler:
         """How much waits, in bytes, with what each part costs beside its own."""
         return self._held_size
 
-    def add(self, message: DeliveredMessage) -> bytes | None:
+    def add(self, message: DeliveredBody) -> bytes | None:
         """The whole body if ``message`` has it or completes it; None while parts are missing, or of a body done.
 
         `LargeBodyError` for a part that cannot be one, that differs from one already there, that is one too many for
@@ -223,7 +223,7 @@ class BodyAssembler:
                 raise LargeBodyError(f"{claim.body_id!r}: its {claim.parts} parts do not have its checksum")
             return whole
 
-    def done(self, message: DeliveredMessage) -> None:
+    def done(self, message: DeliveredBody) -> None:
         """The body that ``message`` is a part of was dealt with: its parts are let go, and late duplicates ignored."""
         if PART not in message.properties:
             return
@@ -329,7 +329,7 @@ def park_body(message: Message, bodies: BodyStore, above: int = PART_SIZE) -> Me
     return parked
 
 
-def fetch_body(message: DeliveredMessage, bodies: BodyStore | None, limit: int = BODY_LIMIT) -> bytes:
+def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BODY_LIMIT) -> bytes:
     """The body of a message, fetched if it lies outside.
 
     `LargeBodyError` if it is not there, is larger than ``limit`` by its own account, or is not what was sent.

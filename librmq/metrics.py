@@ -7,7 +7,7 @@ is used. docs/metrics.md shows the same list.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -84,7 +84,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: dict[_Series, list[float]] = {}  # of one number each, so that counting looks up once
-        self._gauges: dict[_Series, float | Callable[[], float]] = {}
+        self._gauges: dict[tuple[_Series, object], float | Callable[[], float]] = {}
         self._lock = threading.Lock()
 
     def count(self, name: str, n: float = 1, **labels: str) -> None:
@@ -97,18 +97,26 @@ class Metrics:
                 cell = self._counts[key] = [0]
             cell[0] += n
 
-    def gauge(self, name: str, value: float | Callable[[], float] | None, **labels: str) -> None:
+    def gauge(
+        self, name: str, value: float | Callable[[], float] | None, *, of: Hashable = None, **labels: str
+    ) -> None:
         """Set a gauge to a number, or to a function that tells it when asked; None takes the gauge away.
 
-        A function is called by whoever takes a `snapshot`, in any thread. `ConfigError` as in `count`.
+        ``of`` tells who sets it: what several set is added up. A function is called by whoever takes a `snapshot`, in
+        any thread. `ConfigError` as in `count`.
         """
-        key = (name, tuple(sorted(labels.items())))
-        _check(key, "gauge")
+        series = (name, tuple(sorted(labels.items())))
+        _check(series, "gauge")
         with self._lock:
             if value is None:
-                self._gauges.pop(key, None)
+                self._gauges.pop((series, of), None)
             else:
-                self._gauges[key] = value
+                self._gauges[series, of] = value
+
+    def take_away(self, of: Hashable) -> None:
+        """Take all gauges away that ``of`` has set."""
+        with self._lock:
+            self._gauges = {key: value for key, value in self._gauges.items() if key[1] != of}
 
     def snapshot(self) -> dict[str, dict[tuple[str, ...], float]]:
         """All values now: ``snapshot()["sends"]["orders", "SEND_OK"]``, labels in the order of `METRICS`.
@@ -124,8 +132,10 @@ class Metrics:
             place = _place(name, labels)
             places = values.setdefault(name, {})
             places[place] = places.get(place, 0) + value
-        for (name, labels), gauge in gauges:
-            values.setdefault(name, {})[_place(name, labels)] = gauge() if callable(gauge) else gauge
+        for ((name, labels), _), gauge in gauges:
+            place, value = _place(name, labels), gauge() if callable(gauge) else gauge
+            places = values.setdefault(name, {})
+            places[place] = places.get(place, 0) + value
         return {name: values[name] for name in METRICS if name in values}
 
 

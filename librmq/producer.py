@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from librmq import codec
-from librmq.client import Client, LifeCycle
+from librmq.client import Client, LifeCycle, State
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -154,6 +154,7 @@ class Producer:
         self._latencies = BrokerLatencies(route.runner.now_ms) if self.config.avoid_slow_brokers else None
         self._runner = route.runner
         self._now_ms = route.runner.now_ms
+        self._route_version = 0
         self._topics: dict[str, _TopicQueues] = {}
         self._topics_before: dict[str, _TopicQueues] = {}  # of a route that may have changed since
         self._endpoints: dict[str, Any] = {}
@@ -223,11 +224,12 @@ class Producer:
         try failed so; `SendTimeoutError` when ``timeout`` seconds are over: the message may be stored.
         """
         made = self._prepare(message, body, fields)
+        timeout_ms = self._timeout_ms(timeout)
         if queue is not None:
-            return self._send_to(made, self._given(made.topic, queue))
+            return self._send_to(made, self._given(made.topic, queue), timeout_ms)
         if selector is not None:
-            return self._send_to(made, self._selected(made, selector, arg))
-        return self._send_in_turn(made, timeout)
+            return self._send_to(made, self._selected(made, selector, arg), timeout_ms)
+        return self._send_in_turn(made, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: all are stored, one after the other in one queue, or none.
@@ -238,8 +240,8 @@ class Producer:
         batch = tuple(self._prepare(message, b"", {}, batch=True) for message in messages)
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._send_to(batch[0], self._given(batch[0].topic, queue), batch)
-        return self._send_in_turn(batch[0], None, batch)
+            return self._send_to(batch[0], self._given(batch[0].topic, queue), self._timeout_ms(None), batch)
+        return self._send_in_turn(batch[0], self._timeout_ms(None), batch)
 
     def send_oneway(
         self,
@@ -261,8 +263,8 @@ class Producer:
         else:
             chosen = self._next(self._queues(made.topic), None) if queue is None else self._given(made.topic, queue)
         try:
-            self._send_to(made, chosen)
-        except (BrokerError, BrokerUnreachableError) as error:
+            self._send_to(made, chosen, self._timeout_ms(None))
+        except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning("group %s: a one-way message to %s was not stored: %s", self.group, chosen, error)
 
     async def send_async(
@@ -313,11 +315,13 @@ class Producer:
             properties[_WAIT] = "true"
         return made
 
+    def _timeout_ms(self, timeout: float | None) -> float:
+        return 1000 * (self.config.timeout if timeout is None else timeout)
+
     def _send_in_turn(
-        self, message: Message, timeout: float | None, batch: tuple[Message, ...] | None = None
+        self, message: Message, timeout_ms: float, batch: tuple[Message, ...] | None = None
     ) -> SendResult:
         begin_ms = self._now_ms()
-        timeout_ms = 1000 * (self.config.timeout if timeout is None else timeout)
         queues = self._queues(message.topic)
         last_broker: str | None = None
         failure: Exception | None = None
@@ -332,7 +336,7 @@ class Producer:
             if attempt and self.metrics is not None:
                 self.metrics.count("send_retries", topic=queue.topic)
             try:
-                result = self._send_to(message, queue, batch, attempt)
+                result = self._send_to(message, queue, begin_ms + timeout_ms - self._now_ms(), batch, attempt)
             except BrokerBusyError:
                 raise
             except BrokerError as error:
@@ -358,12 +362,13 @@ class Producer:
         self,
         message: Message,
         queue: MessageQueue,
+        timeout_ms: float,
         batch: tuple[Message, ...] | None = None,
         attempt: int = 0,
         sys_flag: int = 0,
     ) -> SendResult:
-        """One try."""
-        if self._life.state.value != "running":
+        """One try. `SendTimeoutError` for an answer that comes after ``timeout_ms``: the message is stored."""
+        if not self._life.is_running:
             self._start_or_refuse()
         self._runner.point(f"send {queue.topic}")
         client = self.client
@@ -387,10 +392,15 @@ class Producer:
         try:
             endpoint = self._endpoints.get(queue.broker_name) or self._endpoint(queue.broker_name)
             response: SendResponse = endpoint.call(request)
+            took_ms = self._now_ms() - request.born_timestamp_ms
+            if took_ms > timeout_ms:
+                raise SendTimeoutError(
+                    f"topic {message.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
+                    f" the message is stored"
+                )
         except Exception as error:
             self._told(queue, request, "ERROR")
-            for then in after:
-                then(None, error)
+            self._run_hooks(after, None, error)
             raise
         if self.metrics is not None or self._latencies is not None:
             self._told(queue, request, response.status.value)
@@ -411,9 +421,21 @@ class Producer:
                 queue._replace(queue_id=response.queue_id),
                 response.queue_offset,
             )
-        for then in after:
-            then(result, None)
+        if after:
+            self._run_hooks(after, result, None)
         return result
+
+    def _run_hooks(
+        self,
+        after: Iterable[Callable[[SendResult | None, Exception | None], None]],
+        result: SendResult | None,
+        error: Exception | None,
+    ) -> None:
+        for then in after:
+            try:
+                then(result, error)
+            except Exception:  # what is stored is stored
+                _log.exception("group %s: a hook has failed after a send", self.group)
 
     def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
         """Count a try, and note how long its broker took."""
@@ -428,20 +450,25 @@ class Producer:
 
     def _start_or_refuse(self) -> None:
         with self._runner.lock:
-            if self._life.state.value == "created":
+            if self._life.state is State.CREATED:
                 self._life.start(self._join)
         self._life.check_running("send")
 
     def _endpoint(self, broker_name: str) -> Any:
-        endpoint = self._endpoints[broker_name] = self.route.endpoint(broker_name)
+        version = self._route_version
+        endpoint = self.route.endpoint(broker_name)
+        with self._runner.lock:
+            if version == self._route_version:  # else it may be an old one
+                self._endpoints[broker_name] = endpoint
         return endpoint
 
     def _queues(self, topic: str) -> _TopicQueues:
         found = self._topics.get(topic)
         if found is not None:
             return found
-        if self._life.state.value != "running":
+        if not self._life.is_running:
             self._start_or_refuse()
+        version = self._route_version
         data = self.route.topic_route(topic)
         is_new = not data
         if is_new:
@@ -463,8 +490,9 @@ class Producer:
         else:
             first = self._runner.choose(f"first queue of {topic}", range(len(queues)))
             found = _TopicQueues(tuple(queues), RoundRobin(first))
-        if not is_new:  # once it is made, it may have another number
-            self._topics[topic] = found
+        with self._runner.lock:
+            if not is_new and version == self._route_version:  # once it is made, it may have another number
+                self._topics[topic] = found
         return found
 
     def _given(self, topic: str, queue: MessageQueue | int) -> MessageQueue:

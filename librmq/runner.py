@@ -25,13 +25,16 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from librmq.clock import Clock, ManualClock, SystemClock
-from librmq.errors import EndlessLoopError, NotIdleError, RunnerClosedError
+from librmq.errors import EndlessLoopError, NotIdleError, RunnerClosedError, RunnerError
 
 __all__ = ["ManualRunner", "Owner", "Runner", "Step", "ThreadRunner", "Work"]
 
 _log = logging.getLogger("librmq.runner")
 _T = TypeVar("_T")
 _NEVER: Final = 1 << 62
+_SLICE_MS: Final = 5
+"""So long a thread takes one step after the other; then others get the lock."""
+_YIELD_S: Final = 0.0005
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
 
 
@@ -157,14 +160,19 @@ class Runner:
             result = work.call()
         except Exception as raised:
             error = raised
-        except BaseException:
-            with self.lock:
-                self.running.discard(work)
-            raise
+        except BaseException as raised:
+            self._escaped(work, raised)
+            return
         if asyncio.iscoroutine(result):
             self._launch(work, result)
         else:
             self._finish(work, result, error)
+
+    def _escaped(self, work: Work, error: BaseException) -> None:
+        """User code ended by what is no `Exception` (pytest.fail, Ctrl-C, SystemExit): it goes up."""
+        with self.lock:
+            self.running.discard(work)
+        raise error
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         with self.lock:
@@ -232,8 +240,11 @@ class ThreadRunner(Runner):
             self._clock_turn.notify()  # every worker is in user code: steps go on
 
     def _run_steps(self) -> Step | None:
-        """Take all due steps; gives the next one that is not yet due."""
-        while (top := self._top()) is not None and (top.at or 0) <= self.now_ms():
+        """Take the due steps, for a slice of time; gives the next one, which may be due by then."""
+        begin = self.now_ms()
+        while (top := self._top()) is not None and (top.at or 0) <= (now := self.now_ms()):
+            if now - begin > _SLICE_MS:
+                break  # a long backlog: others want the lock too
             heapq.heappop(self._heap)
             try:
                 top.go(self)
@@ -252,7 +263,7 @@ class ThreadRunner(Runner):
                     self._signal(0)
                 at = _NEVER if top is None else top.at or 0
                 self._sleeps_until = at
-                self._clock_turn.wait(None if top is None else max(0, at - self.now_ms()) / 1000)
+                self._clock_turn.wait(None if top is None else max(_YIELD_S, (at - self.now_ms()) / 1000))
                 self._sleeps_until = 0
 
     def _run_worker(self) -> None:
@@ -270,6 +281,9 @@ class ThreadRunner(Runner):
                         self._signal_clock(top.at)
                     if self.ready:
                         break
+                    if top is not None and (top.at or 0) <= self.now_ms():
+                        self._worker_turn.wait(_YIELD_S)
+                        continue
                     self._idle += 1
                     self._worker_turn.wait()
                     self._idle -= 1
@@ -277,10 +291,13 @@ class ThreadRunner(Runner):
                 self.running.add(work)  # so that this worker counts as busy
                 if self.ready:
                     self._signal(0)  # somebody else for the rest
-            try:
-                self.perform(work)
-            except BaseException:  # of a thread of ours nobody takes it
-                _log.exception("%s: ended by an exception that is no Exception", work.label)
+            self.perform(work)
+
+    def _escaped(self, work: Work, error: BaseException) -> None:
+        """Of a thread of ours nobody takes it: it is a failure of the listener like any other."""
+        failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._finish(work, None, failure)
 
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
@@ -306,6 +323,9 @@ class ThreadRunner(Runner):
                 result = await coroutine
             except Exception as raised:
                 error = raised
+            except BaseException as raised:
+                self._escaped(work, raised)
+                raise
             self._finish(work, result, error)
 
         loop = work.loop
@@ -471,6 +491,9 @@ class ManualRunner(Runner):
             result = await coroutine
         except Exception as raised:
             error = raised
+        except BaseException:
+            self.running.discard(work)
+            raise
         self._finish(work, result, error)
 
     def close(self, timeout: float = 0.0) -> list[str]:
@@ -488,6 +511,10 @@ def _after_fork() -> None:
     for runner in list(_runners):  # its threads are the parent's
         runner._stopping = True
         runner._threads.clear()
+        runner.running.clear()
+        runner.lock = threading.RLock()  # some thread of the parent may hold it
+        runner._clock_turn = threading.Condition(runner.lock)
+        runner._worker_turn = threading.Condition(runner.lock)
     _runners.clear()
 
 

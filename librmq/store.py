@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from librmq.errors import (
     StoreClosedError,
     StoreIOError,
 )
-from librmq.files import DiskFiles, FileLock, Files, make_folders
+from librmq.files import DiskFiles, FileLock, Files, TemporaryFolder, make_folders
 from librmq.finding import find_by_id, find_by_key
 from librmq.flushing import GroupCommit, flush_all
 from librmq.following import Following
@@ -110,7 +109,7 @@ class MessageStore(Appends):
 
         For a store that touches no disk at all: ``MessageStore.open("/store", files=MemoryFiles())``.
         """
-        folder = tempfile.TemporaryDirectory(prefix="librmq-")
+        folder = TemporaryFolder()
         store = cls.open(folder.name, config or StoreConfig.tiny(), clock=clock)
         store._temporary = folder
         return store
@@ -132,7 +131,7 @@ class MessageStore(Appends):
         self._file_lock: FileLock | None = None
         self._parts: recovery.Parts | None = None
         self._following: Following | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: TemporaryFolder | None = None
         kind = layout.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         try:
@@ -591,7 +590,7 @@ class MessageStore(Appends):
                 self._file_lock.release()
                 self._file_lock = None
             if self._temporary is not None:
-                self._temporary.cleanup()
+                self._temporary.delete()
 
     def _up_to_date(self) -> recovery.Parts:
         """The parts, with everything in them that was acknowledged before the call."""

@@ -189,12 +189,12 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSetti
 class _Emptying:
     """A slot that is being emptied: where its units are, the first first, and what is deleted of it."""
 
-    def __init__(self, time_ms: int, last: int, positions: array[int], deleted: set[str]) -> None:
+    def __init__(self, time_ms: int, last: int, units: array[int], deleted: set[str]) -> None:
         self.time_ms = time_ms
         self.last = last
         """The slot's last unit; another one came later."""
-        self.positions = positions
-        """Positions of units, the next to be delivered last."""
+        self.units = units
+        """Of each unit physical offset, size, write time and magic, four numbers; the next to be delivered last."""
         self.deleted = deleted
 
 
@@ -249,9 +249,9 @@ class Timers:
         now_ms = store.clock.now_ms()
         found = TimerCheckpoint.read(store.path, self._files)
         self._checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._floor(now_ms))
-        self._read_ms = self._floor(self._checkpoint.read_time_ms)
-        self._queue_offset = self._checkpoint.queue_offset
         self._write_ms = self._floor(now_ms)
+        self._read_ms = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))  # the clock may be put back
+        self._queue_offset = self._checkpoint.queue_offset
         self._timer_log = TimerLog(store.path, settings.timer_log_file_size, files=self._files)
         self._wheel = TimerWheel.open(store.path, self._slots, files=self._files)
         if found is not None or self._wheel is not None or size is not None:
@@ -266,7 +266,11 @@ class Timers:
         """Cut the timer log where it is known to be on the device, and make the wheel agree with it."""
         behind = self._timer_log.resume(self._checkpoint.log_position)
         last, slots = self._slots_of_log()
-        if behind:
+        if slots is None:
+            _log.error("the timer's checkpoint and log do not belong together: all that is stored is delivered again")
+            self._timer_log.resume(0)
+            self._queue_offset, self._read_ms, slots = 0, self._write_ms, {}
+        elif behind:
             # Somebody died: the original's queue offset may be ahead of the log that was flushed with it.
             unit = None if last is None else self._timer_log.unit(last)
             message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
@@ -286,17 +290,27 @@ class Timers:
                 wheel.put(slot)
             self._waiting[time % self._slots] = True
 
-    def _slots_of_log(self) -> tuple[int | None, dict[int, Slot]]:
-        """Where the last unit is, and the slots that the units make which are not emptied yet."""
+    def _slots_of_log(self) -> tuple[int | None, dict[int, Slot] | None]:
+        """Where the last unit is, and the slots that the units make which are not emptied yet.
+
+        None for the latter if they do not fit into the wheel from the read time on.
+        """
+        longest_ms = self._slots * self._precision_ms
         precision_ms, begin = self._precision_ms, self._read_ms // self._precision_ms
         slots: dict[int, Slot] = {}
         last = None
         for position, block in self._timer_log.blocks(self._timer_log.end):
             last = position + (len(block) - 1) * UNIT_SIZE
-            times = (block["write_time_ms"].astype(np.int64) + block["delay_ms"]) // precision_ms
-            waiting = np.flatnonzero(times >= begin)
+            written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
+            sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < longest_ms)
+            if not sound.all():
+                _log.error("the timer log has %d units that can't be, from %d on", (~sound).sum(), position)
+            times = np.where(sound, written, 0) // precision_ms + np.where(sound, delays // precision_ms, 0)
+            waiting = np.flatnonzero(sound & (times >= begin))
             if not len(waiting):
                 continue
+            if times[waiting].max() >= begin + self._slots:
+                return last, None
             waiting = waiting[np.argsort(times[waiting], kind="stable")]
             own, firsts = np.unique(times[waiting], return_index=True)
             counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
@@ -327,20 +341,32 @@ class Timers:
             other.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
             return self._store.append(other, queue_id, **fields)
         if sys_flag in (0, codec.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
-            out_ms = out_time_ms(properties, self._store.clock.now_ms(), self._settings)
             fields.pop("properties_raw", None)
-            if out_ms is not None:
-                validate_topic(message.topic)
-                properties = {
-                    **properties,
-                    OUT_MS: str(out_ms),
-                    codec.PROPERTY_REAL_TOPIC: message.topic,
-                    codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
-                }
-                message, queue_id = Message(TIMER_TOPIC, message.body, flag=message.flag), _QUEUE
+            waiting = self.waiting_form(message, queue_id)
+            if waiting is not None:
+                message, queue_id = waiting, _QUEUE
         if fields.get("properties_raw") is None:
-            fields["properties_raw"] = _encoded(properties)
+            fields["properties_raw"] = _encoded(message.properties)
         return self._store.append(message, queue_id, **fields)
+
+    def waiting_form(self, message: Message, queue_id: int) -> Message | None:
+        """What is to be stored in queue 0 of the timer topic instead of a message that names a time.
+
+        None if that has come. `TimerRefusedError` as for `put`, `MessageIllegalError` for a topic that can't be.
+        Thread-safe.
+        """
+        out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._settings)
+        if out_ms is None:
+            return None
+        validate_topic(message.topic)
+        waiting = Message(TIMER_TOPIC, message.body, flag=message.flag)
+        waiting.properties = {
+            **message.properties,
+            OUT_MS: str(out_ms),
+            codec.PROPERTY_REAL_TOPIC: message.topic,
+            codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+        }
+        return waiting
 
     # ------------------------------------------------------------------------------------------------------ by time
 
@@ -401,12 +427,13 @@ class Timers:
                     return True
                 self._read_ms = time_ms
                 emptying = self._emptying = self._begin_slot(time_ms)
-            positions = emptying.positions
-            while positions:
+            units = emptying.units
+            while units:
                 if left == 0:
                     return False
-                self._take(positions[-1], emptying, now_ms)
-                positions.pop()
+                physical_offset, size, write_time_ms, magic = units[-4:]
+                self._take(physical_offset, size, write_time_ms, magic, emptying.deleted, now_ms)
+                del units[-4:]
                 left -= 1
             self._end_slot(emptying)
             self._emptying = None
@@ -422,7 +449,7 @@ class Timers:
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first; those that delete are read at once."""
-        positions, deleted = array("q"), set()
+        units, deleted = array("q"), set()
         slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)
         position = -1 if slot is None else slot.last
         while position >= 0:
@@ -435,28 +462,28 @@ class Timers:
                 if message is not None and DELETE_KEY in message.properties:
                     deleted.add(message.properties[DELETE_KEY])
             else:
-                positions.append(position)
+                units.extend((unit.physical_offset, unit.message_size, unit.write_time_ms, unit.magic))
             if unit.previous >= position:
                 _log.error(
                     "the unit at %d of the timer log leads to %d, which is not before it", position, unit.previous
                 )
                 break
             position = unit.previous
-        return _Emptying(time_ms, -1 if slot is None else slot.last, positions, deleted)
+        return _Emptying(time_ms, -1 if slot is None else slot.last, units, deleted)
 
-    def _take(self, position: int, emptying: _Emptying, now_ms: int) -> None:
+    def _take(
+        self, physical_offset: int, size: int, write_time_ms: int, magic: int, deleted: set[str], now_ms: int
+    ) -> None:
         """Deliver what a unit stands for, or put it on."""
-        unit = self._timer_log.unit(position)
-        message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
-        if unit is None or message is None:
+        message = self._message(physical_offset, size)
+        if message is None:
             return
-        rolls = bool(unit.magic & ROLL)
-        properties = message.properties
-        if not rolls and message.unique_key:
-            topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
-            if delete_key(topic, message.unique_key) in emptying.deleted:
+        rolls = bool(magic & ROLL)
+        if deleted and not rolls and message.unique_key:
+            topic = message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            if delete_key(topic, message.unique_key) in deleted:
                 return
-        self._deliver(message, unit.write_time_ms, rolls, now_ms)
+        self._deliver(message, write_time_ms, rolls, now_ms)
 
     def _deliver(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
         properties = {**message.properties, ENQUEUE_MS: str(enqueue_ms)}
@@ -494,11 +521,12 @@ class Timers:
             raw = self._store.log.read(physical_offset, size)
             if raw is None:
                 return None  # gone with the begin of the log
-            codec.check_record(raw, 0, size, check_body=False)
+            message = StoredMessage(raw)
+            message.frame  # noqa: B018 (raises where it is none)
         except (CorruptionError, RecordError) as error:
             _log.error("the timer message at physical offset %d can't be read: %s", physical_offset, error)
             return None
-        return StoredMessage(raw)
+        return message
 
     def _fill_slots(self, now_ms: int) -> bool:
         """Put what is new in the timer topic into its slots; false if there is more than one turn takes."""
@@ -595,9 +623,8 @@ class Timers:
         """What waits in the wheel, by slot: when it is due (ms), and the message."""
         for time in sorted(self._wheel.times()[self._waiting].tolist() if self._wheel is not None else ()):
             slot = self._begin_slot(time * self._precision_ms)
-            for position in reversed(slot.positions):
-                unit = self._timer_log.unit(position)
-                message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
+            for at in range(len(slot.units) - 4, -1, -4):
+                message = self._message(slot.units[at], slot.units[at + 1])
                 if message is not None:
                     yield java_long(message.properties.get(OUT_MS, "")) or 0, message
 

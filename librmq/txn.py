@@ -69,7 +69,7 @@ _LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
 """Errors after which a store takes nothing more until it is opened anew."""
 
 _REMEMBERED: Final = 1024
-_REMEMBERED_SIZE: Final = 4096  # bytes of a body
+_REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
 _SPECIAL: Final = frozenset((codec.PROPERTY_DELAY, codec.PROPERTY_TRANSACTION_CHECK_TIMES))
 
 _CHECK_TIMES: Final = codec.PROPERTY_TRANSACTION_CHECK_TIMES
@@ -303,7 +303,8 @@ class Transactions:
             return self._store.append(half, _QUEUE, **fields)
         raw = codec.encode_properties(properties)
         result = self._store.append(half, _QUEUE, **fields, properties_raw=raw)
-        if b"\1\2" not in raw and not raw.endswith(b"\1"):  # a record that is read has no empty values
+        has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # which a record that is read does not have
+        if not has_empty and len(raw) <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
             self._recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, raw, fields)

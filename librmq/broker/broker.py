@@ -14,9 +14,9 @@ in ``config``; clients, locks and held pulls in memory, as there.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
 
 from librmq.broker.administration import Administration
@@ -31,7 +31,7 @@ from librmq.broker.saving import DelayProgress, Saving
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
-from librmq.broker.transactions import BrokerTransactions, DiscardHook
+from librmq.broker.transactions import BrokerTransactions, CheckOffsets, DiscardHook
 from librmq.brokerconfig import BrokerConfig
 from librmq.checkpoint import has_abort
 from librmq.clock import Clock, ManualClock
@@ -46,7 +46,8 @@ from librmq.errors import (
     StoreClosedError,
     StoreError,
 )
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Files, TemporaryFolder
+from librmq.hops import HOP_TOPIC, HopProxy
 from librmq.levels import level_of_queue_id
 from librmq.message import StoredMessage, dead_letter_topic
 from librmq.metrics import Metrics
@@ -84,6 +85,7 @@ from librmq.protocol import (
 )
 from librmq.runner import Runner, Step, ThreadRunner
 from librmq.store import AppendResult, MessageStore
+from librmq.timer import Timers
 from librmq.topics import HALF_TOPIC
 
 __all__ = ["Broker"]
@@ -152,7 +154,7 @@ class Broker:
         metrics: Metrics | None = None,
     ) -> Self:
         """Open a new broker in a directory of its own that is deleted on closing; small files unless told else."""
-        folder = TemporaryDirectory(prefix="librmq-")
+        folder = TemporaryFolder()
         try:
             broker = cls.open(
                 folder.name,
@@ -165,7 +167,7 @@ class Broker:
                 metrics=metrics,
             )
         except BaseException:
-            folder.cleanup()
+            folder.delete()
             raise
         broker._temporary = folder
         return broker
@@ -185,7 +187,8 @@ class Broker:
         self.config = config
         self.runner = runner
         self.dead = self.was_killed = False
-        self._temporary: TemporaryDirectory[str] | None = None
+        self._why_dead = "was closed"
+        self._temporary: TemporaryFolder | None = None
         self._watchers: list[Callable[[], None]] = []
         now_ms = runner.now_ms()
         by_hand = isinstance(runner.clock, ManualClock)
@@ -204,6 +207,7 @@ class Broker:
         )
         try:
             self._compose(tables, by_hand, was_killed, now_ms)
+            _open_brokers.add(self)
         except BaseException:
             self.store.close()
             raise
@@ -225,6 +229,14 @@ class Broker:
         self._offsets = self._saving.offsets
         self._schedule = DelaySchedule(store, DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
         self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
+        self._timers: Timers | None = None
+        if config.timers is not None:
+            self._timers = Timers.open(store, config.timers, delivered=self._timed_out)
+        self._proxy: HopProxy | None = None
+        if config.hops:
+            self._proxy = HopProxy(store, CheckOffsets(self._offsets), delivered=self._hopped)
+        self._hopping = Step(f"{name} sends on by levels", self._run_hops, self)
+        self._timing = Step(f"{name} delivers what is due", self._run_timers, self)
         self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
         holds = Holds(
             round(1000 * config.sweep_pulls_every_s), runner.now_ms, lambda at: runner.wake(self._holding, at)
@@ -241,6 +253,9 @@ class Broker:
             self.cluster_name,
             self._delayed,
             lambda: transactions.prepared(),
+            self._timers,
+            self._wake_timers,
+            self._wake_hops,
             self._wake_housekeeping if by_hand else None,
             self.metrics,
         )
@@ -318,6 +333,8 @@ class Broker:
             due = self._schedule.run_due(now_ms)
             if due is not None:
                 runner.wake(self._delay, due)
+            self._wake_timers()
+            self._wake_hops()
             if (HALF_TOPIC, 0) in store.queues:
                 transactions.prepared()
             if was_killed:
@@ -391,7 +408,7 @@ class Broker:
 
     def _check_open(self) -> None:
         if self.dead:
-            raise StoreClosedError(f"{self.store.path}: this handle was closed")
+            raise StoreClosedError(f"{self.store.path}: this handle {self._why_dead}")
 
     # ---- for people
 
@@ -456,9 +473,44 @@ class Broker:
 
     def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
+        if properties["REAL_TOPIC"] == HOP_TOPIC:
+            self._wake_hops()
         self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
+        self._wake_housekeeping()
+
+    def _wake_timers(self) -> None:
+        if self._timers is not None:
+            with self.runner.lock:
+                self.runner.wake(self._timing)
+
+    def _run_timers(self, now_ms: int) -> int | None:
+        return None if self._timers is None else self._timers.run_due(now_ms)
+
+    def _wake_hops(self) -> None:
+        if self._proxy is not None:
+            with self.runner.lock:
+                self.runner.wake(self._hopping)
+
+    def _run_hops(self, now_ms: int) -> int | None:
+        if self._proxy is None:
+            return None
+        due = self._proxy.run_due(now_ms)
+        delayed = self._schedule.run_due(now_ms)
+        if delayed is not None:
+            self.runner.wake(self._delay, delayed)
+        return due
+
+    def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
+        arrived = self.store.message_at(result.physical_offset)
+        if arrived is not None:
+            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result.size)
+        self._wake_housekeeping()
+
+    def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
+        properties = waited.properties
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
         self._wake_housekeeping()
 
     def _wake_housekeeping(self) -> None:
@@ -481,6 +533,10 @@ class Broker:
             last.callback(self.store.close)
             with self.runner.lock:
                 self._schedule.save(now_ms)
+                if self._timers is not None:
+                    self._timers.save(now_ms)
+                if self._proxy is not None:
+                    self._proxy.save()
                 self._saving.save_all(now_ms)
 
     def abandon(self) -> None:
@@ -510,6 +566,7 @@ class Broker:
             if self.dead:
                 return False
             self.dead, self.was_killed = True, was_killed
+            _open_brokers.discard(self)
             self._holds.by_queue.clear()
             self._hide_gauges()
             self._changed()
@@ -519,7 +576,7 @@ class Broker:
         if self._own_runner is not None:
             self._own_runner.close()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.delete()
 
     _own_runner: ThreadRunner | None
 
@@ -528,6 +585,19 @@ class Broker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for broker in list(_open_brokers):
+        broker.dead, broker._why_dead = True, "was opened before a fork: open the broker anew in the child"
+    _open_brokers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _DiskByHand(DiskFiles):

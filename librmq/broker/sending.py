@@ -16,12 +16,14 @@ from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.dispatch import parse_level
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
+from librmq.hops import HOP_TOPIC
 from librmq.hosts import Host
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runner import Runner
 from librmq.store import AppendResult, MessageStore
+from librmq.timer import TIMER_TOPIC, Timers, is_timed
 from librmq.topics import HALF_TOPIC, RETRY_PREFIX
 
 __all__ = ["Sending"]
@@ -50,11 +52,15 @@ class Sending:
         cluster_name: str,
         delayed: Callable[[int, int], None],
         prepared: Callable[[], None],
+        timers: Timers | None,
+        timed: Callable[[], None],
+        hops: Callable[[], None],
         stored: Callable[[], None] | None,
         metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``prepared()`` of each half message; ``stored()``, unless None, of each message at all.
+        ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``hops()`` of each of the
+        hop topic; ``stored()``, unless None, of each message at all.
         """
         self._runner = runner
         self._store = store
@@ -66,11 +72,15 @@ class Sending:
         self._cluster = cluster_name
         self._delayed = delayed
         self._prepared = prepared
+        self._timers = timers
+        self._timed = timed
+        self._hops = hops
         self._stored = stored
         self._metrics = metrics
         self._waits = store.config.durability == "sync"
         self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * settings.busy_after_s)
+        self._longest_wait_s = settings.longest_wait_s
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
         host = codec.encode_host(codec.parse_host(store.config.store_host))
@@ -101,6 +111,12 @@ class Sending:
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
             stored_queue_id = self._send_to_retry(made, queue_id, request)
+        elif self._timers is not None and is_timed(properties):
+            waiting = self._timers.waiting_form(made, queue_id)
+            if waiting is not None:
+                made, stored_queue_id = waiting, 0
+        elif name == HOP_TOPIC:
+            stored_queue_id = 0  # the one that is looked into
         if wait is not None and _DELAY in properties and parse_level(properties[_DELAY]) > 0:
             properties[_WAIT] = wait
         result = self.put(
@@ -113,12 +129,11 @@ class Sending:
         )
         if is_half:
             self._prepared()
-        status = _OK
-        if self._waits and (wait is None or wait.lower() == "true"):
-            try:
-                self._store.wait_for(result)
-            except FlushFailedError:
-                status = SendStatus.FLUSH_DISK_TIMEOUT  # it stands in the log: it may survive, or not
+        elif made.topic == TIMER_TOPIC:
+            self._timed()
+        elif made.topic == HOP_TOPIC:
+            self._hops()
+        status = self._flushed(result, wait)
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
 
@@ -140,13 +155,24 @@ class Sending:
             born_timestamp_ms=request.born_timestamp_ms,
             born_host=request.born_host,
             sys_flag=codec.MULTI_TAGS if topic.is_multi_tag else 0,
+            wait=False,
         )
         for message, result in zip(request.messages, results, strict=True):
             self.arrived(first.topic, queue_id, message.properties, result.size)
         if self._stored is not None:
             self._stored()
+        status = self._flushed(results[-1], first.properties.get(_WAIT))
         offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
-        return SendResponse(_OK, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
+        return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
+
+    def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
+        """Wait for the device where durability and message want it."""
+        if self._waits and (wait is None or wait.lower() == "true"):
+            try:
+                self._store.wait_for(result)
+            except FlushFailedError:
+                return SendStatus.FLUSH_DISK_TIMEOUT  # it stands in the log: it may survive, or not
+        return _OK
 
     def _for_send(self, name: str, default_queues: int) -> Topic:
         with self._runner.lock:
@@ -239,6 +265,8 @@ class Sending:
         store = self._store
         if store.is_writing():
             self._check_busy(message.topic)
+        else:
+            self._stuck_at = -1
         result = self._append(
             message,
             queue_id,
@@ -276,16 +304,19 @@ class Sending:
                 self._holds.arrived((topic, queue_id), properties)
 
     def _check_busy(self, topic: str) -> None:
-        """Somebody writes: refuse to queue up behind a write that has been under way for too long."""
+        """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at:
             self._stuck_at, self._stuck_since = end, now
-        elif now - self._stuck_since > self._busy_after_ms:
-            if self._metrics is not None:
-                self._metrics.count("busy", topic=topic)
-            raise BrokerBusyError(
-                ResponseCode.SYSTEM_BUSY, f"the store is busy: a write has taken {now - self._stuck_since} ms so far"
-            )
+        took_ms = now - self._stuck_since
+        if took_ms <= self._busy_after_ms and self._store.is_free_within(self._longest_wait_s):
+            return
+        if self._metrics is not None:
+            self._metrics.count("busy", topic=topic)
+        raise BrokerBusyError(
+            ResponseCode.SYSTEM_BUSY,
+            f"the store is busy: a write has taken {took_ms} ms so far, others wait up to {self._longest_wait_s} s",
+        )
 
 
 def _choose(topic: Topic, queue_id: int) -> int:

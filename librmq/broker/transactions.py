@@ -24,7 +24,7 @@ from librmq.runner import Runner, Step, Work
 from librmq.store import MessageStore
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 
-__all__ = ["BrokerTransactions", "DiscardHook"]
+__all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 
 _log = logging.getLogger("librmq.broker")
 
@@ -63,7 +63,7 @@ class BrokerTransactions:
         self._lock = threading.Lock()  # of an end, which may wait for the device, and of the check
         self._transactions = Transactions(
             store,
-            _Offsets(offsets),
+            CheckOffsets(offsets),
             runner.now_ms(),
             settings,
             ask=self._questions.append,
@@ -146,7 +146,7 @@ def _told(result: object, error: Exception | None) -> None:
         _log.error("a hook for discarded half messages has failed", exc_info=error)
 
 
-class _Offsets:
+class CheckOffsets:
     """Where the check keeps how far it has come: as a consumer group of the broker's own."""
 
     def __init__(self, offsets: ConsumerOffsets) -> None:

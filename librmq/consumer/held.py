@@ -25,6 +25,7 @@ class HeldQueue:
         "label",
         "lock_timestamp_ms",
         "locked",
+        "lost",
         "messages",
         "next_offset",
         "notify",
@@ -51,6 +52,8 @@ class HeldQueue:
         self.notify: Callable[[], None] | None = None
         """What brokers call when a pull that they held is worth asking again."""
         self.pulled_timestamp_ms = 0
+        self.lost = False
+        """Its last pull has ended in a way that nobody expected: none is under way, and nobody will begin one."""
         self.endpoint: Endpoint | None = None
         """Who was asked last."""
         self.idle_since_ms: int | None = None

@@ -135,7 +135,7 @@ class Member(Generic[C]):
     @property
     def is_running(self) -> bool:
         """Whether it was started and not shut down."""
-        return self._life.state.value == "running"
+        return self._life.is_running
 
     def _start(self) -> None:
         config = self.config
@@ -170,13 +170,18 @@ class Member(Generic[C]):
             seconds = self.config.shutdown_timeout if timeout is None else timeout
             in_time = self.runner.clock.wait(ended, seconds)
         with self.runner.lock:
-            self._save(self.held.values())
-            self._end()
-            for held in self.held.values():
-                held.dropped = True
-            self.held.clear()
-            self.client.leave(self)
+            try:
+                self._save(self.held.values())
+                self._end()
+            finally:
+                self._leave()
         return in_time
+
+    def _leave(self) -> None:
+        for held in self.held.values():
+            held.dropped = True
+        self.held.clear()
+        self.client.leave(self)
 
     def _end(self) -> None:
         """Give back what the brokers keep for this instance."""
@@ -191,8 +196,16 @@ class Member(Generic[C]):
     def start(self) -> Self:
         """Join the group and begin. `ClientStateError` for a second start."""
         with self.runner.lock:
-            self._life.start(self._start)
+            self._life.start(self._start_or_leave)
         return self
+
+    def _start_or_leave(self) -> None:
+        try:
+            self._start()
+        except BaseException:
+            self.stopping = True
+            self._leave()
+            raise
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Leave the group in order."""

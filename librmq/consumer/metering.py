@@ -1,7 +1,4 @@
-"""What a consumer counts and shows by the names of `librmq.metrics`.
-
-Gauges are of this instance: where several of a group are in one process, each wants a `Metrics` of its own.
-"""
+"""What a consumer shows by the names of `librmq.metrics`: gauges of its own, which those of its group add up to."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
     from librmq.consumer.member import Member
     from librmq.metrics import Metrics
 
-__all__ = ["hide_gauges", "show_gauges"]
+__all__ = ["show_gauges"]
 
 _GAUGES: dict[str, Callable[[Member[Any], HeldQueue], float]] = {
     "queues": lambda member, held: 1,
@@ -36,17 +33,10 @@ def _lag(member: Member[Any], held: HeldQueue) -> float:
 
 
 def show_gauges(member: Member[Any], metrics: Metrics) -> None:
-    """Show the gauges of all topics that are subscribed to."""
+    """Show the gauges of all topics that are subscribed to, until ``metrics.take_away(member)``."""
     for topic in list(member.subscriptions):
         for name, measure in _GAUGES.items():
-            metrics.gauge(name, _gauge(member, topic, measure), topic=topic, group=member.group)
-
-
-def hide_gauges(member: Member[Any], metrics: Metrics) -> None:
-    """Take them away."""
-    for topic in list(member.subscriptions):
-        for name in _GAUGES:
-            metrics.gauge(name, None, topic=topic, group=member.group)
+            metrics.gauge(name, _gauge(member, topic, measure), of=member, topic=topic, group=member.group)
 
 
 def _gauge(member: Member[Any], topic: str, measure: Callable[[Member[Any], HeldQueue], float]) -> Callable[[], float]:

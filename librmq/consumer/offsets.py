@@ -96,24 +96,28 @@ class LocalOffsets:
         return self._table.get(queue)
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
-        changed = False
-        queues = list(held)
-        for one in queues:
-            if one.progress is not None and one.progress != one.told:
-                self._table[one.queue] = one.told = one.progress
-                changed = True
-        if changed:
-            rows = {
-                ObjectKey(
-                    (("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))
-                ): offset
-                for queue, offset in sorted(self._table.items())
-            }
-            make_folders(self._files, os.path.dirname(self.path))
-            if self._files.size(self.path):
-                self._files.write(self.path + ".bak", self._files.read(self.path))
-            self._files.write(self.path, dumps({"offsetTable": rows}).encode())
+        changed = {one: one.progress for one in held if one.progress is not None and one.progress != one.told}
+        if not changed:
+            return True
+        self._table.update((one.queue, progress) for one, progress in changed.items())
+        try:
+            self._write()
+        except RmqError as error:
+            _log.warning("%s: progress is not stored: %s", self.path, error)
+            return False
+        for one, progress in changed.items():
+            one.told = progress
         return True
+
+    def _write(self) -> None:
+        rows = {
+            ObjectKey((("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))): offset
+            for queue, offset in sorted(self._table.items())
+        }
+        make_folders(self._files, os.path.dirname(self.path))
+        if self._files.size(self.path):
+            self._files.write(self.path + ".bak", self._files.read(self.path))
+        self._files.write(self.path, dumps({"offsetTable": rows}).encode())
 
 
 def _table(document: object) -> dict[MessageQueue, int]:

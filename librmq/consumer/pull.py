@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from librmq.client import Client
 from librmq.consumer.config import PullConsumerConfig
@@ -31,6 +31,8 @@ from librmq.runner import Step
 
 __all__ = ["PullConsumer"]
 
+BREATH: Final = 0.0001
+"""A poll lets others have the lock for so long, in seconds, between two rounds."""
 
 _log = logging.getLogger("librmq.consumer")
 
@@ -161,7 +163,8 @@ class PullConsumer(Member[PullConsumerConfig]):
     def poll(self, timeout: float | None = None) -> list[DeliveredMessage]:
         """Up to ``pull_batch_size`` messages of one queue; waits up to ``timeout`` seconds (None: as configured).
 
-        Empty when the time is over; under a clock that is moved by hand, at once where there is nothing.
+        Empty when the time is over, though the next poll may go on over messages that the filter does not take; under
+        a clock that is moved by hand, at once where there is nothing.
         """
         self._life.check_running("poll")
         clock = self.runner.clock
@@ -175,10 +178,13 @@ class PullConsumer(Member[PullConsumerConfig]):
                 with self.runner.lock:
                     if self.stopping:
                         return []
-                    messages = self._pull_in_turn()
+                    messages, has_moved = self._pull_in_turn()
                 if messages:
                     return messages
                 remaining = deadline - clock.monotonic()
+                if has_moved and remaining >= 0:
+                    clock.wait(self._arrived, BREATH)  # so that others get the lock
+                    continue
                 if remaining <= 0 or not clock.wait(self._arrived, remaining):
                     return []
 
@@ -187,42 +193,40 @@ class PullConsumer(Member[PullConsumerConfig]):
         while messages := self.poll():
             yield from messages
 
-    def _pull_in_turn(self) -> list[DeliveredMessage]:
+    def _pull_in_turn(self) -> tuple[list[DeliveredMessage], bool]:
+        """Ask each queue once, up to the first that has something; and whether any went on without."""
+        has_moved = False
         queues = [held for held in self.held.values() if not held.dropped and held.queue not in self._paused]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
+            before = queues[at].next_offset
             messages = self._pull(queues[at])
             if messages:
                 self._turn = at + 1
-                return messages
-        return []
+                return messages, True
+            has_moved |= queues[at].next_offset != before
+        return [], has_moved
 
     def _pull(self, held: HeldQueue) -> list[DeliveredMessage]:
         queue = held.queue
-        while True:
-            held.pulled_timestamp_ms = self.runner.now_ms()
-            try:
-                response = self._ask(held)
-            except RmqError as error:
-                self._tell(f"poll of {held.label} at {held.next_offset}", error)
-                return []
-            if response.status is PullStatus.HELD:
-                return []
-            if response.next_offset == held.next_offset and response.status is not PullStatus.FOUND:
-                return []
-            held.next_offset = response.next_offset
-            if response.status is PullStatus.OFFSET_ILLEGAL:
-                _log.warning("%s: %s goes on at %d", self.label, held.label, response.next_offset)
-            elif response.status is PullStatus.FOUND:
-                tag_filter = self.filters.get(queue.topic)
-                bounds = response.min_offset, response.max_offset
-                messages = [
-                    DeliveredMessage(message.raw, queue, message.queue_offset, bounds)
-                    for message in response.messages
-                    if tag_filter is None or tag_filter.matches(message.tags)
-                ]
-                if messages:
-                    return messages
+        held.pulled_timestamp_ms = self.runner.now_ms()
+        try:
+            response = self._ask(held)
+        except RmqError as error:
+            self._tell(f"poll of {held.label} at {held.next_offset}", error)
+            return []
+        if response.status is PullStatus.HELD:
+            return []
+        held.next_offset = response.next_offset
+        if response.status is PullStatus.OFFSET_ILLEGAL:
+            _log.warning("%s: %s goes on at %d", self.label, held.label, response.next_offset)
+        tag_filter = self.filters.get(queue.topic)
+        bounds = response.min_offset, response.max_offset
+        return [
+            DeliveredMessage(message.raw, queue, message.queue_offset, bounds)
+            for message in response.messages
+            if tag_filter is None or tag_filter.matches(message.tags)
+        ]
 
     def _ask(self, held: HeldQueue) -> PullResponse:
         queue = held.queue

@@ -46,7 +46,7 @@ class Pulling:
     def start(self, held: HeldQueue) -> None:
         """Begin to pull."""
         wake = self._consumer.runner.wake
-        held.pull.run_due = lambda now_ms: self._pull(held, now_ms)
+        held.pull.run_due = lambda now_ms: self._pull_or_lose(held, now_ms)
         held.notify = lambda: wake(held.pull)
         wake(held.pull)
 
@@ -78,6 +78,15 @@ class Pulling:
         for held in self._consumer.held.values():
             if not held.dropped:
                 self._consumer.runner.wake(held.pull)
+
+    def _pull_or_lose(self, held: HeldQueue, now_ms: int) -> int | None:
+        held.lost = False
+        try:
+            return self._pull(held, now_ms)
+        except BaseException:
+            held.lost = True
+            self._consumer.rebalancing.look_again()
+            raise
 
     def _pull(self, held: HeldQueue, now_ms: int) -> int | None:
         consumer = self._consumer

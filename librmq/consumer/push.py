@@ -15,7 +15,7 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivery import BlockedQueue, ConsumeHook, Delivery, Listener
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.member import Member
-from librmq.consumer.metering import hide_gauges, show_gauges
+from librmq.consumer.metering import show_gauges
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.pulling import Pulling
 from librmq.errors import ConfigError
@@ -141,9 +141,11 @@ class PushConsumer(Member[ConsumerConfig]):
                 return True
             self.stopping = True
             ended = self.delivery.stop()
-        in_time = self._stop(timeout, ended)
-        if self.metrics is not None:
-            hide_gauges(self, self.metrics)
+        try:
+            in_time = self._stop(timeout, ended)
+        finally:
+            if self.metrics is not None:
+                self.metrics.take_away(self)
         if not in_time:
             _log.warning("%s: %d listeners run on after the shutdown", self.label, self.delivery.running)
         return in_time

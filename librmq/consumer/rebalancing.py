@@ -1,7 +1,9 @@
 """Which queues an instance of a group holds: computed by itself, topic by topic. Mirrors ``RebalanceImpl``.
 
 At the start and when members or routes change it is due at once; else at the next of its 20 s where something is open:
-a lock that was not got, a start that could not be found out, a queue whose listener still runs.
+a lock that was not got, a start that could not be found out, a strategy that failed, a queue whose listener still runs,
+or one whose pull was lost, which is made again when it was not pulled for 120 s. (A pull that the broker holds, or that
+waits for something else, is not lost.)
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ class Rebalancing:
         for held in list(member.held.values()):
             if held.queue.topic not in member.subscriptions:
                 self._drop(held, now_ms)
+        if any(held.lost for held in member.held.values()):
+            self._open = True
         if changed:
             if member.metrics is not None:
                 for topic in changed:
@@ -121,6 +125,7 @@ class Rebalancing:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
             except Exception:  # a strategy may be anybody's: as in the original, what is held stays
                 _log.exception("%s: the queues of %s cannot be shared out", member.label, topic)
+                self._open = True
                 return False
         else:
             share = queues
@@ -146,8 +151,11 @@ class Rebalancing:
             given_back = held.dropped and held.release_until_ms  # while its listener ran
             if held.queue not in share or given_back:
                 changed |= self._drop(held, now_ms)
-            elif held.pull.at is None and not held.throttled and now_ms - held.pulled_timestamp_ms > PULL_IDLE_MS:
-                member.runner.wake(held.pull)  # whoever held the pull may have forgotten it
+            elif now_ms - held.pulled_timestamp_ms > PULL_IDLE_MS:
+                if held.lost:
+                    changed |= self._drop(held, now_ms)  # and made again below
+                elif held.pull.at is None and not held.throttled:
+                    member.runner.wake(held.pull)  # whoever held the pull may have forgotten it
         for queue in share:
             if queue not in member.held:
                 changed |= self._add(queue, now_ms)

@@ -16,7 +16,6 @@ from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 from librmq.errors import ConfigError
-from librmq.filter import SqlFilter, TagFilter
 from librmq.topics import is_system_topic
 
 __all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "Offsets", "ReadOptions", "Wanted", "WriteOptions", "nearest"]
@@ -126,10 +125,14 @@ class ReadOptions:
         ids = _list(given.get("queueId"))
         tags, selector = given.get("tags"), given.get("selector")
         if tags is not None:
+            from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
+
             TagFilter(tags)
         if selector is not None:
             if view == "queues":
                 raise ConfigError("option selector: the view queues has no properties to look at")
+            from librmq.filter import SqlFilter
+
             SqlFilter(selector)
         begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
         if view == "queues" and (begin_ms, end_ms) != (None, None):

@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,14 @@ from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, RecordError, StoreIOError
 from librmq.files import DiskFiles, File
-from librmq.filter import TagFilter
-from librmq.filter.arrow_backend import match_arrow
-from librmq.filter.logic import names
-from librmq.filter.sqlfilter import compiled
 from librmq.mappedfile import file_name
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import Damage, DataLossError, Part, Slice
+
+if TYPE_CHECKING:
+    from librmq.filter import TagFilter
+    from librmq.filter.logic import Question
 
 __all__ = ["CORRUPT", "TYPES", "Reading", "default_columns"]
 
@@ -107,8 +107,16 @@ class _Task:
         self._files = DiskFiles()
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
         wanted = options.wanted
-        self._tags = None if wanted.tags is None else TagFilter(wanted.tags)
-        self._selector = None if options.selector is None else compiled(options.selector).question
+        self._tags: TagFilter | None = None
+        self._selector: Question | None = None
+        if wanted.tags is not None:
+            from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
+
+            self._tags = TagFilter(wanted.tags)
+        if options.selector is not None:
+            from librmq.filter.sqlfilter import compiled
+
+            self._selector = compiled(options.selector).question
         self._frames = (
             not set(schema.names) <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
             or (part.walk is not None and ("topic" in schema.names or not wanted.takes_all))
@@ -128,6 +136,11 @@ class _Task:
                 f"{self._part.path}: {gone[0]} is gone since the read was planned (option failOnDataLoss=false "
                 "reads what is there)"
             )
+        bad_entries = (rows.sizes <= 0) | (rows.places < 0)
+        if bad_entries.any():
+            wrong = np.flatnonzero(bad_entries)
+            yield from self._told([(rows.take([at]), self._in_queue(rows, int(at))) for at in wrong])
+            rows = rows.take(~bad_entries)
         if self._options.view == "queues":
             yield from self._entry_batches(rows)
             return
@@ -140,13 +153,10 @@ class _Task:
         size = self._part.log_file_size
         for chunk in _chunks(rows, size):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
+            self._forget()
         self._file = None
 
     def _entry_batches(self, rows: _Rows) -> Iterator[pa.RecordBatch]:
-        bad = (rows.sizes <= 0) | (rows.places < 0)
-        if bad.any():
-            yield from self._told([(rows.take([at]), self._in_queue(rows, int(at))) for at in np.flatnonzero(bad)])
-            rows = rows.take(~bad)
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
@@ -156,7 +166,7 @@ class _Task:
         """The rows of one chunk, all of one file of the log."""
         raw = self._log_file(start)
         if raw is None:
-            if self._options.fail_on_data_loss and int(rows.places[0]) >= 0:
+            if self._options.fail_on_data_loss:
                 name = file_name(start)
                 raise DataLossError(
                     f"{self._part.path}: commitlog/{name} is gone (option failOnDataLoss=false reads what is there)"
@@ -191,7 +201,6 @@ class _Task:
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
         if len(rows):
             yield self._batch(rows, block, bodies)
-        self._forget()
 
     def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
         """Which rows pass, None for all; what costs least is asked first."""
@@ -211,6 +220,9 @@ class _Task:
             found = _in(block.properties.value(codec.PROPERTY_TAGS), sorted(self._tags.tags))
             keep = found if keep is None else keep & found
         if self._selector is not None:
+            from librmq.filter.arrow_backend import match_arrow
+            from librmq.filter.logic import names
+
             asked = sorted(set(names(self._selector)))
             columns = {name: block.properties.value(name) for name in asked} or {"": pa.nulls(len(rows), pa.string())}
             matched = match_arrow(self._selector, pa.RecordBatch.from_pydict(columns))

@@ -186,4 +186,4 @@ class TransactionMachine(RuleBasedStateMachine):
 
 
 TestTransactions = TransactionMachine.TestCase
-TestTransactions.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTransactions.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

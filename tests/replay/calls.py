@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from librmq import codec
 from librmq.consumer import PullConsumer
 from librmq.errors import RmqError
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue
 from librmq.protocol import OffsetByTime, QueryMessages, ResetGroup, UpdateOffset, ViewMessage
 from tests.reference import Row
+from tests.replay.reading import UNIQUE_KEY
 from tests.replay.stage import Stage, describe
 
 __all__ = ["Calls"]
@@ -102,8 +105,8 @@ class Calls:
             "subscribe after assign": lambda: consumer.subscribe(topic),
             "assign after subscribe": lambda: consumer.assign(queues),
             "committed": lambda: consumer.committed(queue),
-            "seekToBegin": lambda: [consumer.seek_to_begin(one) for one in queues],
-            "seekToEnd": lambda: [consumer.seek_to_end(one) for one in queues],
+            "seekToBegin": lambda: deque(map(consumer.seek_to_begin, queues)),
+            "seekToEnd": lambda: deque(map(consumer.seek_to_end, queues)),
             "commitSync": consumer.commit,
             "commit ": lambda: consumer.commit({one: consumer.position(one) for one in queues}),
             "pause": lambda: consumer.pause(queues),
@@ -121,47 +124,63 @@ class Calls:
 
     def _administer(self, event: Row) -> Any:
         what = event["what"]
-        broker = self.stage.broker(event)
         words = what.split()
+        broker = self.stage.broker(event)
         if words[0] == "resetOffsetByTimestamp":
             group = words[1]
-            timestamp_ms = int(words[-1]) if words[-1].lstrip("-").isdigit() else 0
-            found = broker.call(ResetGroup(group, self._topic(group), timestamp_ms))
-            return {f"{queue.topic}:{queue.queue_id}": value for queue, value in found.items()}
+            timestamp_ms = int(words[-1]) if words[-1].lstrip("-").isdigit() else self._middle()
+            offsets = broker.call(ResetGroup(group, self._topic(group), timestamp_ms))
+            return {f"{queue.topic}:{queue.queue_id}": queue_offset for queue, queue_offset in offsets.items()}
         if words[0] == "resetOffsetByTimestampOld":
-            group, topic = words[1], self._topic(words[1])
-            for row in event["result"]:
-                middle = self._reset_time(event)
-                offset = broker.call(OffsetByTime(topic, row["queueId"], middle))
-                broker.call(UpdateOffset(group, topic, row["queueId"], offset))
-            return None
+            return self._reset(event, words[1])
         if words[0] == "viewMessage":
             return self._view(event, words[-1])
-        if words[0].startswith("queryMessage") and "," not in what:
-            key = re.search(r"(?:key )?(\w+) max (\d+)", what)
-            if key is not None:
-                topic = next(one["topic"] for one in self.recording.events if one["kind"] == "create_topic")
-                found = broker.call(QueryMessages(topic, key[1], int(key[2])))
-                return sorted(message.message_id for message in found)
+        asked = re.match(r"queryMessage (?:key )?(\w+) max (\d+)", what)
+        if asked is not None:
+            return self._query(event, asked[1], int(asked[2]))
         return NotImplemented
 
+    def _reset(self, event: Row, group: str) -> dict[int, int]:
+        """Set the progress of a group that does not run."""
+        topic, broker, found = self._topic(group), self.stage.broker(event), {}
+        for row in event["result"]:
+            queue_id = row["queueId"]
+            found[queue_id] = broker.call(OffsetByTime(topic, queue_id, self._middle()))
+            broker.call(UpdateOffset(group, topic, queue_id, found[queue_id]))
+        return found
+
     def _view(self, event: Row, message_id: str) -> Any:
-        return NotImplemented
+        """A message by the id of its place, or of its own; [] for none."""
+        if message_id == "record":
+            return self._viewed(event, 1)
+        if message_id == "end":
+            return self._viewed(event, self.stage.broker(event).store.log.end)
+        if event["what"].startswith("viewMessage topic"):
+            return self._query(event, message_id, 1) if message_id in self.recording.stored else NotImplemented
+        _, physical_offset = codec.parse_offset_message_id(message_id)
+        key = next(
+            row["properties"][UNIQUE_KEY]
+            for row in self.recording.messages
+            if row["commitLogOffset"] == physical_offset
+        )
+        here = next(message for message in self.stage.broker(event).store if message.unique_key == key)
+        return self._viewed(event, here.physical_offset)
+
+    def _viewed(self, event: Row, physical_offset: int) -> list[str]:
+        message = self.stage.broker(event).call(ViewMessage(physical_offset))
+        return [] if message is None else [message.message_id]
+
+    def _query(self, event: Row, key: str, most: int) -> list[str]:
+        topic = next(self.recording.of_kind("create_topic"))["topic"]
+        found = self.stage.broker(event).call(QueryMessages(topic, key, most))
+        return sorted(message.message_id for message in found)
 
     def _topic(self, group: str) -> str:
         """What a group subscribes to."""
-        return next(
-            topic
-            for event in self.recording.events
-            if event["kind"] == "consumer_start" and event["group"] == group
-            for topic in event["subscription"]
-            if not topic.startswith("%RETRY%")
-        )
+        started = next(event for event in self.recording.of_kind("consumer_start") if event["group"] == group)
+        return next(str(topic) for topic in started["subscription"] if not topic.startswith("%RETRY%"))
 
-    def _reset_time(self, event: Row) -> int:
-        """The time of the last reset to the middle."""
-        return next(
-            int(one["what"].rpartition(" ")[2])
-            for one in self.recording.events
-            if one["kind"] == "call" and one["what"].startswith("resetOffsetByTimestamp ") and "middle" in one["what"]
-        )
+    def _middle(self) -> int:
+        """The time of the reset to the middle."""
+        texts = (event["what"] for event in self.recording.of_kind("call"))
+        return next(int(found[1]) for text in texts if (found := re.search(r"middle (\d+)", text)))

@@ -1,19 +1,20 @@
 """Compares what librmq did with what was recorded, as far as the reference data say that it can be compared.
 
 Times, ports and physical offsets differ from run to run, and so does the order of what ran concurrently. A physical
-offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is.
+offset is compared by what stands there: topic, unique id (or body), and the how manieth record of those it is; when and
+where a message was born by whether that is so of the first record with its unique id too.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq import codec
 from librmq.errors import MalformedError
 from librmq.levels import SCHEDULE_TOPIC
-from librmq.topics import HALF_TOPIC, OFFSET_MOVED_TOPIC
+from librmq.topics import HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.deviations import Difference, is_direct, unlike
 from tests.replay.reading import UNIQUE_KEY
@@ -23,22 +24,25 @@ from tests.replay.states import states
 __all__ = ["differences"]
 
 _LEFT_OUT: Final = ("kind", "storeTimestamp", "bornTimestamp", "bornHost")
-_OP_TOPIC: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 _BODY_IN_BRIEF: Final = 20
 _BEGIN: Final = 100  # so much of a body is compared
 
 
 def differences(played: Played) -> list[Difference]:
     """What librmq did otherwise; empty where all is equal."""
-    recording = played.recording
-    theirs = Log(recording.messages)
-    ours = Log(in_log(played.logs[recording.broker_settings["brokerName"]]))
+    recording, raced = played.recording, played.recording.raced_halves
+    usual = recording.broker_settings["brokerName"]
+    others = {name: store for name, store in recording.stores.items() if name != usual}
+    theirs = {usual: Log(recording.messages, raced)}
+    theirs.update({name: Log(in_log(recording.log(store)), raced) for name, store in others.items()})
+    ours = {name: Log(in_log(played.logs[name]), raced) for name in theirs}
     parts = (
-        _records(theirs, ours),
+        *(_records(name, theirs[name], ours[name]) for name in theirs),
         _sends(played, theirs, ours),
+        _selectors(played),
         _deliveries(played, theirs, ours),
         _short_deliveries(played),
-        _polls(played, theirs, ours),
+        _polls(played, theirs[usual], ours[usual]),
         _checks(played),
         states(played),
     )
@@ -48,14 +52,26 @@ def differences(played: Played) -> list[Difference]:
 class Log:
     """The records of a log, and a name for each that does not tell where it stands."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = list(rows)
+    def __init__(self, rows: Iterable[Row], raced: frozenset[str]) -> None:
+        """``raced`` are the unique ids of messages that are not compared."""
+        self.rows: list[Row] = []
         self._names: dict[int, str] = {}
+        self._born: dict[str, tuple[int, str]] = {}
+        halves: dict[int, str] = {}
         count: Counter[str] = Counter()
-        for row in self.rows:
-            name = f"{row['topic']} {row['properties'].get(UNIQUE_KEY) or row['body']}"
+        for row in rows:
+            key = row["properties"].get(UNIQUE_KEY)
+            of = key or row["body"]
+            self._born.setdefault(of, (row["bornTimestamp"], row["bornHost"]))
+            if row["topic"] == OP_TOPIC:  # its body is the queue offset of a half message
+                of = halves.get(int(row["body"]), of)
+            name = f"{row['topic']} {of}"
             count[name] += 1
             self._names[row["commitLogOffset"]] = f"{name} #{count[name]}"
+            if row["topic"] == HALF_TOPIC:
+                halves[row["queueOffset"]] = self._names[row["commitLogOffset"]]
+            if not raced.intersection((key, *of.split())):
+                self.rows.append(row)
 
     def name(self, physical_offset: int) -> str:
         """What stands at a physical offset."""
@@ -85,30 +101,40 @@ class Log:
             if name in properties:
                 properties[name] = "there"
         shown["properties"] = properties
+        first = self._born.get(properties.get(UNIQUE_KEY) or row["body"])
+        shown["born as the first"] = (row["bornTimestamp"], row["bornHost"]) == first
         if _is_unordered(row, row["topic"] if queue is None else queue):
             shown["queueOffset"] = "any"
         raw = shown.pop("properties_raw", None)
         if raw is not None:
             shown["order of properties"] = [part.partition("\1")[0] for part in raw.split("\2")]
         length = shown.pop("bodyCutFrom", None) or len(row["body"])
+        if row["topic"] == OP_TOPIC:
+            for name in ("body", "bodyCRC", "storeSize", "storedBodyLength"):
+                shown.pop(name, None)
+            return shown
         shown["body"] = f"{row['body'][:_BEGIN]} ({length})"
         return shown
 
 
 def _is_unordered(row: Row, topic: str) -> bool:
     """Whether a message stands where concurrent listeners, or answers to checks, happened to put it."""
-    if topic in (SCHEDULE_TOPIC, _OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
+    if topic in (SCHEDULE_TOPIC, OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
         return True
     was_checked = codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
     return was_checked and topic != HALF_TOPIC
 
 
-def _records(theirs: Log, ours: Log) -> Iterator[Difference]:
+Logs = Mapping[str, Log]
+"""By broker."""
+
+
+def _records(broker: str, theirs: Log, ours: Log) -> Iterator[Difference]:
     """Queue by queue, in order."""
     wanted, found = _by_queue(theirs), _by_queue(ours)
     for queue in sorted({*wanted, *found}):
         for text in _sequences(wanted.get(queue, []), found.get(queue, [])):
-            yield Difference("log", topic=queue[0], text=f"queue {queue[1]}, {text}")
+            yield Difference("log", topic=queue[0], text=f"{broker}/{queue[1]}, {text}")
 
 
 def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
@@ -121,7 +147,7 @@ def _by_queue(log: Log) -> dict[tuple[str, int], list[Row]]:
     return queues
 
 
-def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
+def _sends(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
     for event in played.recording.events:
         sent = played.sent.get(event["seq"])
         if sent is None:
@@ -138,23 +164,31 @@ def _sends(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
                 yield Difference("send", topic=topic, text=f"{event['seq']}: {sent!r}, recorded {recorded}")
         else:
             queue = result["messageQueue"]
-            wanted = {
+            wanted: Row = {
                 "status": result["sendStatus"],
                 "id": result["msgId"],
                 "queue": (queue["topic"], queue["brokerName"], queue["queueId"]),
                 "offset": result["queueOffset"],
             }
-            found = {
+            found: Row = {
                 "status": sent.status.value,
                 "id": sent.message_id,
                 "queue": tuple(sent.queue),
                 "offset": sent.queue_offset,
             }
             if result["offsetMsgId"] is not None and event["kind"] != "sent_big":
-                wanted["offset id"] = [theirs.name_of_id(one) for one in result["offsetMsgId"].split(",")]
-                found["offset id"] = [ours.name_of_id(one) for one in sent.offset_id.split(",")]
+                name = queue["brokerName"]
+                wanted["offset id"] = [theirs[name].name_of_id(one) for one in result["offsetMsgId"].split(",")]
+                found["offset id"] = [ours[name].name_of_id(one) for one in sent.offset_id.split(",")]
             if wanted != found:
                 yield Difference("send", topic=topic, text=f"{event['seq']}: {unlike(wanted, found)}")
+
+
+def _selectors(played: Played) -> Iterator[Difference]:
+    """From how many queues selectors chose, where that is told."""
+    wanted = [event["queues"] for event in played.recording.of_kind("selector_sees")]
+    if wanted and wanted != played.selected_from:
+        yield Difference("selector", text=f"{played.selected_from}, recorded {wanted}")
 
 
 def _topic(event: Row, result: Row | None) -> str:
@@ -163,7 +197,7 @@ def _topic(event: Row, result: Row | None) -> str:
     return topic
 
 
-def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
+def _deliveries(played: Played, theirs: Logs, ours: Logs) -> Iterator[Difference]:
     """Client by client and queue by queue: in order where it is kept, else as a set."""
     recording = played.recording
     wanted: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
@@ -172,13 +206,14 @@ def _deliveries(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
         if event["kind"] == "deliver" and not is_direct(event):
             mq = event["mq"]
             where = event["client"], mq["topic"], f"{mq['brokerName']}/{mq['queueId']}"
-            wanted[where] += [theirs.comparable(message, mq["topic"]) for message in event["msgs"]]
+            messages = [message for message in event["msgs"] if message["msgId"] not in recording.raced_halves]
+            wanted[where] += [theirs[mq["brokerName"]].comparable(message, mq["topic"]) for message in messages]
     in_brief = {event["client"] for event in recording.events if event["kind"] == "deliver_short"}
     for row in played.delivered:
         mq = row["mq"]
-        if row["client"] not in in_brief:
+        if row["client"] not in in_brief and row["msg"]["msgId"] not in recording.raced_halves:
             where = row["client"], mq.topic, f"{mq.broker_name}/{mq.queue_id}"
-            found[where].append(ours.comparable(row["msg"], mq.topic))
+            found[where].append(ours[mq.broker_name].comparable(row["msg"], mq.topic))
     for client, topic, queue in sorted({*wanted, *found}):
         want, have = wanted[client, topic, queue], found[client, topic, queue]
         if client not in recording.orderly_clients:
@@ -233,14 +268,19 @@ def _polls(played: Played, theirs: Log, ours: Log) -> Iterator[Difference]:
 
 
 def _checks(played: Played) -> Iterator[Difference]:
-    """Which messages were asked for, and how often each producer was asked: which one is asked first is open."""
-    wanted = [event for event in played.recording.events if event["kind"] == "check"]
-    of: Callable[[Row], Any]
-    for what, of in (("message", _checked), ("producer", lambda event: event["client"])):
-        want, have = Counter(map(of, wanted)), Counter(map(of, played.checked))
-        for one in sorted({*want, *have}, key=str):
-            if want[one] != have[one]:
-                yield Difference("check", text=f"{what} {one}: {have[one]} times, recorded {want[one]}")
+    """Which messages were asked for, and that all producers take their turns: which one is the first is open."""
+    raced = played.recording.raced_halves
+    wanted, found = (
+        [event for event in events if event["message"]["properties"][UNIQUE_KEY] not in raced]
+        for events in (played.recording.of_kind("check"), played.checked)
+    )
+    asked, answering = ({event["client"] for event in events} for events in (wanted, found))
+    if asked != answering:
+        yield Difference("check", text=f"asked are {answering}, recorded {asked}")
+    want, have = Counter(map(_checked, wanted)), Counter(map(_checked, found))
+    for one in sorted({*want, *have}, key=str):
+        if want[one] != have[one]:
+            yield Difference("check", text=f"{one}: {have[one]} times, recorded {want[one]}")
 
 
 def _checked(event: Row) -> tuple[str, str, int]:

@@ -86,6 +86,11 @@ class Consumers:
             settings["threads"] = 1
         return settings
 
+    def beat(self, name: str) -> None:
+        """Let a client tell the brokers who it is."""
+        if name in self.consumers and self.consumers[name].is_running:
+            self.consumers[name].client.beat()
+
     def on_consumer_shutdown_begin(self, event: Row) -> None:
         self.consumers[event["client"]].shutdown()
 

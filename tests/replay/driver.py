@@ -1,32 +1,30 @@
 """Plays a recording: the same calls at the same times, answered by librmq.
 
-Each event that is a call is repeated by the ``on_kind`` of a part; each that shows a state makes librmq's state be noted
+Each event that is a call is repeated by the ``on_kind`` of a part; each that shows a state makes librmq's be noted
 under its ``seq``. Events that tell what the original did by itself are what the comparison is about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from tests.reference import Row
 from tests.replay.calls import Calls
 from tests.replay.consuming import Consumers
 from tests.replay.producing import Producers
 from tests.replay.reading import Recording
+from tests.replay.refusals import Refusals
 from tests.replay.stage import STORE, Played, Stage
 
 __all__ = ["play"]
-
-_TOLD_AT_ITS_END: Final = "broker_shutdown"  # which takes seconds
 
 
 def play(recording: Recording, before_ms: int = 0) -> Played:
     """Let librmq do what was done; brokers are started so long before that is told."""
     stage = Stage(recording, before_ms)
-    consumers = Consumers(stage)
-    parts = (_Brokers(stage), Producers(stage), consumers, Calls(stage))
-    runner = stage.runner
+    producers, consumers = Producers(stage), Consumers(stage)
+    parts = (_Brokers(stage), producers, consumers, Calls(stage), Refusals(stage, producers.producers))
+    runner, heartbeats = stage.runner, list(recording.heartbeats)
     if any(event["kind"] == "cached" for event in recording.events):
         runner.before_turn = consumers.note_held
     for event in recording.events:
@@ -34,8 +32,12 @@ def play(recording: Recording, before_ms: int = 0) -> Played:
             at, name = stage.openings.pop(0)
             stage.play_to(at)
             stage.open(name)
-        if event["kind"] != _TOLD_AT_ITS_END:
-            stage.play_to(event["at_ms"])
+        while heartbeats and heartbeats[0][0] <= event["at_ms"]:
+            at, client = heartbeats.pop(0)
+            stage.play_to(at)
+            producers.beat(client)
+            consumers.beat(client)
+        stage.play_to(recording.time_of(event))
         for part in parts:
             act: Callable[[Row], None] | None = getattr(part, f"on_{event['kind']}", None)
             if act is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -12,7 +12,7 @@ from librmq.errors import RmqError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
-from librmq.selectors import select_by_hash, select_by_remainder
+from librmq.selectors import select_by_hash
 from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from tests.reference import Row
 from tests.replay.deviations import without_delay
@@ -51,7 +51,12 @@ class Producers:
         self.producers[name] = producer.start()
 
     def on_producer_shutdown(self, event: Row) -> None:
-        self.producers[event["client"]].shutdown()
+        self.producers.pop(event["client"]).shutdown()
+
+    def beat(self, name: str) -> None:
+        """Let a client tell the brokers who it is."""
+        if name in self.producers:
+            self.producers[name].client.beat()
 
     # ---- one message, or a batch
 
@@ -63,9 +68,7 @@ class Producers:
         if form == "sync_to_queue":
             self._note(event, lambda: producer.send(message, queue=event["args"]))
         elif form == "orderly":
-            hashed = event.get("selector") != "remainder"
-            selector = select_by_hash if hashed else select_by_remainder
-            self._note(event, lambda: producer.send(message, selector=selector, arg=event["args"]))
+            self._note(event, lambda: producer.send(message, selector=self._select, arg=event["args"]))
         elif form == "oneway":
             producer.send_oneway(message)
         elif form == "async":
@@ -87,6 +90,10 @@ class Producers:
         self._prepare(event, producer, keys[0])
         batch = [self._message(told, key) for told, key in zip(event["messages"], keys, strict=True)]
         self._note(event, lambda: producer.send_batch(batch))
+
+    def _select(self, queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
+        self.stage.played.selected_from.append(len(queues))
+        return select_by_hash(queues, message, key)
 
     def _note(self, event: Row, send: Callable[[], SendResult]) -> None:
         try:
@@ -152,8 +159,9 @@ class Producers:
     def on_sent_big(self, event: Row) -> None:
         key, queue = event["result"]["msgId"], event["result"]["messageQueue"]
         stored = self.recording.stored.get(key)
-        if stored is None:  # deleted with its file: one of the same topic that is left stands in for it
-            stored = next(one for one in self.recording.stored.values() if one.topic == queue["topic"])
+        if stored is None:  # deleted with its file: the longest of its topic that is left stands in for it
+            of_topic = (one for one in self.recording.stored.values() if one.topic == queue["topic"])
+            stored = max(of_topic, key=lambda one: one.size)
         self._note(event, lambda: self._again(event, stored, queue["queueId"], key))
 
     def on_sent_all(self, event: Row) -> None:

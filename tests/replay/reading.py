@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +19,7 @@ from librmq import brokerjson, codec
 from librmq.errors import RecordError
 from librmq.hosts import Host
 from librmq.message import StoredMessage
-from librmq.topics import HALF_TOPIC
+from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
 from tests.reference import Row, jsonl
 
 __all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
@@ -26,6 +28,7 @@ UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
 PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that does not come."""
+_STARTS: Final = ("broker_started", "broker_started_again")
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
 _IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
 
@@ -164,25 +167,64 @@ class Recording:
         comes when it came.
         """
         usual = self.broker_settings["brokerName"]
-        interval_ms = int(self.broker_settings["transactionCheckInterval"])
-        found = []
+        found: list[tuple[int, str]] = []
         for event in self.events:
-            if event["kind"] in ("broker_started", "broker_started_again"):
-                at = event["at_ms"]
-                passes = [
-                    row["storeTimestamp"]
-                    for row in self.messages
-                    if row["topic"] == HALF_TOPIC
-                    and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
-                    and row["storeTimestamp"] > at
-                ]
-                if passes:
-                    first = min(passes)
-                    at = first - -(-(first - at) // interval_ms) * interval_ms
+            if event["kind"] in _STARTS:
+                at, earliest = event["at_ms"], self._shut_down_before(event["seq"])
+                following = [pass_ms for pass_ms in self.check_passes if pass_ms > at]
+                if following:
+                    passed = math.ceil((following[0] - at) / self.check_interval_ms)
+                    at = max(earliest, following[0] - round(passed * self.check_interval_ms))
                 elif not found:
                     at -= before_ms
                 found.append((at, usual if event["client"] == "broker" else event["client"]))
         return found
+
+    def _shut_down_before(self, seq: int) -> int:
+        return max((e["at_ms"] for e in self.of_kind("broker_shutdown") if e["seq"] < seq), default=0)
+
+    @cached_property
+    def check_passes(self) -> list[int]:
+        """When half messages were put back: the passes of the check, as far as they did something."""
+        put_back = [
+            row["storeTimestamp"]
+            for row in self.messages
+            if row["topic"] == HALF_TOPIC and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+        ]
+        interval_ms = int(self.broker_settings["transactionCheckInterval"])
+        return [at for before, at in pairwise([0, *sorted(put_back)]) if at - before > interval_ms / 2]
+
+    @cached_property
+    def check_interval_ms(self) -> float:
+        """From one pass to the next: the setting, and the little that the original's thread adds each time."""
+        set_ms = int(self.broker_settings["transactionCheckInterval"])
+        measured = [later - at for at, later in pairwise(self.check_passes) if later - at < 1.5 * set_ms]
+        return sum(measured) / len(measured) if measured else set_ms
+
+    def time_of(self, event: Row) -> int:
+        """When an event is to be repeated: those that are told of afterwards when they were."""
+        at_ms: int = event["at_ms"]
+        if event["kind"] == "broker_shutdown":
+            return 0  # it takes seconds, and begins at once
+        if event["kind"] in ("sent", "sent_big"):
+            stored = self.stored.get(event.get("msgId") or event["result"]["msgId"])
+            return at_ms if stored is None else stored.store_timestamp_ms
+        return at_ms
+
+    @cached_property
+    def heartbeats(self) -> list[tuple[int, str]]:
+        """When clients told who they are after a broker was started again, and which."""
+        again = [event["at_ms"] for event in self.events if event["kind"] in _STARTS][1:]
+        if not again:
+            return []
+        return sorted({(row["at_ms"], row["client"]) for row in self.requests("HEART_BEAT") if row["at_ms"] > again[0]})
+
+    @cached_property
+    def raced_halves(self) -> frozenset[str]:
+        """The half messages, by unique id, that a check gave up and committed all the same: a race of the original."""
+        given_up = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["topic"] == CHECK_MAX_TIME_TOPIC}
+        final = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["sysFlag"] & codec.TRANSACTION_MASK}
+        return frozenset(key for key in given_up & final if key is not None)
 
     # ---- clients
 
@@ -210,7 +252,7 @@ class Recording:
         """The clients that poll, each with what its first pull asked for."""
         polling = {event["client"] for event in self.events if event["kind"] in ("poll", "assign")}
         found: dict[str, dict[str, str]] = {}
-        for row in self._requests("PULL_MESSAGE"):
+        for row in self.requests("PULL_MESSAGE"):
             if row["client"] in polling:
                 found.setdefault(row["client"], row["header"])
         return found
@@ -237,20 +279,21 @@ class Recording:
     @cached_property
     def left(self) -> dict[str, int]:
         """When each client told that it leaves its group."""
-        return {row["client"]: row["at_ms"] for row in self._requests("UNREGISTER_CLIENT")}
+        return {row["client"]: row["at_ms"] for row in self.requests("UNREGISTER_CLIENT")}
 
     @cached_property
     def searched_times(self) -> list[int]:
         """The times for which clients asked for an offset, in order."""
-        return [int(row["header"]["timestamp"]) for row in self._requests("SEARCH_OFFSET_BY_TIMESTAMP")]
+        return [int(row["header"]["timestamp"]) for row in self.requests("SEARCH_OFFSET_BY_TIMESTAMP")]
 
-    def _requests(self, name: str) -> Iterator[Row]:
+    def requests(self, name: str) -> Iterator[Row]:
+        """What clients asked, as far as it was kept."""
         return (row for row in jsonl(self.folder / "rpc.jsonl") if row["name"] == name and row["dir"] == "out")
 
     @cached_property
     def orderly_clients(self) -> frozenset[str]:
         """The clients that locked queues."""
-        rpc = {row["client"] for row in self._requests("LOCK_BATCH_MQ")}
+        rpc = {row["client"] for row in self.requests("LOCK_BATCH_MQ")}
         return frozenset(rpc | {event["client"] for event in self.events if event.get("mode") == "orderly"})
 
     @cached_property
@@ -288,8 +331,8 @@ class Recording:
                 calls[client, event["call"]] = event
                 answer = returns.get(event["call"])
                 for position, message in enumerate(event["msgs"]):
-                    if answer is not None:
-                        found[group_of[client], message["msgId"]].append({**answer, "position": position})
+                    told = {"kind": "done", "seq": NEVER} if answer is None else {**answer, "position": position}
+                    found[group_of[client], message["msgId"]].append(told)
             elif event["kind"] == "deliver_short" and "msgId" in event:
                 ended = done[client, event["body"]]
                 if ended:
@@ -308,7 +351,7 @@ class Recording:
             if event["kind"] == "deliver_short" and "msgId" not in event:
                 times[event["client"]].append(event["at_ms"])
         for client, at in times.items():
-            gaps = [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+            gaps = [later - earlier for earlier, later in pairwise(at)]
             found[client] = min(gaps) if gaps and min(gaps) >= 20 else 0
         return found
 
@@ -322,7 +365,7 @@ class Recording:
     def local_transactions(self) -> dict[str, list[Row]]:
         """What the local transaction of a message returned, by its unique id."""
         found: dict[str, list[Row]] = defaultdict(list)
-        for event, after in zip(self.events, self.events[1:], strict=False):
+        for event, after in pairwise(self.events):
             if event["kind"] == "local_tx":
                 found[event["message"]["properties"][UNIQUE_KEY]].append(after)
         return found
@@ -340,7 +383,11 @@ class Recording:
                 found[asked[event["client"], event["body"], event["n"]]].append(event)
         return found
 
-    # ---- the configuration at the end
+    # ---- what was left
+
+    def log(self, store: str) -> list[StoredMessage]:
+        """The records of a broker's log."""
+        return _records(self.folder / store / "commitlog")
 
     def config(self, store: str, name: str) -> Any:
         """A file of a broker's configuration, as it left it; None if there is none."""

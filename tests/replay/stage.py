@@ -37,6 +37,8 @@ class Played:
     recording: Recording
     sent: dict[int, SendResult | RmqError] = field(default_factory=dict)
     """By the ``seq`` of the event that sent."""
+    selected_from: list[int] = field(default_factory=list)
+    """How many queues each selector was given."""
     delivered: list[Row] = field(default_factory=list)
     """Rows like ``deliver`` events, of one message each; ``msg`` is it."""
     polled: list[Row] = field(default_factory=list)
@@ -72,8 +74,9 @@ class Stage:
 
     @property
     def route(self) -> RouteTable:
-        """All brokers."""
-        assert self._route is not None
+        """All brokers, as clients know them; they look again at times that count from the first one's start."""
+        if self._route is None:
+            self._route = RouteTable(*self.brokers.values())
         return self._route
 
     @property
@@ -94,7 +97,7 @@ class Stage:
         store_host = self.recording.store_hosts.get(name, ("127.0.0.1", int(told["listenPort"])))
         transactions = TransactionSettings(
             timeout_s=int(told["transactionTimeOut"]) / 1000,
-            interval_s=int(told["transactionCheckInterval"]) / 1000,
+            interval_s=self.recording.check_interval_ms / 1000,
             check_max=int(told.get("transactionCheckMax", 15)),
         )
         store = StoreConfig(
@@ -119,9 +122,7 @@ class Stage:
             files=self.played.files.setdefault(name, MemoryFiles()),
         )
         self.brokers[name] = broker
-        if self._route is None:
-            self._route = RouteTable(broker)
-        else:
+        if self._route is not None:
             self._route.add(broker)
 
     def close(self, name: str) -> None:

@@ -158,23 +158,35 @@ def _files(played: Played) -> Iterator[Difference]:
 
 
 def _calls(played: Played) -> Iterator[Difference]:
+    """What calls answered, or that they failed."""
+    for event in played.recording.events:
+        if event["seq"] in played.seen and event["kind"] in ("refused", "send_result", "send_batch_result"):
+            have = played.seen[event["seq"]]
+            if isinstance(have, Exception) != (event["exception"] is not None):
+                what = event.get("what") or event["form"]
+                text = f"{what}: {have!r}, recorded {event['exception'] or event['result']}"
+                yield Difference("refusal", client=event["client"], text=text)
     for event in played.recording.of_kind("call"):
         if event["seq"] not in played.seen:
             continue
         have = played.seen[event["seq"]]
         failed = isinstance(have, Exception)
+        text = f"{event['what']}: {have!r}, recorded {event['exception'] or event['result']}"
         if failed != (event["exception"] is not None):
-            yield Difference("call", client=event["client"], text=f"{event['what']}: {have!r}, recorded {event}")
-        elif not failed and have is not None and have != _answer(event):
-            text = f"{event['what']}: {have}, recorded {event['result']}"
+            area = "empty answer" if have == [] else "call"
+            yield Difference(area, client=event["client"], text=text)
+        elif not failed and have is not None and have != _answer(event["result"]):
             yield Difference("call", client=event["client"], text=text)
 
 
-def _answer(event: Row) -> Any:
-    """The result of a call, queues and messages by what names them."""
-    result = event["result"]
+def _answer(result: Any) -> Any:
+    """The result of a call: messages by their ids, queues by what names them."""
     if isinstance(result, dict) and "messages" in result:
         return sorted(message["msgId"] for message in result["messages"])
+    if isinstance(result, dict) and "msgId" in result:
+        return [result["msgId"]]
+    if isinstance(result, list) and "timestampOffset" in result[0]:
+        return {row["queueId"]: row["timestampOffset"] for row in result}
     if isinstance(result, list):
         return [(queue["topic"], queue["brokerName"], queue["queueId"]) for queue in result]
     return result

@@ -18,7 +18,12 @@ from tests.replay.reading import Recording
 def test_a_recorded_run_is_repeated(folder: Path) -> None:
     recording = Recording(folder)
     assert recording.events
-    assert min((unmeant(recording, before_ms) for before_ms in phases(recording)), key=len) == []
+    found = []
+    for before_ms in phases(recording):
+        found = unmeant(recording, before_ms)
+        if not found:
+            break
+    assert found == []
 
 
 def phases(recording: Recording) -> Iterator[int]:
@@ -29,7 +34,7 @@ def phases(recording: Recording) -> Iterator[int]:
     """
     yield 500
     if recording.has_differing_instances:
-        yield from range(0, 5_000, 250)
+        yield from sorted(range(0, 5_000, 100), key=lambda before_ms: abs(before_ms - 500))[1:]
 
 
 def unmeant(recording: Recording, before_ms: int) -> list[Difference]:

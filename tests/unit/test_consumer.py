@@ -24,6 +24,7 @@ from librmq.errors import (
     GroupMismatchError,
     MalformedError,
     MessageIllegalError,
+    StoreIOError,
 )
 from librmq.files import MemoryFiles
 from librmq.listener import DeadLetter, ReconsumeLater
@@ -527,6 +528,50 @@ def test_local_progress_that_cannot_be_read_is_refused_or_taken_from_the_copy(on
         _broadcasting(one_queue, "b1", files).start()
 
 
+def test_progress_that_no_file_takes_is_written_later_and_keeps_nobody_in_the_group(one_queue: World) -> None:
+    files = _FullDisk()
+    files.make_folder("/offsets")
+    consumer = _broadcasting(one_queue, "b1", files)
+    consumer.start()
+    one_queue.send("a")
+    files.is_full = True
+    one_queue.advance(12)
+    files.is_full = False
+    one_queue.advance(3)
+    path = "/offsets/127.0.0.1@b1/g/offsets.json"
+    assert b":1" in files.read(path)
+    one_queue.send("b")
+    one_queue.advance()
+    files.is_full = True
+    assert consumer.shutdown()
+    assert b":1" in files.read(path)
+    assert one_queue.broker.call(ConsumerIds("g")) == ()
+
+
+class _FullDisk(MemoryFiles):
+    is_full = False
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.is_full:
+            raise StoreIOError("write", path, OSError(28, "no space left"))
+        super().write(path, data)
+
+
+def test_what_fails_at_the_end_keeps_nobody_in_the_group(one_queue: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = one_queue.consumer()
+    consumer.start()
+    one_queue.advance()
+
+    def fail() -> None:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(consumer.delivery, "end", fail)
+    with pytest.raises(RuntimeError, match="oops"):
+        consumer.shutdown()
+    assert one_queue.broker.call(ConsumerIds("g")) == ()
+    assert not consumer.held
+
+
 # --------------------------------------------------------------------------------------------------------- rebalancing
 
 
@@ -964,6 +1009,21 @@ def test_metrics(one_queue: World, orderly: bool) -> None:
     assert "queues" not in metrics.snapshot()
 
 
+def test_gauges_of_a_groups_instances_add_up(world: World) -> None:
+    metrics = Metrics()
+    first, second = (world.consumer(name, metrics=metrics) for name in ("c1", "c2"))
+    first.start()
+    second.start()
+    world.advance(1)
+    assert metrics.snapshot()["queues"]["t", "g"] == 4
+    second.shutdown()
+    world.advance(1)
+    assert metrics.snapshot()["queues"]["t", "g"] == 4
+    first.unsubscribe("t")
+    first.shutdown()
+    assert "queues" not in metrics.snapshot()
+
+
 # ------------------------------------------------------------------------------------------------------ brokers change
 
 
@@ -974,7 +1034,9 @@ def test_a_member_that_was_forgotten_is_told_again_and_pulls_again(one_queue: Wo
     one_queue.broker.forget(consumer.client.client_id)
     consumer.client.forgotten_by("broker-a")
     one_queue.send("a")
-    one_queue.advance(30)
+    one_queue.advance(29)
+    assert one_queue.bodies() == []
+    one_queue.advance(1)
     assert one_queue.bodies() == ["a"]
 
 
@@ -1033,6 +1095,35 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, ca
     one_queue.advance()
     assert one_queue.held(consumer) == [0]
     assert "cannot be shared out" in caplog.text
+    broken = False
+    one_queue.advance(19)
+    assert one_queue.held(consumer) == [0]
+    one_queue.advance(1)
+    assert one_queue.held(consumer) == [0, 1]
+
+
+def test_a_queue_whose_pull_was_lost_is_made_again_after_120_seconds(one_queue: World) -> None:
+    seam = Seam(one_queue.broker)
+    consumer = one_queue.consumer(route=seam)
+    consumer.start()
+    one_queue.advance(30)
+    queue = MessageQueue("t", "broker-a", 0)
+    before = consumer.held[queue]
+    seam.fail = lambda request: RuntimeError("oops") if isinstance(request, PullMessage) else None
+    one_queue.send("a")
+    with pytest.raises(RuntimeError, match="oops"):
+        one_queue.advance()
+    seam.fail = unreachable()
+    one_queue.advance(129)  # the first of the 20 s behind 30 + 120 is 160
+    assert one_queue.bodies() == []
+    assert consumer.held[queue] is before
+    one_queue.advance(1)
+    assert one_queue.bodies() == ["a"]
+    assert consumer.held[queue] is not before
+    one_queue.advance(60)
+    asked = len(seam.asked)
+    one_queue.advance(86_400)  # the pull that the broker holds is not lost
+    assert len(seam.asked) == asked
 
 
 def test_a_topic_may_be_added_while_it_runs(one_queue: World) -> None:

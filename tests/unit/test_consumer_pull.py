@@ -13,7 +13,16 @@ from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError, NoRouteError
 from librmq.message import MessageQueue
 from librmq.producer import Producer
-from librmq.protocol import ConsumeFrom, PullMessage, ResetGroup, UpdateOffset
+from librmq.protocol import (
+    ConsumeFrom,
+    ConsumerIds,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    Request,
+    ResetGroup,
+    UpdateOffset,
+)
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 
@@ -82,6 +91,55 @@ def test_polls_give_messages_of_one_queue_and_pass_over_the_others(filled: World
     assert all(len({queue for queue, _ in poll}) == 1 for poll in polls)
     assert sorted(row for poll in polls for row in poll) == [(q, o) for q in range(3) for o in range(1, 10, 2)]
     assert [poll[0][0] for poll in polls[:3]] == [0, 1, 2]
+    consumer.shutdown()
+
+
+class _CountedLock:
+    """The lock of a runner, and how often it was taken."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.depth, self.times = inner, 0, 0
+
+    def __enter__(self) -> None:
+        self.inner.acquire()
+        self.depth += 1
+        self.times += self.depth == 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self.inner.release()
+
+
+class _PassesOver(Seam):
+    """Answers pulls as a broker that looks at three messages at a time, and finds none that is asked for."""
+
+    def call(self, request: Request[Any], /) -> Any:
+        if isinstance(request, PullMessage) and request.queue_offset < 9:
+            self.asked.append(request)
+            return PullResponse(PullStatus.NO_MATCHED_MESSAGE, request.queue_offset + 3, 0, 10)
+        return super().call(request)
+
+
+def test_a_poll_that_passes_over_messages_lets_others_have_the_lock(filled: World) -> None:
+    lock = _CountedLock(filled.runner.lock)
+    seam = _PassesOver(filled.broker)
+    consumer = PullConsumer(seam, "g", instance_name="l1")
+    consumer.assign(QUEUES[:2])
+    consumer.start()
+    filled.runner.lock = lock  # type: ignore[assignment]
+    asked: list[tuple[int, int, int]] = []
+    inner = seam.call
+
+    def call(request: Request[Any], /) -> Any:
+        if isinstance(request, PullMessage):
+            asked.append((lock.times, request.queue_id, request.queue_offset))
+        return inner(request)
+
+    seam.call = call  # type: ignore[method-assign]
+    assert [message.queue_offset for message in consumer.poll(0)] == [9]
+    first = asked[0][0]
+    assert asked == [(first + at // 3, queue_id, at) for at in (0, 3, 6, 9) for queue_id in (0, 1)][:-1]
+    filled.runner.lock = lock.inner
     consumer.shutdown()
 
 
@@ -183,6 +241,16 @@ def test_a_queue_of_an_unknown_broker(filled: World) -> None:
     consumer.assign([MessageQueue("t", "elsewhere", 0)])
     with pytest.raises(NoRouteError, match="elsewhere"):
         consumer.start()
+    assert filled.broker.call(ConsumerIds("g")) == ()
+    assert consumer.assignment == ()
+    filled.advance(60)
+    again = _consumer(filled)  # the same name
+    again.subscribe("t")
+    again.start()
+    with pytest.raises(ClientStateError, match="starts once"):
+        again.start()
+    assert filled.broker.call(ConsumerIds("g")) == (again.client.client_id,)
+    again.shutdown()
 
 
 def test_faults(filled: World) -> None:

@@ -136,6 +136,13 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], target
 
 
+def test_every_document_is_listed() -> None:
+    for place, folder in ((CHECKOUT / "README.md", "docs/"), (CHECKOUT / "docs" / "index.md", "")):
+        text = place.read_text("utf-8").partition("## Further")[2] or place.read_text("utf-8")
+        names = {path.name for path in (CHECKOUT / "docs").glob("*.md")} - {place.name}
+        assert {name for name in names if f"]({folder}{name})" not in text} == set(), place
+
+
 # ---------------------------------------------------------------------------------------------------- examples
 
 

@@ -196,6 +196,28 @@ def test_coroutine_listeners_in_a_loop() -> None:
     asyncio.run(test())
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.anyio
+async def test_a_test_may_be_a_coroutine(rmq: Kit) -> None:
+    seen: list[bytes] = []
+    loops = [asyncio.get_running_loop()]
+
+    @rmq.consumer("billing").subscribe("orders")
+    async def charge(message: DeliveredMessage) -> None:
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        seen.append(message.body)
+
+    await rmq.producer().send_async("orders", b"x")
+    await rmq.run_until_idle()
+    assert seen == [b"x"]
+    assert loops[0] is loops[1]
+
+
 def test_a_coroutines_exception_fails_the_test() -> None:
     async def fails(message: DeliveredMessage) -> None:
         await asyncio.sleep(0)
@@ -280,9 +302,14 @@ def test_refused_sends(rmq: Kit) -> None:
 
 def test_a_late_answer_uses_the_time_of_the_tries(rmq: Kit) -> None:
     begin = rmq.clock.now_ms()
-    rmq.faults.late_answer(4)
+    rmq.faults.late_answer(2)
     rmq.producer().send("orders", b"x")
-    assert rmq.clock.now_ms() == begin + 4_000
+    assert rmq.clock.now_ms() == begin + 2_000
+    rmq.faults.late_answer(4)
+    with pytest.raises(SendTimeoutError, match="the message is stored"):
+        rmq.producer().send("orders", b"late")
+    assert rmq.clock.now_ms() == begin + 6_000
+    assert [m.body for m in rmq.messages("orders")] == [b"x", b"late"]
     rmq.faults.late_answer(timedelta(seconds=4))
     rmq.faults.lose_answer(times=3)
     with pytest.raises((SendTimeoutError, BrokerUnreachableError)):

@@ -41,6 +41,19 @@ def test_a_gauge_is_a_number_or_asked_or_gone() -> None:
     assert metrics.snapshot() == {"held_pulls": {(): 8}}
 
 
+def test_gauges_of_several_add_up() -> None:
+    metrics = Metrics()
+    for of, count in (("a", 1), ("b", 2), ("a", 3)):
+        metrics.gauge("queues", count, of=of, topic="t", group="g")
+    metrics.gauge("held_pulls", lambda: 4, of="a")
+    assert metrics.snapshot() == {"held_pulls": {(): 4}, "queues": {("t", "g"): 5}}
+    metrics.gauge("queues", None, topic="t", group="g")
+    metrics.take_away("a")
+    assert metrics.snapshot() == {"queues": {("t", "g"): 2}}
+    metrics.gauge("queues", None, of="b", topic="t", group="g")
+    assert metrics.snapshot() == {}
+
+
 def test_what_a_gauge_raises_goes_through() -> None:
     metrics = Metrics()
     metrics.gauge("log_bytes", lambda: 1 // 0)

@@ -197,6 +197,41 @@ def test_the_timeout_covers_all_tries(two: tuple[Broker, Broker]) -> None:
     assert len(cluster.tried) == 2
 
 
+def test_an_answer_after_the_time_is_a_timeout_and_the_message_is_stored(two: tuple[Broker, Broker]) -> None:
+    runner = two[0].runner
+    assert isinstance(runner, ManualRunner)
+    clock = runner.manual_clock
+
+    class Late(Cluster):
+        def endpoint(self, broker_name: str) -> Endpoint:
+            return LateEndpoint(self, broker_name)
+
+    class LateEndpoint(FailingEndpoint):
+        def call(self, request: Request[R], /) -> R:
+            answer = super().call(request)
+            if isinstance(request, SendMessage):
+                clock.advance(seconds=4)
+            return answer
+
+    producer = Producer(Late(*two), "shop")
+    queue = producer.queues("T")[0]
+    ways: tuple[dict[str, Any], ...] = ({}, {"queue": queue}, {"selector": selectors.select_by_hash, "arg": 1})
+    for way in ways:
+        with pytest.raises(SendTimeoutError, match="the message is stored"):
+            producer.send("T", b"x", **way)
+    producer.send("T", b"x", timeout=5)
+    producer.send_oneway("T", b"x")
+    assert len(bodies(two[0]) + bodies(two[1])) == 5
+
+
+def test_a_hook_that_fails_after_a_send_does_not_undo_it(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(result: object, error: object) -> None:
+        raise ValueError("of the hook")
+
+    assert Producer(broker, "shop", hooks=[lambda context: fails]).send("T", b"x").status is SendStatus.SEND_OK
+    assert "a hook has failed" in caplog.text
+
+
 def test_slow_brokers_are_avoided_if_asked(two: tuple[Broker, Broker]) -> None:
     clock = two[0].runner.clock
     assert isinstance(clock, ManualClock)

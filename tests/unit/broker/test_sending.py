@@ -259,17 +259,18 @@ def test_a_consumer_that_sends_to_its_retry_topic_itself() -> None:
 
 
 def test_a_store_that_is_stuck_is_busy() -> None:
-    with opened() as broker:
+    with opened(longest_wait_s=0) as broker:
         clock = manual(broker).manual_clock
         send(broker, "T")
         with broker.store._lock:  # as a write has it that does not end
-            broker._sending._check_busy("T")
-            clock.advance(ms=1_000)
-            broker._sending._check_busy("T")
-            clock.advance(ms=1)
-            with pytest.raises(BrokerBusyError):
+            with pytest.raises(BrokerBusyError, match="taken 0 ms"):
+                send(broker, "T")
+            clock.advance(ms=1_001)
+            with pytest.raises(BrokerBusyError, match="taken 1001 ms"):
                 send(broker, "T")
         send(broker, "T")
+        with broker.store._lock, pytest.raises(BrokerBusyError, match="taken 0 ms"):  # another write
+            send(broker, "T")
 
 
 def test_a_closed_broker_can_not_be_reached() -> None:

@@ -207,3 +207,31 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
         assert len(numbers(read(tmp_path / "live", minPartitions="3"))) == len([n for n in range(102) if n % 10])
         store.abandon()
     assert len(numbers(read(tmp_path / "live"))) == len([n for n in range(102) if n % 10])
+
+
+def test_parts_are_read_without_a_session(folder: Path) -> None:
+    """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
+    from librmq.consumequeue import ENTRY
+    from librmq.errors import CorruptionError
+    from librmq.spark.options import ReadOptions
+    from librmq.spark.plan import DataLossError, Part, Slice
+    from librmq.spark.read import Reading, default_columns
+    from librmq.spark.source import arrow_schema, schema_of
+
+    def rows(entry: bytes, **options: str) -> list[dict[str, Any]]:
+        read_options = ReadOptions.parse({"path": str(folder), **options})
+        schema = arrow_schema(schema_of(default_columns(read_options)), read_options)
+        part = Part(str(folder), 16384, 4000, (Slice("Orders", 1, 7, 8, 7, entry),))
+        return [row for batch in Reading(read_options, schema).read(part) for row in batch.to_pylist()]
+
+    bad, nowhere = ENTRY.pack(-5, 100, 0), ENTRY.pack(1 << 40, 100, 0)
+    with pytest.raises(CorruptionError, match=r"consumequeue/Orders/1/0{20}: at 140: queue offset 7"):
+        rows(bad)
+    (row,) = rows(bad, mode="PERMISSIVE")
+    assert (row["topic"], row["queueId"], row["queueOffset"], row["body"]) == ("Orders", 1, 7, None)
+    assert rows(bad, mode="DROPMALFORMED") == []
+    with pytest.raises(DataLossError, match="is gone"):
+        rows(nowhere)
+    assert rows(nowhere, failOnDataLoss="false") == []
+    with pytest.raises(CorruptionError, match="expected a record of 100 bytes"):
+        rows(ENTRY.pack(0, 100, 0))

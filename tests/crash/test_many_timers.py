@@ -1,0 +1,75 @@
+"""Very many timers of random times over kills: all come, in the order of their times, none early."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.timer import Timers, TimerSettings
+from tests.conftest import SlowBudget
+from tests.stores import ROOT, START_MS, died
+
+WHEEL = TimerSettings(
+    slots_total=4_000, timer_roll_window_slot=3_000, timer_log_file_size=1 << 20, timer_max_delay_sec=10_000
+)
+STORE = StoreConfig.embedded(commitlog_file_size=4 << 20, max_hash_slot_num=1_000, max_index_num=100_000)
+
+
+def check(seed: int, count: int, kills: int) -> None:
+    rng = random.Random(seed)
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    store = MessageStore.open(ROOT, STORE, files=files, clock=clock)
+    timers = Timers.open(store, WHEEL)
+    due: dict[int, int] = {}
+    killed_at = sorted(rng.randrange(count) for _ in range(kills))
+    for number in range(count):
+        seconds = rng.randint(1, 6_000)
+        message = Message("T", b"%d" % number)
+        message.properties["TIMER_DELAY_SEC"] = str(seconds)
+        timers.put(message)
+        due[number] = clock.now_ms() + 1000 * seconds
+        if rng.random() < 0.02:  # time passes, from one due slot to the next
+            until = clock.now_ms() + rng.randrange(1, 4_000)
+            while (at := timers.run_due(clock.now_ms())) is not None and at <= until:
+                clock.move_to(max(at, clock.now_ms()))
+            clock.move_to(until)
+        while killed_at and killed_at[0] == number:
+            killed_at.pop(0)
+            files = died(files)
+            clock.advance(ms=rng.choice([0, 1, 5_000]))
+            store = MessageStore.open(ROOT, STORE, files=files, clock=clock)
+            timers = Timers.open(store, WHEEL)
+    while (at := timers.run_due(clock.now_ms())) is not None:
+        clock.move_to(max(at, clock.now_ms()))
+    first: dict[int, int] = {}
+    order = []
+    for delivered in store:
+        if delivered.topic == "T":
+            number = int(delivered.body)
+            assert delivered.store_timestamp_ms >= due[number]
+            if number not in first:
+                first[number] = delivered.store_timestamp_ms
+                order.append(due[number])
+    assert len(first) == count
+    if not kills:  # after a kill what was due meanwhile comes at once
+        assert all(at - due[number] <= 2_000 for number, at in first.items())
+        assert all(later - earlier > -2_000 for earlier, later in itertools.pairwise(order))
+    store.close()
+
+
+@pytest.mark.parametrize("kills", [0, 3])
+def test_two_thousand_timers(kills: int) -> None:
+    check(1, 2_000, kills)
+
+
+@pytest.mark.slow
+def test_very_many_timers(slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(50, "rounds of 20,000 timers over kills", at_least=1):
+        check(number, 20_000, number % 5)

@@ -1,0 +1,121 @@
+"""A timer's files with anything in them: they are refused, or gone on with, and nothing that is stored is lost."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from librmq.clock import ManualClock
+from librmq.errors import RmqError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.pending import pending
+from librmq.store import MessageStore
+from librmq.timer import Timers, TimerSettings
+from librmq.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
+from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
+
+WHEEL = TimerSettings(slots_total=80, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=None)
+FILES = ("timerwheel", "timerlog/00000000000000000000", "timerlog/00000000000000000400", "config/timercheck")
+
+
+def stored() -> Contents:
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        timers = Timers.open(store, WHEEL)
+        for number in range(14):
+            message = Message("T", b"%d" % number, unique_key=f"U{number}")
+            message.properties["TIMER_DELAY_SEC"] = str(1 + number % 7 * 5)
+            timers.put(message)
+            timers.run_due(clock.now_ms())
+        clock.advance(seconds=8)
+        timers.run_due(clock.now_ms())
+        timers.save(clock.now_ms())
+    return contents(files)
+
+
+STORED = stored()
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(FILES),
+        st.integers(0, 4095),
+        st.one_of(st.binary(min_size=1, max_size=16), st.sampled_from([b"\xff" * 8, bytes(8), b"\x7f" + b"\xff" * 7])),
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes=changes, cut=st.sampled_from([None, *FILES]), length=st.integers(0, 500))
+def test_anything_is_refused_or_gone_on_with(
+    changes: list[tuple[str, int, bytes]], cut: str | None, length: int
+) -> None:
+    found = dict(STORED)
+    for name, at, data in changes:
+        before = found[name] or b""
+        at %= len(before)
+        found[name] = (before[:at] + data + before[at + len(data) :])[: len(before)]
+    if cut is not None:
+        found[cut] = (found[cut] or b"")[:length]
+    clock = ManualClock(START_MS + 9_000)
+    with MessageStore.open(ROOT, SMALL, files=in_memory(found), clock=clock) as store:
+        logging.disable(logging.CRITICAL)
+        try:
+            list(read_slots(ROOT, store.files))
+            list(pending(store, kind="timer"))
+            timers = Timers.open(store, WHEEL)
+            for _ in range(60):
+                due = timers.run_due(clock.now_ms())
+                if due is None or due > START_MS + 10**6:
+                    break
+                clock.move_to(max(due, clock.now_ms()))
+            timers.save(clock.now_ms())
+        except RmqError:
+            return
+        finally:
+            logging.disable(logging.NOTSET)
+        for message in store:
+            if message.topic == "T":
+                waited = message.store_timestamp_ms - message.born_timestamp_ms
+                assert waited >= 1000 * int(message.properties["TIMER_DELAY_SEC"])
+
+
+@pytest.mark.parametrize("read_ms", [0, -(1 << 63), (1 << 63) - 1, START_MS - 10**9])
+def test_a_read_time_that_cannot_be_loses_nothing(read_ms: int) -> None:
+    files, clock = in_memory(STORED), ManualClock(START_MS + 9_000)
+    checkpoint = TimerCheckpoint.read(ROOT, files)
+    assert checkpoint is not None
+    checkpoint.read_time_ms = read_ms
+    checkpoint.write(ROOT, files)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        timers = Timers.open(store, WHEEL)
+        due = timers.run_due(clock.now_ms())
+        while due is not None:
+            clock.move_to(max(due, clock.now_ms()))
+            due = timers.run_due(clock.now_ms())
+        assert {int(message.body) for message in store if message.topic == "T"} == set(range(14))
+
+
+units = st.builds(
+    Unit, st.just(52), st.integers(-1, 1 << 40), st.integers(1, 7), st.integers(0, 1 << 50), st.integers(0, 1 << 30),
+    st.integers(0, 1 << 50), st.integers(0, 1 << 20), st.integers(-(1 << 31), (1 << 31) - 1), st.integers(0, 9),
+)  # fmt: skip
+
+
+@given(written=st.lists(units, max_size=40), size=st.integers(68, 300))
+def test_units_are_read_as_they_were_written(written: list[Unit], size: int) -> None:
+    files = MemoryFiles()
+    files.make_folder(ROOT)
+    log = TimerLog(ROOT, size, files=files)
+    positions = [log.append(unit) for unit in written]
+    assert [log.unit(position) for position in positions] == written
+    found = [(position, item) for position, item in TimerLog(ROOT, size, files=files, writable=False).items()]
+    assert [(position, item) for position, item in found if isinstance(item, Unit)] == list(
+        zip(positions, written, strict=True)
+    )
+    ends = [position + (item if isinstance(item, int) else 52) for position, item in found]
+    assert [position for position, _ in found] == ([0, *ends[:-1]] if found else [])

@@ -1,0 +1,137 @@
+"""Running by threads: long backlogs, user code that ends in unusual ways, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.errors import RunnerError
+from librmq.runner import ManualRunner, Step, ThreadRunner, Work
+
+
+@pytest.fixture
+def runner() -> Iterator[ThreadRunner]:
+    runner = ThreadRunner()
+    yield runner
+    assert runner.close() == []
+
+
+def run(runner: ThreadRunner, call: Any, **settings: Any) -> tuple[Any, Any]:
+    ended = threading.Event()
+    outcome: list[tuple[Any, Any]] = []
+
+    def done(result: Any, error: Exception | None) -> None:
+        outcome.append((result, error))
+        ended.set()
+
+    with runner.lock:
+        runner.submit(Work("work", call, done, **settings))
+    assert ended.wait(30)
+    return outcome[0]
+
+
+def test_work_gives_its_result_or_its_error(runner: ThreadRunner) -> None:
+    assert run(runner, lambda: 5) == (5, None)
+    assert isinstance(run(runner, lambda: 1 // 0)[1], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_is_no_exception_is_a_failure_like_any_other(runner: ThreadRunner, raised: type[BaseException]) -> None:
+    def listener() -> None:
+        raise raised("bye")
+
+    error = run(runner, listener)[1]
+    assert isinstance(error, RunnerError)
+    assert isinstance(error.__cause__, raised)
+    assert run(runner, lambda: "the worker lives") == ("the worker lives", None)
+
+
+def test_a_coroutine_gives_its_result_or_is_cancelled(runner: ThreadRunner) -> None:
+    async def listener() -> int:
+        return 5
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    assert run(runner, listener) == (5, None)
+    assert isinstance(run(runner, cancelled)[1], RunnerError)
+    assert not runner.running
+
+
+def test_others_get_the_lock_though_a_step_is_always_due(runner: ThreadRunner) -> None:
+    stop = threading.Event()
+    step = Step("always due", lambda now_ms: None if stop.is_set() else now_ms)
+    with runner.lock:
+        runner.wake(step)
+    try:
+        assert runner.lock.acquire(timeout=30)
+        runner.lock.release()
+        assert run(runner, lambda: "work runs too") == ("work runs too", None)
+    finally:
+        stop.set()
+
+
+def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(now_ms: int) -> int | None:
+        raise ValueError("of the step")
+
+    with runner.lock:
+        runner.wake(Step("fails", fails))
+    assert run(runner, lambda: 5) == (5, None)
+    assert "fails: librmq's own step has failed" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_is_not_held_up_by_a_lock_of_the_parent(runner: ThreadRunner) -> None:
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with runner.lock:
+            held.set()
+            free.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if runner.lock.acquire(timeout=20) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    free.set()
+    holder.join()
+
+
+def test_by_hand_what_is_no_exception_goes_up() -> None:
+    runner = ManualRunner(ManualClock())
+
+    def listener() -> None:
+        raise SystemExit("bye")
+
+    runner.submit(Work("work", listener, lambda result, error: None))
+    with pytest.raises(SystemExit):
+        runner.advance()
+    assert not runner.running
+
+
+def test_by_hand_steps_run_at_their_times() -> None:
+    runner = ManualRunner(ManualClock(1_000_000))
+    seen: list[int] = []
+
+    def run_due(now_ms: int) -> int | None:
+        seen.append(now_ms)
+        return now_ms + 50 if len(seen) < 3 else None
+
+    runner.wake(Step("step", run_due), 1_000_100)
+    runner.advance(99)
+    assert seen == []
+    runner.advance(10_000)
+    assert seen == [1_000_100, 1_000_150, 1_000_200]
+    assert runner.now_ms() == 1_010_099
+    assert runner.next_due_ms() is None
