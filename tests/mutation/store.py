@@ -143,6 +143,8 @@ UNIT = "tests/unit/test_{}.py".format
 CRASH = "tests/crash/test_{}.py".format
 TOLD_BY = {
     "files.": CRASH("disk_flushes"),
+    "dispatch.drain": CRASH("settled"),
+    "flushing.flush": CRASH("settled"),
     "flushing.wait": UNIT("flushing"),
     "housekeeping.": UNIT("housekeeping"),
     "salvage.": CRASH("copies"),
@@ -175,6 +177,7 @@ TOLD_BY = {
     "indexfile.flush: self._dirty = True": UNIT("indexfile"),
     "keyindex.flush: self._folder_dirty = True": CRASH("parts"),
     "store._flush_derived: dispatcher.unflushed |=": CRASH("settled"),
+    "store._flush_derived: flush_all": CRASH("settled"),
     # The one that was there vouches for less, or for what was cut.
     "recovery._set_checkpoint: checkpoint.flush": UNIT("recovery"),
 }
@@ -257,11 +260,11 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("a checkpoint of length zero", "recovery", "    if files.size(checkpoint) == 0:\n", "    if False:\n"),
     # --- what a recovery leaves
     ("what is found is flushed", "recovery", "        if not self._clean:\n            self._write_again()\n", ""),
-    ("queues are written again", "recovery", "            if queue.max_physic_offset > begin:\n", "            if False:\n"),
+    ("queues are written again", "recovery", "            if queue.max_physic_offset > begin:\n", "            if False:\n", CRASH("settled")),
     ("units are written again with those of no entry", "consumequeue", "self.ext.write_again(self._last_ext_address(queue_offset))", "self.ext.write_again(self._last_ext_address(queue_offset + 1))", CRASH("parts")),
-    ("index files are written again", "recovery", "        if self._thorough:  # else those", "        if False:  # else those"),
-    ("folders of queues are flushed", "recovery", "                    above |= {folder, os.path.dirname(folder)}\n", "                    pass\n"),
-    ("the checkpoint after recovery", "recovery", "        if not self._clean or parts.cuts:\n            self._set_checkpoint(stored)\n", ""),
+    ("index files are written again", "recovery", "        if self._thorough:  # else those", "        if False:  # else those", CRASH("settled")),
+    ("folders of queues are flushed", "recovery", "                    above |= {folder, os.path.dirname(folder)}\n", "                    pass\n", CRASH("settled")),
+    ("the checkpoint after recovery", "recovery", "        if not self._clean or parts.cuts:\n            self._set_checkpoint(stored)\n", "", CRASH("settled")),
     ("a checkpoint that is later than the last record", "recovery", "        if max(times) > stored:\n", "        if False:\n", UNIT("recovery")),
     ("the marker while open", "recovery", "        set_abort(files, path)  # only now", "        pass  # only now"),
     ("the marker while open, opened at once", "recovery", "    if writable and trusted is not None:\n        set_abort(files, path)\n", "    if writable and trusted is not None:\n        pass\n"),
