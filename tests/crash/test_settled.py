@@ -126,3 +126,48 @@ def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
     store.append(Message("TopicA", b"more"))
     store.close()
     assert_settled(disk)
+
+
+def test_after_a_failed_flush_of_a_queue_nothing_is_vouched_for_or_clean() -> None:
+    """What it left out passes for flushed, and is not on the device."""
+    disk = BusyFiles()
+    files = FailingFiles(disk)
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    fill(store, clock, random.Random(1), 20)
+    store.log.flush()
+    files.fail("flush", 2)  # behind another of the log's last file
+    with pytest.raises(StoreIOError, match="/consumequeue/"):
+        store.flush()
+    for _ in range(80):
+        clock.advance(seconds=1)
+        store.append(Message("Other", b"b" * 100))
+    store.flush()
+    assert store.checkpoint.min_timestamp_ms < START_MS
+    store.close()
+    assert disk.size(f"{ROOT}/abort") == 0
+    images = CrashImages(disk.trace)
+    for seed in range(20):
+        with opened(images.image(seed, len(disk.trace)).files(), SMALL) as again:
+            assert len(served(again)) == 100
+            assert again.verify().sound
+
+
+def test_an_index_file_that_fills_up_during_a_flush_is_not_vouched_for_by_it() -> None:
+    files = BusyFiles()
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
+
+    def append(count: int = 40) -> None:
+        for number in range(count):
+            store.append(Message("TopicA", keys=f"k{number}"))
+        store.find_by_key("TopicA", "k1")
+
+    append(5)
+    files.meanwhile = append
+    store.flush()
+    files.meanwhile = None
+    assert store.index.files[0].full
+    assert store.checkpoint.physic_timestamp_ms == START_MS
+    assert store.checkpoint.index_timestamp_ms == 0
+    store.flush()
+    assert store.checkpoint.index_timestamp_ms == START_MS
