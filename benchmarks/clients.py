@@ -110,10 +110,11 @@ def stub_broker(count: int, *, in_flight: int) -> Run:
         broker.emit_after("process_boot")
         awaited = Awaited()
 
-        @dramatiq.actor(broker=broker, actor_name="arrived")
-        def actor(body: str) -> None:
+        def arrived(body: str) -> None:
             awaited.arrived()
 
+        declare: Any = dramatiq.actor
+        actor = declare(arrived, broker=broker, actor_name="arrived")
         worker = dramatiq.Worker(broker, worker_threads=4)
         worker.start()
         try:

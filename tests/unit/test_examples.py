@@ -121,7 +121,8 @@ def test_a_fastapi_application_is_tested_by_the_kit() -> None:
 
 
 def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_inprocess("-p", "pytest_librmq", str(EXAMPLES / "test_message_logic.py"))
+    known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # the plugin is loaded already, by this very run
+    result = pytester.runpytest_inprocess(*known, "-p", "pytest_librmq", str(EXAMPLES / "test_message_logic.py"))
     result.assert_outcomes(passed=8)
 
 
