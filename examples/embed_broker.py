@@ -50,7 +50,8 @@ def main(path: str) -> None:
         stored = sum(1 for _ in broker.messages("orders"))
         done = sum(broker.consumer_offsets("billing", "orders").values())
         print(f"{stored} orders in the log, {done} of them consumed")
-    print(f"threads that are left: {threading.active_count() - 1}")
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("librmq")]
+    print(f"threads that are left: {len(left)}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from librmq.spark.commit import Staged, commit, job_folder
 from librmq.spark.encode import Encoder, Lane
 from librmq.spark.options import WriteOptions
 from librmq.spark.write import Writer
+from tests.reference import CHECKOUT
 from tests.spark import shared_session
 
 START_MS = 1_700_000_000_000
@@ -235,7 +236,7 @@ def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
     paths = [new_store(tmp_path / f"s{calls}") for calls in range(25)]
     subprocess.run(
         [sys.executable, "-c", KILLED, *map(str, paths)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
         check=True,
     )
     ends = set()
