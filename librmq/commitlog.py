@@ -36,7 +36,7 @@ _BLANK_MAGIC: Final = codec.BLANK_MAGIC
 _MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
-_TOUCHED: Final = 128 << 10  # bytes at a time: the interpreter stands still meanwhile
+_TOUCHED: Final = 128 << 10  # bytes at a time: where the disk is full, so many are tried in vain
 
 
 LogItem = tuple[int, int, bytes | None]

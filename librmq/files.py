@@ -25,10 +25,11 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from functools import cache
+from typing import Any, Final, Protocol
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 
@@ -268,6 +269,21 @@ _held: dict[tuple[int, int], str] = {}
 _held_guard = threading.Lock()
 
 
+@cache
+def _populate() -> Callable[[Any, int, int], None]:
+    """A function that makes pages of a mapping ready: ``populate(mapping, begin, size)``."""
+    import ctypes  # whoever opens no store for writing does without
+
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def populate(mapping: Any, begin: int, size: int) -> None:
+        first = ctypes.c_char.from_buffer(mapping)  # holds the mapping where it is
+        advise(ctypes.addressof(first) + begin, size, _MADV_POPULATE_WRITE)
+
+    return populate
+
+
 class DiskFiles:
     """Real files, mapped. Thread-safe."""
 
@@ -322,8 +338,9 @@ class DiskFiles:
     def touch(self, file: File, begin: int, end: int) -> None:
         begin -= begin % mmap.PAGESIZE
         if sys.platform == "linux" and end > begin:
-            with suppress(OSError):  # an older kernel does not know it: then the first write is slow
-                file.buffer.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+            # Not by the mapping's own method, which stops all threads of the interpreter meanwhile. An older kernel
+            # does not know the advice: then the first write is slow.
+            _populate()(file.buffer, begin, end - begin)
 
     def flush(self, file: File) -> None:
         with self._descriptor(file, "flush") as descriptor:
