@@ -184,8 +184,11 @@ class Appends:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset + size >= self._housekeeping.alarm:
             self._wake()
-        if self._sync and wait:
-            self._commit.reach(physical_offset + size)
+        if self._sync:
+            if wait:
+                self._commit.reach(physical_offset + size)
+            else:
+                self._wake()
         return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
 
     def append_again(
@@ -322,8 +325,11 @@ class Appends:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset >= self._housekeeping.alarm:
             self._wake()
-        if self._sync and wait:
-            self._commit.reach(physical_offset)
+        if self._sync:
+            if wait:
+                self._commit.reach(physical_offset)
+            else:
+                self._wake()
         return results
 
     def submit(self, message: Message, queue_id: int = 0, **fields: Any) -> Acknowledgement[AppendResult]:

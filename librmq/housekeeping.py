@@ -83,6 +83,8 @@ class Housekeeping:
             except StoreError as error:
                 _log.error("log files that are due could not be deleted: %s", error)
                 self._expire_at_ms = now_ms + _AGAIN_MS
+        if self._config.durability == "sync" and queues_due is not None:
+            log_alarm = sys.maxsize  # those who wait flush for themselves, the others wake whoever calls this
         self.alarm = min(log_alarm, log.end + _AHEAD // 2)
         if log.end > self.alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came by while the alarm was off
