@@ -19,6 +19,7 @@ ORDERS = 3
 
 
 def main(path: str) -> None:
+    before = set(threading.enumerate())
     charged: Queue[str] = Queue()
 
     # Leaving a `with` shuts down what it opened, the last one first: producer, consumer, broker.
@@ -50,8 +51,7 @@ def main(path: str) -> None:
         stored = sum(1 for _ in broker.messages("orders"))
         done = sum(broker.consumer_offsets("billing", "orders").values())
         print(f"{stored} orders in the log, {done} of them consumed")
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("librmq")]
-    print(f"threads that are left: {len(left)}")
+    print(f"threads that are left: {len(set(threading.enumerate()) - before)}")
 
 
 if __name__ == "__main__":
