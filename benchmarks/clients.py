@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
+from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost, rate
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
@@ -312,19 +312,14 @@ def delayed(bench: Bench) -> list[Row]:
     """A delayed message, stored and delivered, in single appends."""
     count = bench.count(10_000)
     rates = bench.interleave({"append": single_appends(count), "delayed": delayed_messages(count)})
-    costs = [one / two for one, two in zip(rates["append"], rates["delayed"], strict=True)]
     return [
-        Row(
+        cost(
             "a delayed message, stored and delivered",
-            "",
             "a single append",
-            statistics.median(costs),
-            "×",
+            rates["delayed"],
+            rates["append"],
             Target(3, 2.3, at_most=True),
-            f"{min(costs):.2f}–{max(costs):.2f}",
-            rate(statistics.median(rates["delayed"]), "msg/s"),
-            rate(statistics.median(rates["append"]), "msg/s"),
-            limit=True,
+            unit="msg/s",
         )
     ]
 

@@ -174,6 +174,25 @@ def compare(
     )
 
 
+def cost(
+    path: str, against: str, ours: Sequence[float], other: Sequence[float], target: Target = NO_TARGET, *, unit: str
+) -> Row:
+    """A row that tells how many of the others one of ours costs, from the rates of both, round by round."""
+    costs = [two / one for one, two in zip(ours, other, strict=True)]
+    return Row(
+        path,
+        "",
+        against,
+        statistics.median(costs),
+        "×",
+        target,
+        f"{min(costs):.2f}–{max(costs):.2f}",
+        rate(statistics.median(ours), unit),
+        rate(statistics.median(other), "msg/s"),
+        limit=True,
+    )
+
+
 def rate(value: float, unit: str) -> str:
     """``value`` in ``unit`` with a prefix: ``187k msg/s``, ``1.2 GB/s``, ``130 ms``."""
     if unit == "s" and value < 1:

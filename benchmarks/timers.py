@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
+from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message
@@ -91,16 +90,7 @@ def stored_and_delivered(bench: Bench) -> list[Row]:
     """A timer, stored and delivered, in single appends."""
     count = bench.count(TIMERS)
     rates = bench.interleave({"append": appends(count), "timer": timed(count)})
-    costs = [one / two for one, two in zip(rates["append"], rates["timer"], strict=True)]
-    return [
-        Row(
-            "a timer, stored and delivered", "", "a single append", statistics.median(costs), "×",
-            spread=f"{min(costs):.2f}–{max(costs):.2f}",
-            ours=rate(statistics.median(rates["timer"]), "msg/s"),
-            other=rate(statistics.median(rates["append"]), "msg/s"),
-            limit=True,
-        )
-    ]  # fmt: skip
+    return [cost("a timer, stored and delivered", "a single append", rates["timer"], rates["append"], unit="msg/s")]
 
 
 def due(bench: Bench) -> list[Row]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
+from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -62,19 +61,14 @@ def committed(bench: Bench) -> list[Row]:
     """A committed transaction, half, final and op message, in single appends."""
     count = bench.count(TRANSACTIONS)
     rates = bench.interleave({"append": appends(count), "commit": commits(count)})
-    costs = [one / two for one, two in zip(rates["append"], rates["commit"], strict=True)]
     return [
-        Row(
+        cost(
             "a committed transaction",
-            "",
             "a single append",
-            statistics.median(costs),
-            "×",
+            rates["commit"],
+            rates["append"],
             Target(4, 3.2, at_most=True),
-            f"{min(costs):.2f}–{max(costs):.2f}",
-            rate(statistics.median(rates["commit"]), "/s"),
-            rate(statistics.median(rates["append"]), "msg/s"),
-            limit=True,
+            unit="/s",
         )
     ]
 

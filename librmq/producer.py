@@ -237,7 +237,7 @@ class Producer:
         `MessageIllegalError` for several topics, several wait flags, a delay, or over 4 MiB in all; `split_batch`
         cuts what is longer.
         """
-        batch = tuple(self._prepare(message, b"", {}, batch=True) for message in messages)
+        batch = tuple(self._prepare(message, b"", {}) for message in messages)
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
             return self._send_to(batch[0], self._given(batch[0].topic, queue), self._timeout_ms(None), batch)
@@ -279,9 +279,8 @@ class Producer:
         **fields: Any,
     ) -> SendResult:
         """As `send`, without blocking the event loop while the store waits for its disk."""
-        made = self._prepare(message, body, fields)
         return await self._runner.offload(
-            lambda: self.send(made, queue=queue, selector=selector, arg=arg, timeout=timeout)
+            lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
 
     def queues(self, topic: str) -> tuple[MessageQueue, ...]:
@@ -290,7 +289,7 @@ class Producer:
 
     # --------------------------------------------------------------------------------------------------------- details
 
-    def _prepare(self, message: Message | str, body: bytes, fields: Mapping[str, Any], batch: bool = False) -> Message:
+    def _prepare(self, message: Message | str, body: bytes, fields: Mapping[str, Any]) -> Message:
         """A copy that has a unique id, checked."""
         if isinstance(message, str):
             message = Message(message, body, **fields)

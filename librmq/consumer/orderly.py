@@ -56,7 +56,6 @@ MOST_WITHOUT_REST_MS: Final = 60_000
 REST_MS: Final = 10
 LEAST_SUSPENSION_MS: Final = 10
 MOST_SUSPENSION_MS: Final = 30_000
-NO_MAXIMUM: Final = (1 << 31) - 1
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 
 _log = logging.getLogger("librmq.consumer")

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.resources import files
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from librmq.errors import MissingExtraError
 
 __all__ = ["Page", "Section", "Tile"]
-
-MOST_ROWS: Final = 50
 
 
 @dataclass(frozen=True)

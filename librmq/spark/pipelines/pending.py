@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from librmq.consumequeueext import LAST_EXT_ADDRESS
 from librmq.levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.spark.stores import DELAY_GROUP
-from librmq.topics import HALF_TOPIC, OP_TOPIC
+from librmq.topics import HALF_TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -89,6 +89,3 @@ def _properties(column: str):  # type: ignore[no-untyped-def]
         return F.col(column).getItem(name)
 
     return of
-
-
-TRANSACTION_TOPICS = (HALF_TOPIC, OP_TOPIC)
