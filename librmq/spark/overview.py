@@ -208,8 +208,12 @@ def _skew(uneven: Any, name: dict[str, str]) -> Section:
         for store, topic, queue, count, share, ratio in uneven
         if ratio > 1.1 and not is_system_topic(topic)
     ]
-    plot = bars([(f"{topic} · {queue}", round(ratio, 2)) for topic, _, queue, _, _, ratio in rows[:MOST]],
-                "times the mean of the topic’s queues") if rows else ""  # fmt: skip
+    several = len(name) > 1  # then the same queue may stand there once for each store
+    bound = [
+        (f"{store} · {topic} · {queue}" if several else f"{topic} · {queue}", round(ratio, 2))
+        for topic, store, queue, _, _, ratio in rows[:MOST]
+    ]
+    plot = bars(bound, "times the mean of the topic’s queues") if rows else ""
     about = (
         "Queues that hold more than the other queues of their topic. A queue has one consumer at a time, so the "
         "largest one bounds how fast a topic is consumed. A key that is sent often is the usual cause."
