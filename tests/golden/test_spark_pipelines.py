@@ -1,9 +1,13 @@
-"""Pipelines over recorded stores, held against the same worked out in plain Python."""
+"""Pipelines over recorded stores, held against the same worked out in plain Python.
+
+In each of them a worker is killed in the midst of a task.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.spark.pipelines import run  # noqa: E402
 from librmq.spark.pipelines.reconciliation import reconcile  # noqa: E402
-from tests.spark import shared_session  # noqa: E402
+from tests.spark import killing, shared_session  # noqa: E402
 
 Name = tuple[str, str, int]
 
@@ -52,6 +56,12 @@ def stores() -> list[str]:
             chosen.append(str(path))
             seen |= kinds
     return chosen
+
+
+@pytest.fixture(autouse=True)
+def a_worker_is_killed(tmp_path: Path) -> Iterator[None]:
+    with killing(tmp_path / "killed"):
+        yield
 
 
 class Plain:
