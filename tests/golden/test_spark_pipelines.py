@@ -23,6 +23,7 @@ from librmq.pending import pending
 from librmq.rebalance import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
 from librmq.timer import Timers, TimerSettings
 from librmq.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
+from librmq.txn import Transactions
 from tests.reference import reference
 
 pytestmark = pytest.mark.spark
@@ -208,10 +209,21 @@ def test_what_if(stores: list[str], plain: Plain) -> None:
     assert checked
 
 
-def test_pending_transactions(stores: list[str], plain: Plain) -> None:
+def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -> None:
+    made = str(tmp_path / "made")
+    with MessageStore.open(made, StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
+        transactions = Transactions(store, BrokerConfig.open(os.path.join(made, "config")), 0)
+        halves = []
+        for number in range(4):
+            message = Message("H", b"x", unique_key=f"H{number}")
+            message.properties |= {"PGROUP": "P", "TRAN_MSG": "true"}
+            halves.append(transactions.prepare(message, 0))
+        transactions.commit(halves[1].physical_offset, halves[1].queue_offset, "P")
+        for body, tags in ((b"no number", "d"), (b"2", None), (b" 2", "d"), (b"77", "d"), (b"+3", "d")):
+            store.append(Message(OP_TOPIC, body, tags=tags))
     found = {
         (row["store"], row["queueOffset"], row["group"], row["topic"])
-        for row in run(shared_session(), "transactions", stores).collect()
+        for row in run(shared_session(), "transactions", [*stores, made]).collect()
     }
     ended = {(path, int(message.body)) for path, _, message in plain.of(OP_TOPIC)}
     wanted = {
@@ -219,7 +231,9 @@ def test_pending_transactions(stores: list[str], plain: Plain) -> None:
         for path, at, message in plain.of(HALF_TOPIC)
         if at >= plain.offsets.get((path, "CID_RMQ_SYS_TRANS", HALF_TOPIC, 0), 0) and (path, at) not in ended
     }
-    assert found == wanted
+    assert found == wanted | {(made, 0, "P", "H"), (made, 2, "P", "H")}
+    with MessageStore.open(made, read_only=True) as store:
+        assert [one.unique_key for one in pending(store, kind="half")] == ["H0", "H2"]
 
 
 def store_with_timers(path: Path) -> None:

@@ -128,8 +128,9 @@ def _transactions(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> D
         "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string, "
         "bornTimestamp timestamp, storeTimestamp timestamp"
     )
-    halves = stores.messages(spark, paths, columns, topic=HALF_TOPIC)
-    ops = stores.messages(spark, paths, "store string, body binary", topic=OP_TOPIC)
+    halves = stores.messages(spark, paths, columns, topic=HALF_TOPIC, queueId="0")
+    columns = "store string, queueOffset bigint, tags string, body binary"
+    ops = stores.messages(spark, paths, columns, topic=OP_TOPIC, queueId="0")
     return pending_transactions(halves, ops, stores.offsets(spark, paths))
 
 
@@ -145,7 +146,7 @@ def _timers(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFra
     delayed = stores.messages(spark, paths, columns, topic=SCHEDULE_TOPIC)
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
-    timed = stores.messages(spark, paths, columns, topic=TIMER_TOPIC)
+    timed = stores.messages(spark, paths, columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
     return delays.unionByName(timers)
 

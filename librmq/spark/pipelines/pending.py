@@ -11,7 +11,7 @@ from librmq.spark.decode import LAST_MS
 from librmq.spark.stores import DELAY_GROUP
 from librmq.timer import DELETE_KEY, OUT_MS
 from librmq.timerfiles import DELETE, ROLL
-from librmq.topics import HALF_TOPIC
+from librmq.topics import HALF_TOPIC, OP_TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -26,19 +26,21 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
     """Half messages that were neither committed nor rolled back.
 
     ``halves`` are messages of the half topic with store, queueOffset, physicalOffset, properties, uniqueKey,
-    bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store and body (the queue offset of the half that
-    was ended); ``offsets`` as in `librmq.spark.stores`: what lies before the broker's own progress is done with.
-    Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
+    bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store, queueOffset, tags and body (the queue
+    offset of the half that was ended); ``offsets`` as in `librmq.spark.stores`: what lies before the broker's own
+    progress is done with. Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
     """
-    ended = ops.where(F.col("body").isNotNull()).select(
-        "store", F.col("body").cast("string").cast("bigint").alias("half")
-    )
-    done = offsets.where((F.col("group") == CHECK_GROUP) & (F.col("topic") == HALF_TOPIC)).select(
-        "store", F.col("offset").alias("done")
-    )
-    left = halves.join(F.broadcast(done), "store", "left").where(
-        F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
-    )
+
+    def from_progress(messages: DataFrame, topic: str) -> DataFrame:
+        checked = offsets.where((F.col("group") == CHECK_GROUP) & (F.col("topic") == topic))
+        done = checked.where("queueId = 0").select("store", F.col("offset").alias("done"))
+        return messages.join(F.broadcast(done), "store", "left").where(
+            F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
+        )
+
+    told = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # an op may say anything
+    ended = told.select("store", _whole(F.col("body").cast("string")).alias("half"))
+    left = from_progress(halves, HALF_TOPIC)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")
     of = _properties("properties")
     return left.select(
@@ -48,7 +50,7 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
         "uniqueKey",
         "queueOffset",
         "physicalOffset",
-        F.coalesce(of("TRANSACTION_CHECK_TIMES").try_cast("int"), F.lit(0)).alias("checks"),
+        F.coalesce(_whole(of("TRANSACTION_CHECK_TIMES")).try_cast("int"), F.lit(0)).alias("checks"),
         F.col("bornTimestamp").alias("born"),
         F.col("storeTimestamp").alias("stored"),
     )
@@ -97,10 +99,9 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     on_the_way = messages.join(F.broadcast(progress), "store").where(
         (F.col("queueOffset") >= F.col("done")) & of(DELETE_KEY).isNull()
     )
-    due = F.when(of(OUT_MS).rlike(r"\A[+-]?[0-9]+\z"), of(OUT_MS).try_cast("bigint"))
     columns = "store", "properties", "uniqueKey", "queueOffset", "physicalOffset"
     waiting = in_slots.select(*columns).unionByName(on_the_way.select(*columns))
-    return _waiting(waiting, "timer", F.lit(None).cast("int"), F.coalesce(due, F.lit(0)))
+    return _waiting(waiting, "timer", F.lit(None).cast("int"), F.coalesce(_whole(of(OUT_MS)), F.lit(0)))
 
 
 def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> DataFrame:
@@ -115,6 +116,11 @@ def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> Data
         "physicalOffset",
         F.timestamp_millis(bounded).alias("due"),
     )
+
+
+def _whole(text: Column) -> Column:
+    """A number as Java reads it, null for another text."""
+    return F.when(text.rlike(r"\A[+-]?[0-9]+\z"), text.try_cast("bigint"))
 
 
 def _properties(column: str):  # type: ignore[no-untyped-def]
