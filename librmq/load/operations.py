@@ -42,7 +42,8 @@ from librmq.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
-from librmq.txn import CHECK_GROUP, Transactions, TransactionSettings
+from librmq.txn import Transactions, TransactionSettings
+from librmq.txnhalves import CHECK_GROUP
 
 __all__ = ["run"]
 
