@@ -22,7 +22,7 @@ from librmq.flushing import Acknowledgement, GroupCommit
 from librmq.housekeeping import Housekeeping
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message import Message, StoredMessage
-from librmq.recovery import Parts
+from librmq.parts import Parts
 from librmq.topics import validate_topic
 
 __all__ = ["AppendResult", "Appends"]

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq import codec, layout, recovery
+from librmq import codec, layout, opening
 from librmq.checkpoint import Checkpoint, has_abort
 from librmq.clock import Clock
 from librmq.closedstate import QueueName, QueueTable
@@ -46,6 +46,7 @@ from librmq.levels import DelayLevels
 from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.message import StoredMessage
 from librmq.overlay import OverlayFiles
+from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.topics import validate_queue
 
@@ -65,7 +66,7 @@ class Following:
 
     config: StoreConfig
     """The settings, those that the files tell if none were given."""
-    parts: recovery.Parts
+    parts: Parts
     """As of the last `refresh`; replaced when somebody begins to write or ends, never closed."""
     version: int
     """How often there was something new."""
@@ -167,15 +168,15 @@ class Following:
         self._opened(self)
         self.version += 1
 
-    def _recovered(self, config: StoreConfig) -> recovery.Parts:
+    def _recovered(self, config: StoreConfig) -> Parts:
         """The parts as a recovery would leave them, in memory; those of a store in memory as they are."""
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
         if not isinstance(files, DiskFiles):
-            return recovery.load(path, config, levels, files, self._clock, writable=False)
+            return opening.load(path, config, levels, files, self._clock, writable=False)
         overlay = OverlayFiles()
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
-        return recovery.load(
+        return opening.load(
             path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of
         )
 
@@ -517,7 +518,7 @@ class _Live:
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
         self._begin = log.begin
-        self.parts = recovery.Parts(
+        self.parts = Parts(
             self._levels,
             log,
             self._queues,
@@ -527,7 +528,7 @@ class _Live:
             self._queues.open_queue,
             [],
         )
-        self._find_end(recovery.vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
+        self._find_end(opening.vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
 
     def _find_end(self, begin: int) -> None:
         """Walk through the log from ``begin``, and take from it what queues and index may not have yet.

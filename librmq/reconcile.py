@@ -13,16 +13,17 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from librmq import codec
+from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
+from librmq.damage import Damage
 from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, index_block, is_indexed, key_hashes
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
@@ -32,7 +33,7 @@ from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage
 from librmq.topics import validate_queue
 
-__all__ = ["Damage", "GapError", "OpenQueue", "first_at", "reconcile"]
+__all__ = ["GapError", "first_at", "reconcile"]
 
 _LONG: Final = struct.Struct(">q")
 # Of a record with IPv4 hosts: queue id, queue and physical offset, sys flag, store timestamp, body length.
@@ -49,23 +50,8 @@ _COMPARED: Final = 4096  # entries that are compared together
 _BLOCK: Final = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """What is wrong with ``bytes`` of ``file`` from ``offset`` on (physical for the log, else within the file)."""
-
-    file: str
-    offset: int
-    kind: str
-    what: str
-    bytes: int = 0
-
-
 class GapError(Exception):
     """A queue lacks entries from before the place where the walk began: walk over all of the log."""
-
-
-OpenQueue = Callable[[str, int], ConsumeQueue]
-"""From topic and queue id to the queue, opened; one that does not exist yet is empty."""
 
 
 def reconcile(

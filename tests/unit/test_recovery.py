@@ -13,12 +13,12 @@ from librmq import codec, salvage
 from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.damage import Damage
 from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.reconcile import Damage
-from librmq.recovery import vouched_for
+from librmq.opening import vouched_for
 from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
