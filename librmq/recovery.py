@@ -26,7 +26,8 @@ from librmq.indexfile import IndexFile
 from librmq.javahash import java_decode
 from librmq.message import StoredMessage
 from librmq.parts import Parts
-from librmq.reconcile import GapError, first_at, reconcile
+from librmq.queuecheck import GapError, first_at
+from librmq.reconcile import reconcile
 from librmq.topics import validate_queue
 
 __all__ = ["Recovery"]

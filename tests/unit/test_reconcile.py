@@ -16,7 +16,8 @@ from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
-from librmq.reconcile import GapError, reconcile
+from librmq.queuecheck import GapError
+from librmq.reconcile import reconcile
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")
