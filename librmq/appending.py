@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from librmq import codec
+from librmq.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
@@ -247,10 +248,12 @@ class Appends:
 
         ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
         `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
-        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch`
+        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.batch.split_batch`
         cuts what is larger.
         """
-        _check_batch(messages, sys_flag)
+        check_batch(messages)
+        if sys_flag & _TRANSACTION_MASK:
+            raise MessageIllegalError("a batch can't be part of a transaction")
         added = codec.encode_properties(properties) if properties else b""
         lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
         stored_at = self._host if store_host is None else codec.encode_host(store_host)
@@ -263,7 +266,7 @@ class Appends:
         for message in messages:
             body, found = message.body, message.properties
             raw = codec.encode_properties(found)
-            encoded_size += codec.BATCH_FIXED_SIZE + len(body) + len(raw)
+            encoded_size += BATCH_FIXED_SIZE + len(body) + len(raw)
             if properties:
                 raw = codec.join_properties(raw, added)
                 found = codec.decode_properties(raw)
@@ -383,19 +386,3 @@ def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
     if sys_flag & codec.HOSTS_V6 & ~flags:
         raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
     return flags
-
-
-def _check_batch(messages: Sequence[Message], sys_flag: int) -> None:
-    """Refuse what no client would send as a batch and no broker would take."""
-    if not messages:
-        raise MessageIllegalError("a batch needs at least one message")
-    first = messages[0]
-    for message in messages:
-        if message.topic != first.topic:
-            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
-        if message.properties.get("WAIT") != first.properties.get("WAIT"):
-            raise MessageIllegalError("a batch has one wait flag, found several")
-        if parse_level(message.properties.get("DELAY")) > 0:
-            raise MessageIllegalError("a batch can't be delayed")
-    if sys_flag & _TRANSACTION_MASK:
-        raise MessageIllegalError("a batch can't be part of a transaction")

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq import codec, layout
+from librmq.batch import BatchItem, encode_batch
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
@@ -265,8 +266,8 @@ class _Operations:
             fields.check_separators(added)
             if parse_level(added.get(codec.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
                 raise MessageIllegalError("a batch can't be delayed")
-            encoded = codec.encode_batch(
-                codec.BatchItem(message.body, message.flag, codec.encode_properties(message.properties))
+            encoded = encode_batch(
+                BatchItem(message.body, message.flag, codec.encode_properties(message.properties))
                 for message in messages
             )
             return self._store.append_batch(messages, queue_id, properties=added, **origin)

@@ -11,6 +11,7 @@ import zlib
 import pytest
 
 from librmq import codec
+from librmq.batch import BatchItem, decode_batch, encode_batch
 from librmq.codec import Record, check_record, decode_record, encode_record
 from librmq.compression import compression_type
 from librmq.errors import (
@@ -389,17 +390,17 @@ def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
 
 def test_a_batch_there_and_back() -> None:
     items = [
-        codec.BatchItem(b"one", 1, b"a\x011"),
-        codec.BatchItem(b""),
-        codec.BatchItem(b"three" * 1000, -1),
+        BatchItem(b"one", 1, b"a\x011"),
+        BatchItem(b""),
+        BatchItem(b"three" * 1000, -1),
     ]
-    raw = codec.encode_batch(items)
-    assert codec.decode_batch(raw) == items
-    assert codec.decode_batch(b"") == []
+    raw = encode_batch(items)
+    assert decode_batch(raw) == items
+    assert decode_batch(b"") == []
     for end in range(1, len(raw)):
         if end not in (28, 50):  # where a message ends
             with pytest.raises(MessageIllegalError):
-                codec.decode_batch(raw[:end])
+                decode_batch(raw[:end])
 
 
 @pytest.mark.parametrize(
@@ -407,15 +408,15 @@ def test_a_batch_there_and_back() -> None:
     [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],
 )
 def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None:
-    raw = codec.encode_batch([codec.BatchItem(b"one")])
+    raw = encode_batch([BatchItem(b"one")])
     with pytest.raises(MessageIllegalError, match="batch: message 0"):
-        codec.decode_batch(patched(raw, at, struct.pack(">i", value)))
+        decode_batch(patched(raw, at, struct.pack(">i", value)))
 
 
 def test_what_does_not_fit_a_batch_is_refused() -> None:
-    for item in (codec.BatchItem(b"", 2**31), codec.BatchItem(b"", 0, bytes(32_768))):
+    for item in (BatchItem(b"", 2**31), BatchItem(b"", 0, bytes(32_768))):
         with pytest.raises(MessageIllegalError, match="message 1 of the batch is out of range"):
-            codec.encode_batch([codec.BatchItem(b""), item])
+            encode_batch([BatchItem(b""), item])
 
 
 # --- hosts and ids
