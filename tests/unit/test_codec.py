@@ -1,4 +1,4 @@
-"""Records, properties, batches, hosts, compressed bodies: made by hand, and every way to refuse them."""
+"""Records, properties, hosts, compressed bodies: made by hand, and every way to refuse them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import zlib
 import pytest
 
 from librmq import codec
-from librmq.batch import BatchItem, decode_batch, encode_batch
 from librmq.codec import Record, check_record, decode_record, encode_record
 from librmq.compression import compression_type
 from librmq.errors import (
@@ -383,40 +382,6 @@ def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
     }
     assert names >= codec.RESERVED_PROPERTIES
     assert len(names) == 35
-
-
-# --- batches
-
-
-def test_a_batch_there_and_back() -> None:
-    items = [
-        BatchItem(b"one", 1, b"a\x011"),
-        BatchItem(b""),
-        BatchItem(b"three" * 1000, -1),
-    ]
-    raw = encode_batch(items)
-    assert decode_batch(raw) == items
-    assert decode_batch(b"") == []
-    for end in range(1, len(raw)):
-        if end not in (28, 50):  # where a message ends
-            with pytest.raises(MessageIllegalError):
-                decode_batch(raw[:end])
-
-
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],
-)
-def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None:
-    raw = encode_batch([BatchItem(b"one")])
-    with pytest.raises(MessageIllegalError, match="batch: message 0"):
-        decode_batch(patched(raw, at, struct.pack(">i", value)))
-
-
-def test_what_does_not_fit_a_batch_is_refused() -> None:
-    for item in (BatchItem(b"", 2**31), BatchItem(b"", 0, bytes(32_768))):
-        with pytest.raises(MessageIllegalError, match="message 1 of the batch is out of range"):
-            encode_batch([BatchItem(b""), item])
 
 
 # --- hosts and ids
