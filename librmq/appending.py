@@ -67,6 +67,7 @@ class Appends:
     _compress_from: int
     _dispatcher: Dispatcher
     _host: bytes
+    _host_is_v6: bool
     _housekeeping: Housekeeping
     _lanes: dict[tuple[str, int], Lane]
     _largest_body: int
@@ -125,38 +126,38 @@ class Appends:
             raw = properties_raw
             properties = properties or codec.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
-        if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
+        body_size = len(body)
+        if body_size >= self._compress_from and not sys_flag & codec.COMPRESSED:
             body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
-        if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+            body_size = len(body)
+        if body_size > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
             raise self._too_long(body, raw)
         get = properties.get
         unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
         tags_code = codec.tags_code(tags) if tags else 0
         stored_at = born_at = self._host
-        if store_host is not None:
-            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
-        if born_host is not None:
-            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
         counted = True
-        if sys_flag & _TRANSACTION_MASK:
+        if born_host is not None or store_host is not None or sys_flag or self._host_is_v6:
+            if store_host is not None:
+                stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
+            if born_host is not None:
+                born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
             if not is_indexed(sys_flag):
                 unique_key = keys = None
-        hosts_size = len(born_at) + len(stored_at)
-        if hosts_size > 16 or sys_flag & codec.HOSTS_V6:
-            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
         checksum = zlib.crc32(body) & 0x7FFFFFFF
-        body_size = len(body)
-        topic_field = lane.topic_field
-        tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
-        size = 72 + hosts_size + len(tail)
+        tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
+        size = 72 + len(born_at) + len(stored_at) + len(tail)
         log, dispatcher = self.log, self._dispatcher
         try:
             with self._lock:
                 if not self._accepts:
                     raise self._refusal()
-                if len(dispatcher.records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
+                records = dispatcher.records
+                if len(records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
                     dispatcher.drain()
+                    records = dispatcher.records
                 now = self._now_ms()
                 physical_offset = log.end
                 if physical_offset + size > log.fits:
@@ -180,7 +181,7 @@ class Appends:
                     if not pending:
                         dispatcher.lanes.append(lane)
                     pending.append(_pack_entry(physical_offset, size, tags_code))
-                dispatcher.records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+                records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset + size >= self._housekeeping.alarm:
