@@ -14,11 +14,12 @@ but only where something can be due: `DelaySchedule.run_due` says which look is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from librmq import codec
+from librmq.appending import AppendResult, Copy
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
 from librmq.errors import (
@@ -34,10 +35,10 @@ from librmq.errors import (
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message import StoredMessage
-from librmq.store import AppendResult, MessageStore
+from librmq.store import MessageStore
 from librmq.topics import HALF_TOPIC
 
-__all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings", "deliver"]
+__all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings"]
 
 _log = logging.getLogger("librmq.delay")
 
@@ -83,11 +84,11 @@ class DelayOffsets(Protocol):
         ...
 
 
-def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
-    """Write a message that waited to the topic and queue it was sent to; all else stays as it is.
+def _copied(store: MessageStore, waiting: StoredMessage) -> Copy:
+    """A message that waited as it goes to the topic and queue it was sent to; all else stays as it is.
 
-    Returns at once, whatever the store's durability. `MessageIllegalError` if it names no topic and queue, or one that
-    no message may be delivered to: half messages, which a transaction ends, and the schedule topic.
+    `MessageIllegalError` if it names no topic and queue, or one that no message may be delivered to: half messages,
+    which a transaction ends, and the schedule topic.
     """
     properties = waiting.properties
     topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
@@ -96,7 +97,10 @@ def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
         raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
     if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
         raise MessageIllegalError(f"nothing is delivered to {topic}")
-    return store.append_again(waiting, topic, queue_id, properties, raw=codec.encode_properties(properties))
+    raw = waiting.properties_raw
+    if not codec.is_encoding_of(raw, properties):
+        raw = codec.encode_properties(properties)
+    return store.prepare_again(waiting, topic, queue_id, properties, raw)
 
 
 class _Level:
@@ -258,17 +262,25 @@ class DelaySchedule:
             raw = queue.read(queue_offset, min(count, end - queue_offset))
             if not raw:
                 return None
+            due: list[tuple[int, int]] = []
+            next_look: int | None = None
             for physical_offset, size, code in ENTRY.iter_unpack(raw):
                 if size <= 0 or physical_offset < 0:
-                    queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
-                    return None
-                due_ms = self._due(level, queue, physical_offset, size, code)
+                    break
+                is_time = queue.ext is None and code >= _HASHES[1]  # the usual case, at once
+                due_ms = code if is_time else self._due(level, queue, physical_offset, size, code)
                 too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
                 if look_ms is None or (due_ms > look_ms and not too_far):
-                    return self._begin_ms if too_far else self._look_for(due_ms)
-                self._deliver(level, queue_offset, physical_offset, size)
-                level.next_offset = queue_offset = queue_offset + 1
-                self._unsaved = True
+                    next_look = self._begin_ms if too_far else self._look_for(due_ms)
+                    break
+                due.append((physical_offset, size))
+            self._deliver(level, queue_offset, due)
+            queue_offset += len(due)
+            if next_look is not None:
+                return next_look
+            if len(due) * ENTRY.size < len(raw):
+                queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
+                return None
             count = min(_LOOKED_AT, 2 * count)
         return self._last_ms
 
@@ -299,22 +311,48 @@ class DelaySchedule:
         stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
-    def _deliver(self, level: _Level, queue_offset: int, physical_offset: int, size: int) -> None:
-        """Deliver a message, or say why it is dropped; one that is gone with the log's begin is passed over."""
-        try:
-            message = self._read(physical_offset, size)
-            if message is None:
-                return
-            result = deliver(self._store, message)
-        except (MessageIllegalError, RecordError) as error:
-            _log.error(
-                "delay level %d: the message at queue offset %d, physical offset %d is dropped: %s",
-                level.level, queue_offset, physical_offset, error,
-                extra={"topic": SCHEDULE_TOPIC, "queue_id": level.queue_id, "queue_offset": queue_offset},
-            )  # fmt: skip
-            return
-        if self._delivered is not None:
-            self._delivered(message, result)
+    def _deliver(self, level: _Level, queue_offset: int, entries: Sequence[tuple[int, int]]) -> None:
+        """Deliver the messages of entries from ``queue_offset`` on, or say why one is dropped; those that are gone with
+        the log's begin are passed over.
+        """
+        waiting: list[StoredMessage] = []
+        copies: list[Copy] = []
+        places: list[int] = []
+        for place, (physical_offset, size) in enumerate(entries, queue_offset):
+            try:
+                message = self._read(physical_offset, size)
+                if message is not None:
+                    copies.append(_copied(self._store, message))
+                    waiting.append(message)
+                    places.append(place)
+            except (MessageIllegalError, RecordError) as error:
+                self._write(level, waiting, copies, places)
+                waiting, copies, places = [], [], []
+                _log.error(
+                    "delay level %d: the message at queue offset %d, physical offset %d is dropped: %s",
+                    level.level, place, physical_offset, error,
+                    extra={"topic": SCHEDULE_TOPIC, "queue_id": level.queue_id, "queue_offset": place},
+                )  # fmt: skip
+                level.next_offset = place + 1
+                self._unsaved = True
+        self._write(level, waiting, copies, places)
+        if entries:
+            level.next_offset = queue_offset + len(entries)
+            self._unsaved = True
+
+    def _write(
+        self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Copy], places: Sequence[int]
+    ) -> None:
+        """Append copies of messages that wait at these queue offsets; tells of each."""
+        done = 0
+        while done < len(copies):
+            results = self._store.append_copies(copies[done:])
+            self._unsaved = True
+            level.next_offset = places[done + len(results) - 1] + 1
+            if self._delivered is not None:
+                for message, result in zip(waiting[done:], results, strict=False):
+                    self._delivered(message, result)
+            done += len(results)
 
     def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
         """The record of an entry, None if it is gone; `RecordError` if it is none."""
@@ -322,4 +360,4 @@ class DelaySchedule:
             raw = self._store.log.read(physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
-        return None if raw is None else StoredMessage(raw)
+        return None if raw is None else StoredMessage.decoded(raw)
