@@ -142,14 +142,20 @@ class DelaySchedule:
         settings: DelaySettings | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        flush: Callable[[Callable[[Exception | None], int | None]], None] | None = None,
     ) -> None:
         """``start_ms`` is where the grid begins. ``delivered(message, result)`` is told of each delivery: the message
         as it waited, and where it went; it must not raise.
+
+        ``flush(done)`` has the store flushed while other things go on, and then ``done(error)`` called, which gives the
+        time in ms at which `run_due` wants to be called again; None flushes within `run_due`.
         """
         settings = settings or DelaySettings()
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
+        self._flush = flush
+        self._is_flushing = False
         self._first_look_ms = round(1000 * settings.first_look_s)
         self._every_ms = round(1000 * settings.look_every_s)
         self._retry_ms = round(1000 * settings.retry_s)
@@ -207,9 +213,9 @@ class DelaySchedule:
         if self._unsaved and self._save_every_ms is not None:
             if self._save_ms is None:
                 self._save_ms = now_ms + self._save_every_ms
-            if self._save_ms <= now_ms:
+            if self._save_ms <= now_ms and not self._is_flushing:
                 self._save_or_retry(now_ms)
-        if self._save_ms is not None and (next_ms is None or self._save_ms < next_ms):
+        if self._save_ms is not None and not self._is_flushing and (next_ms is None or self._save_ms < next_ms):
             next_ms = self._save_ms
         return next_ms
 
@@ -218,24 +224,60 @@ class DelaySchedule:
 
         Raises what `MessageStore.flush` does. Does nothing where nothing was delivered since.
         """
-        unsaved = [level for level in self._levels if level.next_offset != level.saved_offset]
-        if unsaved:
+        reached = self._reached()
+        if reached:
             self._store.flush()
-            for level in unsaved:
-                self._offsets.set_delay_offset(level.level, level.next_offset)
+        self._save(reached, now_ms)
+
+    def _reached(self) -> list[tuple[_Level, int]]:
+        """How far the levels have come whose progress is not saved."""
+        return [(level, level.next_offset) for level in self._levels if level.next_offset != level.saved_offset]
+
+    def _save(self, reached: Sequence[tuple[_Level, int]], now_ms: int) -> None:
+        """Write progress that the device has the messages of."""
+        if reached:
+            for level, queue_offset in reached:
+                self._offsets.set_delay_offset(level.level, queue_offset)
             self._offsets.persist(now_ms)
-            for level in unsaved:
-                level.saved_offset = level.next_offset
-        self._unsaved, self._save_ms = False, None
+            for level, queue_offset in reached:
+                level.saved_offset = queue_offset
+        self._unsaved, self._save_ms = bool(self._reached()), None
 
     def _save_or_retry(self, now_ms: int) -> None:
+        """Save now, or when the store has been flushed."""
+        if self._flush is None:
+            self._saved_or_told(lambda: self.save(now_ms))
+            return
+        reached = self._reached()
+
+        def flushed(error: Exception | None) -> int | None:
+            self._is_flushing = False
+
+            def save() -> None:
+                if error is not None:
+                    raise error
+                self._save(reached, self._last_ms)
+
+            try:
+                self._saved_or_told(save)
+            except StoreError as told:  # nobody waits for this: the next look meets it too
+                _log.error("the progress of the delay levels can't be saved any more: %s", told)
+                return None
+            if self._unsaved and self._save_ms is None and self._save_every_ms is not None:
+                self._save_ms = self._last_ms + self._save_every_ms
+            return self._save_ms
+
+        self._is_flushing = True
+        self._flush(flushed)
+
+    def _saved_or_told(self, save: Callable[[], None]) -> None:
         try:
-            self.save(now_ms)
+            save()
         except (FlushFailedError, StoreClosedError, ReadOnlyError):
             raise
         except StoreError as error:
             _log.error("the progress of the delay levels could not be saved: %s", error)
-            self._save_ms = now_ms + self._retry_ms
+            self._save_ms = self._last_ms + self._retry_ms
 
     def _look_for(self, due_ms: int) -> int:
         """The first look at or after a time."""

@@ -452,6 +452,55 @@ def test_a_save_that_fails_is_tried_again_later(
     assert "could not be saved: full" in caplog.text
 
 
+class Flushes:
+    """Somebody who flushes a store while other things go on, and tells when it is asked to."""
+
+    def __init__(self) -> None:
+        self.done: list[Callable[[Exception | None], int | None]] = []
+
+    def __call__(self, done: Callable[[Exception | None], int | None]) -> None:
+        self.done.append(done)
+
+    def end(self, error: Exception | None = None) -> int | None:
+        return self.done.pop()(error)
+
+
+def flushed_apart(files: MemoryFiles | None = None) -> tuple[Waiting, Flushes]:
+    waiting, flushes = Waiting(files=files), Flushes()
+    waiting.schedule = DelaySchedule(
+        waiting.store, waiting.offsets, START_MS, dataclasses.replace(NOW, save_every_s=1), flush=flushes
+    )
+    return waiting, flushes
+
+
+def test_progress_is_written_when_what_it_vouches_for_was_flushed() -> None:
+    waiting, flushes = flushed_apart()
+    waiting.put()
+    assert waiting.pass_to(2_000) is None  # the flush has begun: nothing is due until it ends
+    waiting.put()
+    assert waiting.pass_to(3_000) is None
+    assert len(flushes.done) == 1
+    assert waiting.schedule.progress == {1: 2}
+    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
+    assert flushes.end() == START_MS + 4_000  # what came meanwhile is for the next time
+    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 1
+    waiting.pass_to(4_000)
+    assert flushes.end() is None
+    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
+
+
+def test_a_flush_apart_that_fails_is_tried_again_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    waiting, flushes = flushed_apart()
+    waiting.put()
+    waiting.pass_to(2_000)
+    assert flushes.end(StoreIOError("flush", "commitlog", OSError(errno.EIO, "no"))) == START_MS + 12_000
+    assert "could not be saved" in caplog.text
+    waiting.pass_to(12_000)
+    assert flushes.end(FlushFailedError(OSError())) is None
+    assert "can't be saved any more" in caplog.text
+    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
+
+
 def test_a_store_that_takes_nothing_any_more_is_told() -> None:
     waiting = Waiting()
     waiting.put()
