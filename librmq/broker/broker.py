@@ -55,6 +55,7 @@ from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     ChannelClosed,
+    CleanUnusedTopics,
     ConsumerIds,
     CreateTopic,
     DeleteTopic,
@@ -314,7 +315,7 @@ class Broker:
             self.metrics,
         )
         progress = Progress(store, topics, self._offsets, registry, name)
-        administration = Administration(store, topics, self._groups)
+        administration = Administration(store, topics, self._groups, self._offsets)
         locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
             SendMessage: sending.send,
@@ -338,6 +339,7 @@ class Broker:
             TopicGroups: locked(progress.groups),
             CreateTopic: self._durable(administration.create_topic),
             DeleteTopic: self._durable(administration.delete_topic),
+            CleanUnusedTopics: locked(administration.clean_unused_topics),
             SetGroup: self._durable(administration.set_group),
             ViewMessage: administration.view_message,
             QueryMessages: administration.query_messages,
@@ -444,8 +446,16 @@ class Broker:
         self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
 
     def delete_topic(self, topic: str) -> None:
-        """Forget a topic; what it holds stays in the log until retention."""
+        """Forget a topic; what it holds stays in the log until retention, and its queues' files until they are cleaned
+        (`clean_unused_topics`).
+        """
         self.call(DeleteTopic(topic))
+
+    def clean_unused_topics(self) -> list[tuple[str, int]]:
+        """Delete the queue files of topics that do not exist, and what groups' progress in them was, where the log has
+        none of their messages any more. Gives the queues: topic, queue id.
+        """
+        return list(self.call(CleanUnusedTopics()))
 
     def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
         """Make a consumer group, or change how often it retries."""

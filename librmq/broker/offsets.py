@@ -64,6 +64,17 @@ class ConsumerOffsets:
             self._dirty = True
             self._changed()
 
+    def forget(self, topic: str, queue_id: int) -> None:
+        """Forget how far groups have come in a queue that is gone."""
+        for group in self.groups(topic):
+            row = self._table.rows[f"{topic}@{group}"]
+            if row.pop(queue_id, None) is not None and not self._dirty:
+                self._dirty = True
+                self._changed()
+            if not row:
+                self._table.remove(f"{topic}@{group}")
+                self._of.pop((group, topic), None)
+
     def hold_back(self, end_of: Callable[[str, int], int]) -> None:
         """Put progress that is ahead of its queue's end back to it: after a crash of the machine messages may be gone
         of which it was known that they had been consumed, and those that come next get their queue offsets.
