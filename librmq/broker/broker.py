@@ -510,7 +510,7 @@ class Broker:
         properties = waited.properties
         if properties["REAL_TOPIC"] == HOP_TOPIC:
             self._wake_hops()
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
         self._wake_housekeeping()
@@ -540,12 +540,12 @@ class Broker:
     def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
         arrived = self.store.message_at(result.physical_offset)
         if arrived is not None:
-            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result.size)
+            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result)
         self._wake_housekeeping()
 
     def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
         self._wake_housekeeping()
 
     def _submit_writing(self) -> None:
