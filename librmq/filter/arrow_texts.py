@@ -82,7 +82,8 @@ class Texts:
     def _lengths(self) -> npt.NDArray[np.signedinteger[Any]]:
         ends = self._offsets[1:] if self._places is None else self._offsets[1:].take(self._places)
         lengths: npt.NDArray[np.signedinteger[Any]] = _scratch(len(ends), ends.dtype)
-        return np.subtract(ends, self._starts, out=lengths)
+        np.subtract(ends, self._starts, out=lengths)
+        return lengths
 
     @cached_property
     def _anywhere(self) -> npt.NDArray[np.uint64]:
@@ -110,4 +111,5 @@ class Texts:
             return self._anywhere[starts]
         words: npt.NDArray[np.uint64] = _scratch(len(starts), np.uint64)
         # With a mode numpy writes straight into ``out``; no place lies beyond.
-        return self._anywhere.take(starts, mode="clip", out=words)
+        self._anywhere.take(starts, mode="clip", out=words)
+        return words
