@@ -169,6 +169,15 @@ class CommitLog:
         self.last_write = begin
         self.end = begin + size
 
+    def append_block(self, data: bytes | bytearray) -> None:
+        """`append` for some MiB at once, which it writes faster and begins to send to the device."""
+        size = len(data)
+        if self.end + size + _BLANK_SIZE > self._file_end:
+            self._roll(size)
+        self._sequence.put(self._file_start, self.end - self._file_start, data)
+        self.last_write = self.end
+        self.end += size
+
     def _next_file(self) -> int:
         """Where the file starts that is written when this one is full."""
         sequence = self._sequence
