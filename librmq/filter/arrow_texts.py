@@ -108,7 +108,8 @@ class Texts:
         first = int(self._offsets[0])
         starts = self._starts - first if first else self._starts
         if not self._anywhere.flags.c_contiguous:  # take() would copy it, all of it
-            return self._anywhere[starts]
+            gathered: npt.NDArray[np.uint64] = self._anywhere[starts]
+            return gathered
         words: npt.NDArray[np.uint64] = _scratch(len(starts), np.uint64)
         # With a mode numpy writes straight into ``out``; no place lies beyond.
         self._anywhere.take(starts, mode="clip", out=words)
