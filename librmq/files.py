@@ -1,6 +1,7 @@
 """The file seam: everything a store does to files goes through one `Files` object.
 
-All writes to store files are slice assignments on a file's ``buffer``; opening, creating, allocating, flushing,
+All writes to store files are slice assignments on a file's ``buffer`` (many numbers at once may go into a plain mapping
+by numpy, but never past a subclass of it, which is to see each write); opening, creating, allocating, flushing,
 listing, renaming and deleting are methods of `Files`. Production maps real files (`DiskFiles`); tests and ephemeral
 stores use anonymous memory (`MemoryFiles`); wrappers that record or fail stand in `librmq.testing.files`.
 

@@ -35,7 +35,8 @@ PIECES = st.one_of(
 
 def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
     """The starts, and whether something is there that is no record."""
-    found, at = [], 0
+    found: list[int] = []
+    at = 0
     while at < end:
         size = int.from_bytes(data[at : at + 4], "big")
         if int.from_bytes(data[at + 4 : at + 8], "big") not in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2):
