@@ -21,7 +21,7 @@ import pyarrow as pa
 from librmq import codec, layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
-from librmq.errors import CorruptionError, StoreIOError
+from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files import DiskFiles, File
 from librmq.mappedfile import file_name
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
@@ -126,6 +126,11 @@ class _Task:
     # ------------------------------------------------------------------------------------------------------- batches
 
     def batches(self) -> Iterator[pa.RecordBatch]:
+        if self._options.fail_on_data_loss and not os.path.isdir(self._part.path):
+            raise NotAStoreError(
+                f"{self._part.path}: there is a store for the driver, none for this worker: both must have it under "
+                "this path"
+            )
         if self._part.damage:
             yield from self._told([(None, one) for one in self._part.damage])
         rows, gone = self._entries()

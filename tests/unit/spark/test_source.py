@@ -212,7 +212,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
     from librmq.consumequeue import ENTRY
-    from librmq.errors import CorruptionError
+    from librmq.errors import CorruptionError, NotAStoreError
     from librmq.spark.options import ReadOptions
     from librmq.spark.plan import DataLossError, Part, Slice
     from librmq.spark.read import Reading, default_columns
@@ -235,3 +235,8 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     assert rows(nowhere, failOnDataLoss="false") == []
     with pytest.raises(CorruptionError, match="expected a record of 100 bytes"):
         rows(ENTRY.pack(0, 100, 0))
+    elsewhere = Part(f"{folder}-elsewhere", 16384, 4000, (Slice("Orders", 1, 7, 8, 7, nowhere),))
+    options = ReadOptions.parse({"path": str(folder)})
+    schema = arrow_schema(schema_of(default_columns(options)), options)
+    with pytest.raises(NotAStoreError, match="none for this worker"):
+        list(Reading(options, schema).read(elsewhere))
