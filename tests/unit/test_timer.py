@@ -534,7 +534,7 @@ def test_chains_that_lead_nowhere_end(caplog: pytest.LogCaptureFixture) -> None:
     wheel = Wheel()
     for _ in range(3):
         wheel.put(TIMER_DELAY_SEC=5)
-    log = wheel.timers._timer_log
+    log = wheel.timers._slots.log
     unit = log.unit(52)
     assert unit is not None
     end, log.end = log.end, 52
@@ -551,7 +551,7 @@ def test_old_files_of_the_timer_log_go() -> None:
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
         wheel.pass_to(number * 1000)
         wheel.save()
-    assert wheel.timers._timer_log.begin > 0
+    assert wheel.timers._slots.log.begin > 0
     wheel.pass_to(300_000)
     assert len(wheel.delivered()) == 200
     assert len(wheel.after_kill().delivered()) == 200
