@@ -107,6 +107,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
 
     def __delitem__(self, name: QueueName) -> None:
         del self._open[name]
+        self._known.pop(name, None)
 
     def __iter__(self) -> Iterator[QueueName]:
         return iter([*self._open, *(name for name in self._known if name not in self._open)])
@@ -139,6 +140,11 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
 
     A disk that has no room for it is no reason not to close cleanly: then there is none.
     """
+    states = {
+        name: state
+        for name, state in queues.states().items()
+        if state.max_offset or files.is_folder(layout.queue_folder(path, *name))
+    }
     last = log.last_write
     data = b"" if last is None else log.data_at(last, log.end - last)
     document = {
@@ -149,7 +155,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         "last_record_crc32": zlib.crc32(data),
         "index_files": len(index.files),
         "index_end": index.end_physical_offset,
-        "queues": [[*name, *state] for name, state in sorted(queues.states().items())],
+        "queues": [[*name, *state] for name, state in sorted(states.items())],
     }
     try:
         files.make_folder(os.path.dirname(_path(path)))

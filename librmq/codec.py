@@ -184,6 +184,17 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
         raise MessageIllegalError(f"a property cannot be written as UTF-8: {error.reason}") from None
 
 
+def is_encoding_of(raw: bytes, properties: Mapping[str, str]) -> bool:
+    """Whether ``raw``, of which ``properties`` were decoded, is also what they are encoded as; False if in doubt."""
+    names = tuple(properties)
+    return raw.isascii() and raw.count(b"\2") == len(names) - 1 and _is_in_order(names)
+
+
+@lru_cache(maxsize=1024)
+def _is_in_order(names: tuple[str, ...]) -> bool:
+    return hash_map_order(names) == tuple(range(len(names)))
+
+
 _Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]]]
 # For one set of names in one order: what stands before each value, with room for the values between, and what takes
 # the values in the order in which they are stored. An application has few; one that makes up names begins anew.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 from librmq.codec import (
     BODY_CRC_AT,
@@ -240,6 +240,17 @@ class StoredMessage:
         if len(raw) < FIXED_SIZE:
             raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {len(raw)} bytes")
         self.raw = raw
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> Self:
+        """The same with its properties decoded at once, which is quicker where they will be asked for.
+
+        `RecordError` for what is no record.
+        """
+        message = cls(raw)
+        message._frame = _, _, _, _, begin, end = frame(raw, 0, len(raw))
+        message._properties = decode_properties(raw[begin:end])
+        return message
 
     @property
     def frame(self) -> tuple[int, int, int, int, int, int]:

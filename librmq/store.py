@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
@@ -43,6 +43,7 @@ from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.retention import Retention
 from librmq.snapshot import Snapshot, snapshot
+from librmq.topics import is_system_topic
 from librmq.verify import Verdict, verify_parts
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class MessageStore(Appends):
         self.config = config
         self.levels = DelayLevels.parse(config.message_delay_level)
         self._host = codec.encode_host(codec.parse_host(config.store_host))
+        self._host_is_v6 = len(self._host) > 8
         self._largest_body = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._transfer = Transfer(config)
@@ -476,6 +478,41 @@ class MessageStore(Appends):
                 self._accepts = not refused and not self._retention.refuses_writes
                 if self._commit.failure is not None:  # meanwhile
                     self._accepts = False
+
+    def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
+        """Delete the files of queues whose topic is none of ``topics`` and of which the log has no message any more.
+
+        Topics of the broker's own are left alone. Gives the queues (topic, queue id); one that is written again starts
+        at queue offset 0. The original's ``cleanUnusedTopic`` deletes the queues of messages too that the log still
+        has: those stay here until retention has taken the messages, since a store that lacks them is damaged, and is
+        mended by the next recovery.
+        """
+        self._check_writable()
+        cleaned = []
+        for name in sorted(name for name in self.queues if name[0] not in topics and not is_system_topic(name[0])):
+            with self._deriving, self._lock:
+                if self._parts is None:
+                    raise self._unusable()
+                self._dispatcher.drain()
+                queue = self.queues.find(name)
+                if queue is None or queue.max_physic_offset > self.log.begin:
+                    continue
+                folders = [layout.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
+                if not any(map(self.files.is_folder, folders)):
+                    continue
+                queue.clear()
+                queue.flush()
+                for folder in folders:
+                    self.files.delete(folder)
+                    if not self.files.list(os.path.dirname(folder)):
+                        self.files.delete(os.path.dirname(folder))
+                lane = self._lanes.get(name)
+                if lane is None:
+                    del self.queues[name]
+                else:  # somebody may be about to append by it
+                    lane.next_queue_offset = 0
+            cleaned.append(name)
+        return cleaned
 
     def recover(self) -> list[Damage]:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
