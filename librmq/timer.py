@@ -26,13 +26,11 @@ from typing import Any, Final, Self
 from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import (
+    LASTING,
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
-    ReadOnlyError,
     RecordError,
-    StoreClosedError,
     StoreError,
 )
 from librmq.files import Files
@@ -69,7 +67,6 @@ DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
 
 _QUEUE: Final = 0
 _NEVER_IN_THE_WHEEL: Final = (1 << 63) - 1
-_LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
 _BLANK_SLOTS: Final = 60
 _READ: Final = 32
 _INT32: Final = 1 << 31
@@ -336,7 +333,7 @@ class Timers:
                     self._save_ms = now_ms + round(1000 * self._settings.save_every_s)
                 if self._save_ms <= now_ms:
                     self.save(now_ms)
-        except _LASTING:
+        except LASTING:
             raise
         except StoreError as error:
             self._retry_at_ms = now_ms + round(1000 * self._settings.retry_s)
