@@ -455,7 +455,8 @@ class Broker:
         """Delete the queue files of topics that do not exist, and what groups' progress in them was, where the log has
         none of their messages any more. Gives the queues: topic, queue id.
         """
-        return list(self.call(CleanUnusedTopics()))
+        cleaned: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
+        return list(cleaned)
 
     def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
         """Make a consumer group, or change how often it retries."""

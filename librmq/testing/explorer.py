@@ -113,6 +113,8 @@ class Explorer(KitRunner):
         self.trace = Trace()
         self.is_first = False
         """Of the runs of one test."""
+        self.on_disk = False
+        """Whether this run is the one whose store lies in a folder, if those of the others are in memory."""
         self.switches_at_lines = False
         """Whether a listener may pause at each line of its own file too."""
         self._seen: Counter[tuple[str, str]] = Counter()
