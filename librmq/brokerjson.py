@@ -22,6 +22,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 from librmq.errors import MalformedError
@@ -230,7 +231,13 @@ def _write_object(value: Mapping[Any, Any], depth: int, parts: list[str]) -> Non
         else:
             raise MalformedError(f"expected text, a number or an ObjectKey as a key, found {key!r:.80}")
         parts.append(":")
-        _write(element, depth + 1, parts)
+        kind = type(element)  # the usual values at once
+        if kind is int:
+            parts.append(repr(element))
+        elif kind is str:
+            parts.append(_quoted(element))
+        else:
+            _write(element, depth + 1, parts)
     parts.append(begin[:-1] + "}" if value else "}")
 
 
@@ -246,6 +253,7 @@ def _write_list(value: list[Any] | tuple[Any, ...], depth: int, parts: list[str]
     parts.append(begin[:-1] + "]")
 
 
+@lru_cache(maxsize=1024)  # names come again and again
 def _quoted(text: str) -> str:
     return '"' + _ESCAPED.sub(_escape, text) + '"'
 

@@ -182,7 +182,8 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
         label = chosen.get(place)
         return 0 if label is None or label not in labels else labels.index(label)
 
-    return Strategy(choose, any(place.kind == PAUSE for place, _ in decisions))
+    pausing = [place.usual for place, _ in decisions if place.kind == PAUSE]
+    return Strategy(choose, lambda label: any(usual.startswith(f"{label}: ") for usual in pausing))
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
@@ -213,7 +214,7 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
             faults += 1
         return index
 
-    return Strategy(choose, is_met(PAUSE))
+    return Strategy(choose, lambda label: is_met(PAUSE))
 
 
 def _drawn(seed: str, what: object) -> int:
