@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from librmq import codec
+from librmq.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
@@ -22,7 +23,7 @@ from librmq.flushing import Acknowledgement, GroupCommit
 from librmq.housekeeping import Housekeeping
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message import Message, StoredMessage
-from librmq.recovery import Parts
+from librmq.parts import Parts
 from librmq.topics import validate_topic
 
 __all__ = ["AppendResult", "Appends"]
@@ -92,6 +93,7 @@ class Appends:
     _compress_from: int
     _dispatcher: Dispatcher
     _host: bytes
+    _host_is_v6: bool
     _housekeeping: Housekeeping
     _lanes: dict[tuple[str, int], Lane]
     _largest_body: int
@@ -152,9 +154,11 @@ class Appends:
             raw = properties_raw
             properties = properties or codec.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
-        if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
+        body_size = len(body)
+        if body_size >= self._compress_from and not sys_flag & codec.COMPRESSED:
             body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
-        if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+            body_size = len(body)
+        if body_size > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
             raise self._too_long(body, raw)
         get = properties.get
         unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
@@ -162,30 +166,28 @@ class Appends:
         if topic == SCHEDULE_TOPIC and waits_ms is None:
             waits_ms = self._waits_ms(properties)
         stored_at = born_at = self._host
-        if store_host is not None:
-            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
-        if born_host is not None:
-            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
         counted = True
-        if sys_flag & _TRANSACTION_MASK:
+        if born_host is not None or store_host is not None or sys_flag or self._host_is_v6:
+            if store_host is not None:
+                stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
+            if born_host is not None:
+                born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
             if not is_indexed(sys_flag):
                 unique_key = keys = None
-        hosts_size = len(born_at) + len(stored_at)
-        if hosts_size > 16 or sys_flag & codec.HOSTS_V6:
-            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
         checksum = zlib.crc32(body) & 0x7FFFFFFF
-        body_size = len(body)
-        topic_field = lane.topic_field
-        tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
-        size = 72 + hosts_size + len(tail)
+        tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
+        size = 72 + len(born_at) + len(stored_at) + len(tail)
         log, dispatcher = self.log, self._dispatcher
         try:
             with self._lock:
                 if not self._accepts:
                     raise self._refusal()
-                if len(dispatcher.records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
+                records = dispatcher.records
+                if len(records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
                     dispatcher.drain()
+                    records = dispatcher.records
                 now = self._now_ms()
                 physical_offset = log.end
                 if physical_offset + size > log.fits:
@@ -209,7 +211,7 @@ class Appends:
                     if not pending:
                         dispatcher.lanes.append(lane)
                     pending.append(_pack_entry(physical_offset, size, tags_code))
-                dispatcher.records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+                records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset + size >= self._housekeeping.alarm:
@@ -386,10 +388,12 @@ class Appends:
 
         ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
         `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
-        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch`
+        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.batch.split_batch`
         cuts what is larger.
         """
-        _check_batch(messages, sys_flag)
+        check_batch(messages)
+        if sys_flag & _TRANSACTION_MASK:
+            raise MessageIllegalError("a batch can't be part of a transaction")
         added = codec.encode_properties(properties) if properties else b""
         lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
         stored_at = self._host if store_host is None else codec.encode_host(store_host)
@@ -402,7 +406,7 @@ class Appends:
         for message in messages:
             body, found = message.body, message.properties
             raw = codec.encode_properties(found)
-            encoded_size += codec.BATCH_FIXED_SIZE + len(body) + len(raw)
+            encoded_size += BATCH_FIXED_SIZE + len(body) + len(raw)
             if properties:
                 raw = codec.join_properties(raw, added)
                 found = codec.decode_properties(raw)
@@ -523,19 +527,3 @@ def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
     if sys_flag & codec.HOSTS_V6 & ~flags:
         raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
     return flags
-
-
-def _check_batch(messages: Sequence[Message], sys_flag: int) -> None:
-    """Refuse what no client would send as a batch and no broker would take."""
-    if not messages:
-        raise MessageIllegalError("a batch needs at least one message")
-    first = messages[0]
-    for message in messages:
-        if message.topic != first.topic:
-            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
-        if message.properties.get("WAIT") != first.properties.get("WAIT"):
-            raise MessageIllegalError("a batch has one wait flag, found several")
-        if parse_level(message.properties.get("DELAY")) > 0:
-            raise MessageIllegalError("a batch can't be delayed")
-    if sys_flag & _TRANSACTION_MASK:
-        raise MessageIllegalError("a batch can't be part of a transaction")

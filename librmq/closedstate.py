@@ -27,7 +27,7 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Files
 from librmq.keyindex import KeyIndex
 
-__all__ = ["ClosedState", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
+__all__ = ["ClosedState", "OpenQueue", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
 
 _log = logging.getLogger("librmq.store")
 
@@ -35,6 +35,9 @@ _VERSION: Final = 1
 _LARGEST_FILE: Final = 256 << 20
 
 QueueName = tuple[str, int]
+
+OpenQueue = Callable[[str, int], ConsumeQueue]
+"""From topic and queue id to the queue, opened; one that does not exist yet is empty."""
 
 
 class QueueState(NamedTuple):
@@ -76,7 +79,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     Iterating and counting open none; `opened` gives those that are open.
     """
 
-    def __init__(self, open_queue: Callable[[str, int], ConsumeQueue], known: Mapping[QueueName, QueueState]) -> None:
+    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState]) -> None:
         """``known`` are queues that need not be opened yet, as they were closed."""
         self._open_queue = open_queue
         self._known = dict(known)

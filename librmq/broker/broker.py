@@ -455,8 +455,8 @@ class Broker:
         """Delete the queue files of topics that do not exist, and what groups' progress in them was, where the log has
         none of their messages any more. Gives the queues: topic, queue id.
         """
-        cleaned: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
-        return list(cleaned)
+        queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
+        return list(queues)
 
     def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
         """Make a consumer group, or change how often it retries."""
@@ -511,7 +511,7 @@ class Broker:
         properties = waited.properties
         if properties["REAL_TOPIC"] == HOP_TOPIC:
             self._wake_hops()
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
         self._wake_housekeeping()
@@ -541,12 +541,12 @@ class Broker:
     def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
         arrived = self.store.message_at(result.physical_offset)
         if arrived is not None:
-            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result.size)
+            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result)
         self._wake_housekeeping()
 
     def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
         self._wake_housekeeping()
 
     def _submit_writing(self) -> None:

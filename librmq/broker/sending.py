@@ -161,7 +161,7 @@ class Sending:
             wait=False,
         )
         for message, result in zip(request.messages, results, strict=True):
-            self.arrived(first.topic, queue_id, message.properties, result.size)
+            self.arrived(first.topic, queue_id, message.properties, result)
         if self._stored is not None:
             self._stored()
         status = self._flushed(results[-1], first.properties.get(_WAIT))
@@ -292,21 +292,21 @@ class Sending:
             if self._metrics is not None:
                 self._metrics.count("delayed_in", level=str(self._store.levels.cap(level)))
         else:
-            self.arrived(topic, queue_id, properties, result.size)
+            self.arrived(topic, queue_id, properties, result)
         if self._stored is not None:
             self._stored()
 
     def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
 
-    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], size: int) -> None:
-        """Tell whoever waits for a message that it is in its queue; ``size`` is that of its record in bytes."""
+    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Tell whoever waits for a message that it is in its queue."""
         if self._metrics is not None:
             self._metrics.count("messages_in", topic=topic)
-            self._metrics.count("bytes_in", size, topic=topic)
+            self._metrics.count("bytes_in", result.size, topic=topic)
         if (topic, queue_id) in self._held:
             with self._runner.lock:
-                self._holds.arrived((topic, queue_id), properties)
+                self._holds.arrived((topic, queue_id), properties, result)
 
     def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""

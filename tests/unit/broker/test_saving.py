@@ -105,8 +105,8 @@ def test_nothing_is_written_after_a_broker_was_let_go(tmp_path: Path, disk: Gate
     disk.failure = OSError(errno.EIO, "broken")
     with pytest.raises(BrokerError, match="broken"):
         broker.create_topic("T", 3)
-    disk.failure = None
     broker.abandon()
+    disk.failure = None
     broker._writing.write()
     assert "T" not in stored(broker).topics.rows
 
