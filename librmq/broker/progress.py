@@ -47,12 +47,15 @@ class Progress:
         stored = self._offsets.get(request.group, request.topic, request.queue_id)
         if stored is not None:
             return stored
-        begin, end = self._store.queue_range(request.topic, request.queue_id)
+        store = self._store
+        begin, end = store.queue_range(request.topic, request.queue_id)
         if begin > 0:
             return None
-        queue = self._store.queue(request.topic, request.queue_id) if end else None
+        if not end or not store.counts_as_on_disk(store.log.begin):
+            return 0  # whatever stands there first
+        queue = store.queue(request.topic, request.queue_id)
         first = None if queue is None else queue.entry(0)
-        return None if first is not None and self._store.counts_as_on_disk(first.physical_offset) else 0
+        return None if first is not None and store.counts_as_on_disk(first.physical_offset) else 0
 
     def update(self, request: UpdateOffset) -> None:
         """Store a group's progress."""
