@@ -113,11 +113,13 @@ class ConcurrentDelivery(Delivery):
                 except ValueError as refused:
                     error = refused
             self._apply(held, messages, consumed, error)
-        self._begin(self.runner.now_ms())
+        if self._pulled:
+            self._begin(self.runner.now_ms())
 
     def _apply(self, held: HeldQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None) -> None:
         self.counts.consumed += consumed
-        self.count(held, consumed, "success")
+        if self.consumer.metrics is not None:
+            self.count(held, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]

@@ -86,15 +86,18 @@ class ProcessQueue:
 
     def put(self, messages: Sequence[StoredMessage], min_offset: int, max_offset: int) -> int:
         """Add what was pulled, in order of queue offsets; gives how many are new: what was held before is left out."""
-        if messages and messages[0].queue_offset <= self._largest:
+        count = len(messages)
+        first = messages[0].queue_offset if count else -1
+        if first <= self._largest:
             messages = [message for message in messages if message.queue_offset > self._largest]
-        if not messages:
-            return 0
+            count = len(messages)
+            if not count:
+                return 0
         self._largest = messages[-1].queue_offset
         self._waiting.extend(messages)
         self._bounds.append((self._largest, (min_offset, max_offset)))
         self.size += sum(map(_body_size, messages))
-        return len(messages)
+        return count
 
     def take(self, most: int) -> list[DeliveredMessage]:
         """Begin the first ``most`` messages that wait."""
