@@ -430,6 +430,14 @@ class DeleteTopic(Request[None]):
 
 
 @_value
+class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
+    """Delete the queue files of topics that do not exist, where the log has none of their messages any more.
+
+    The queues: topic, queue id.
+    """
+
+
+@_value
 class SetGroup(Request[None]):
     """Make a consumer group, or change how often it retries."""
 

@@ -56,11 +56,13 @@ class Sending:
         timed: Callable[[], None],
         hops: Callable[[], None],
         stored: Callable[[], None] | None,
+        write_tables: Callable[[], None],
         metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
         ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``hops()`` of each of the
-        hop topic; ``stored()``, unless None, of each message at all.
+        hop topic; ``stored()``, unless None, of each message at all. ``write_tables()`` returns when new topics are
+        durable.
         """
         self._runner = runner
         self._store = store
@@ -76,6 +78,7 @@ class Sending:
         self._timed = timed
         self._hops = hops
         self._stored = stored
+        self._write_tables = write_tables
         self._metrics = metrics
         self._waits = store.config.durability == "sync"
         self._append = self._submit if self._waits else store.append
@@ -176,7 +179,9 @@ class Sending:
 
     def _for_send(self, name: str, default_queues: int) -> Topic:
         with self._runner.lock:
-            return self._table.for_send(name, default_queues)
+            topic = self._table.for_send(name, default_queues)
+        self._write_tables()  # before its first message
+        return topic
 
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
         """Make a half message of one that a transaction decides about; gives its flags."""
