@@ -100,6 +100,9 @@ class SendResult(NamedTuple):
     transaction_id: str | None = None
 
 
+_new_result = tuple.__new__  # in half the time
+
+
 class SendContext(NamedTuple):
     """What a hook sees of a send."""
 
@@ -406,13 +409,17 @@ class Producer:
         if self.metrics is not None or self._latencies is not None:
             self._told(queue, request, response.status.value)
         if batch is None:
-            result = SendResult(
-                response.status,
-                message.properties[_UNIQUE_KEY],
-                response.offset_ids[0],
-                queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id),
-                response.queue_offset,
-                response.transaction_id,
+            chosen = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
+            result = _new_result(
+                SendResult,
+                (
+                    response.status,
+                    message.properties[_UNIQUE_KEY],
+                    response.offset_ids[0],
+                    chosen,
+                    response.queue_offset,
+                    response.transaction_id,
+                ),
             )
         else:
             result = SendResult(

@@ -525,35 +525,46 @@ class ManualRunner(Runner):
         top = self._top()
         return None if top is None else top.at
 
-    def _usual(self, until_ms: int) -> Turn | None:
-        """The first of the `options`, without making the others."""
-        top = self._top()
-        if top is not None and (top.at or 0) <= self.now_ms():
-            return top
-        if self.ready:
-            return self.ready[0]
-        if self.paused:
-            return self.paused[0]
-        if top is not None and top.at is not None and top.at <= until_ms:
-            return _TimePasses(top.at)
-        return None
-
     def _take_turns(self, until_ms: int) -> None:
-        is_usual = type(self).pick is ManualRunner.pick
+        if type(self).pick is ManualRunner.pick:
+            self._take_usual_turns(until_ms)
+            return
         taken, at = 0, self.now_ms()
-        while (turn := self._usual(until_ms) if is_usual else self.pick(self.options(until_ms))) is not None:
+        while (turn := self.pick(self.options(until_ms))) is not None:
             if isinstance(turn, Step):
                 taken += 1
-                if taken > _MOST_STEPS_AT_ONCE:
-                    raise EndlessLoopError(f"{turn.label}: {taken:,} turns without time passing")
-                with self.lock:
-                    if self._heap and self._heap[0][2] is turn:
-                        heapq.heappop(self._heap)
-                    turn.go(self)
+                self._take_step(turn, taken)
             else:
                 turn.go(self)
             if self.now_ms() != at:
                 taken, at = 0, self.now_ms()
+
+    def _take_usual_turns(self, until_ms: int) -> None:
+        """Take the first of the `options` again and again, without making the others."""
+        heap, ready, clock = self._heap, self.ready, self.manual_clock
+        taken, now = 0, clock.now_ms()
+        while True:
+            top = self._top() if heap else None
+            at = _NEVER if top is None else top.at or 0
+            if top is not None and at <= now:
+                taken += 1
+                self._take_step(top, taken)
+            elif ready:
+                ready[0].go(self)
+            elif at <= until_ms:
+                clock.move_to(at)
+            else:
+                return
+            if clock.now_ms() != now:
+                taken, now = 0, clock.now_ms()
+
+    def _take_step(self, step: Step, taken: int) -> None:
+        if taken > _MOST_STEPS_AT_ONCE:
+            raise EndlessLoopError(f"{step.label}: {taken:,} turns without time passing")
+        with self.lock:
+            if self._heap and self._heap[0][2] is step:
+                heapq.heappop(self._heap)
+            step.go(self)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         try:

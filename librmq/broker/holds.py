@@ -85,7 +85,9 @@ class Holds:
     def arrived(self, queue: _QueueName, properties: Mapping[str, str], message: AppendResult) -> None:
         """A message with these properties has come: answer the pulls that take it."""
         held = self.by_queue.get(queue)
-        for holder, hold in list(held.items()) if held else ():
+        if held is None:
+            return
+        for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
                 self.remove(queue, holder)
                 self._ended_by[queue, holder] = hold.selection, message
