@@ -269,11 +269,19 @@ def explored(bench: Bench) -> list[Row]:
 # -------------------------------------------------------------------------------------------------------- what it costs
 
 
+def to_store(count: int, delay_level: int = 0) -> list[Message]:
+    """Messages as a producer hands them over: with the unique id that it gives them."""
+    return [
+        Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=delay_level, unique_key=f"{number:032X}")
+        for number in range(count)
+    ]
+
+
 def single_appends(count: int) -> Run:
     """Messages a second that a bare store takes."""
 
     def run(folder: Path) -> float:
-        made = messages(count)
+        made = to_store(count)
         with MessageStore.open(folder / "store", StoreConfig.embedded()) as store:
             store.append(made[0])
             with Stopwatch() as watch:
@@ -285,22 +293,21 @@ def single_appends(count: int) -> Run:
 
 
 def delayed_messages(count: int) -> Run:
-    """Messages a second that are stored with a delay and delivered: the store's part, without clients."""
+    """Messages a second that are stored with a delay and delivered: the store's part, without clients.
+
+    Nobody waits until they are due: the schedule is told that it is later. As beside single appends, a thread of the
+    store flushes.
+    """
 
     def run(folder: Path) -> float:
-        runner = ManualRunner()
-        made = [
-            Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=1, unique_key=f"{number:032X}")
-            for number in range(count)
-        ]
-        with Broker.open(folder / "broker", store_config=StoreConfig.embedded(), runner=runner) as broker:
+        made = to_store(count, delay_level=1)
+        with Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
             broker.create_topic("T", 1)
             with Stopwatch() as watch:
                 for message in made:
                     broker.store.append(message)
-                with runner.lock:
-                    broker._delayed(1, runner.now_ms())
-                runner.advance(2_000)
+                with broker.runner.lock:
+                    broker._schedule.run_due(broker.runner.now_ms() + 2_000)
             if sum(1 for _ in broker.messages("T")) != count:
                 raise RuntimeError("not all were delivered")
         return count / watch.seconds

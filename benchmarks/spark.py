@@ -12,6 +12,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -85,7 +86,7 @@ def raw_log(path: str) -> tuple[Any, Any, Any]:
 
 
 def decoding(bench: Bench) -> list[Row]:
-    """Columns of a block of records, beside loops that make tuples of it."""
+    """Columns of a block of records, beside loops that make the tuples that a Python source would yield of it."""
     from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block
 
     count = min(bench.count(MESSAGES), 200_000)
@@ -114,6 +115,13 @@ def decoding(bench: Bench) -> list[Row]:
 
         return run
 
+    def moment(timestamp_ms: int) -> datetime:
+        return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+
+    def six(place: int) -> object:
+        _, _, _, queue_id, _, queue_offset, at, _, born, _, stored, _, reconsumed, _, _ = header(view, place)
+        return queue_id, queue_offset, at, moment(stored), moment(born), reconsumed
+
     def tags_and_keys(place: int) -> object:
         _, _, _, _, at, end = codec.frame(view, place, len(view))
         properties = codec.decode_properties(bytes(view[at:end]))
@@ -122,13 +130,14 @@ def decoding(bench: Bench) -> list[Row]:
     def whole(place: int) -> object:
         record = codec.decode_record(view, place, check_body=False)
         properties = codec.decode_properties(record.properties_raw)
-        return record, properties, properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY")
+        times = moment(record.store_timestamp_ms), moment(record.born_timestamp_ms)
+        return record, properties, *times, properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY")
 
     assert set(everything) <= set(COLUMNS)
     rates = bench.interleave(
         {
             "header": columns(HEADER),
-            "header loop": loop(lambda place: header(view, place)),
+            "header loop": loop(six),
             "tags": columns(("tags", "keys")),
             "tags loop": loop(tags_and_keys),
             "all": columns(everything),
@@ -229,8 +238,6 @@ def peers(path: str, count: int) -> dict[str, Any]:
                 )  # fmt: skip
 
         def records(self, number: int) -> Iterator[tuple[Any, ...]]:
-            from datetime import UTC, datetime
-
             with MessageStore.open(path, read_only=True) as store:
                 begin = count // tasks * number // QUEUES
                 for queue_id in range(QUEUES):

@@ -30,8 +30,9 @@ from rich.table import Table
 from rich.text import Text
 
 from librmq import CommitLog, DiskFiles, ManualClock, Message, MessageStore, StoredMessage
+from librmq.damage import Damage
 from librmq.layout import recognise
-from librmq.verify import Damage, verify
+from librmq.verify import verify
 
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
 ABOUT = "Made by examples/demo_store.py, which makes this folder anew each time it runs."

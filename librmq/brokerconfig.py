@@ -177,12 +177,21 @@ class ConfigTable:
 
     def persist(self, now_ms: int) -> None:
         """Write the file if it would differ; durable when it returns. ``now_ms`` goes into a changed data version."""
+        self.write(self.snapshot(now_ms))
+
+    def snapshot(self, now_ms: int) -> bytes:
+        """What `persist` would write now."""
         if self._versioned and self._changes:
             version = self._document[_VERSION]
             version["counter"] += self._changes
             version["timestamp"] = now_ms
         self._changes = 0
-        data = brokerjson.dumps(self._document).encode()
+        return brokerjson.dumps(self._document).encode()
+
+    def write(self, data: bytes) -> None:
+        """Write a snapshot if the file would differ; durable when it returns. The table may change meanwhile; one call
+        at a time.
+        """
         if data == self._stored:
             return
         self._files.make_folder(os.path.dirname(self._path))

@@ -249,6 +249,12 @@ class MappedFileQueue:
         self.reserve(start, begin, end)
         self._files.touch(self.file(start), begin, end)
 
+    def put(self, start: int, at: int, data: bytes | bytearray) -> None:
+        """Write much data into the file at ``start`` at once."""
+        self.reserve(start, at, at + len(data))
+        self._files.put(self.file(start), at, data)
+        self._dirty.add(start)
+
     def mark_dirty(self, start: int) -> None:
         """Note that the file at ``start`` was written: the next flush takes it along."""
         self._dirty.add(start)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from librmq import codec
+from librmq.batch import check_batch, encoded_size
 from librmq.client import Client, LifeCycle, State
 from librmq.errors import (
     BrokerBusyError,
@@ -513,19 +514,9 @@ class Producer:
 
 
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:
-    if not batch:
-        raise MessageIllegalError("a batch needs at least one message")
-    first = batch[0]
-    size = 0
-    for message in batch:
-        if message.topic != first.topic:
-            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
-        if message.wait_store_ok != first.wait_store_ok:
-            raise MessageIllegalError("a batch has one wait flag, found several")
-        if message.delay_level > 0:
-            raise MessageIllegalError("a batch can't be delayed")
-        if message.topic.startswith("%RETRY%"):
-            raise MessageIllegalError("a retry topic takes no batch")
-        size += codec.BATCH_FIXED_SIZE + len(message.body) + len(codec.encode_properties(message.properties))
+    check_batch(batch)
+    if batch[0].topic.startswith("%RETRY%"):
+        raise MessageIllegalError("a retry topic takes no batch")
+    size = sum(map(encoded_size, batch))
     if size > max_size:
         raise MessageIllegalError(f"the batch has {size:,} bytes, {max_size:,} at most: cut it with split_batch")

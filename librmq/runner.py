@@ -109,8 +109,12 @@ class Work:
 class Runner:
     """What all runners share: the heap of steps, the work that is ready and the work that runs."""
 
+    now_ms: Callable[[], int]
+    """The time of day in milliseconds since 1970 (UTC)."""
+
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.now_ms = clock.now_ms
         self.lock = threading.RLock()
         self.ready: deque[Work] = deque()
         """Work that waits for its turn."""
@@ -120,10 +124,6 @@ class Runner:
         self._count = itertools.count()
 
     # ---- the six names
-
-    def now_ms(self) -> int:
-        """The time of day in milliseconds since 1970 (UTC)."""
-        return self.clock.now_ms()
 
     def wake(self, step: Step, at: int = 0) -> None:
         """Let ``step`` be due at ``at`` (ms since 1970; 0: at once), unless it is due earlier. Under the lock."""
@@ -163,7 +163,7 @@ class Runner:
         except BaseException as raised:
             self._escaped(work, raised)
             return
-        if asyncio.iscoroutine(result):
+        if result is not None and asyncio.iscoroutine(result):
             self._launch(work, result)
         else:
             self._finish(work, result, error)
@@ -455,9 +455,23 @@ class ManualRunner(Runner):
         top = self._top()
         return None if top is None else top.at
 
+    def _usual(self, until_ms: int) -> Turn | None:
+        """The first of the `options`, without making the others."""
+        top = self._top()
+        if top is not None and (top.at or 0) <= self.now_ms():
+            return top
+        if self.ready:
+            return self.ready[0]
+        if self.paused:
+            return self.paused[0]
+        if top is not None and top.at is not None and top.at <= until_ms:
+            return _TimePasses(top.at)
+        return None
+
     def _take_turns(self, until_ms: int) -> None:
+        is_usual = type(self).pick is ManualRunner.pick
         taken, at = 0, self.now_ms()
-        while (turn := self.pick(self.options(until_ms))) is not None:
+        while (turn := self._usual(until_ms) if is_usual else self.pick(self.options(until_ms))) is not None:
             if isinstance(turn, Step):
                 taken += 1
                 if taken > _MOST_STEPS_AT_ONCE:

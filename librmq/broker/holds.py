@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from librmq.broker.selection import Selection
+from librmq.store import AppendResult
 
 __all__ = ["Holds"]
 
@@ -41,6 +42,9 @@ class Holds:
         self._count = itertools.count()
         self.by_queue: dict[_QueueName, dict[_Holder, _Hold]] = {}
         """Only queues with holds are in it."""
+        self._ended_by: dict[
+            tuple[_QueueName, _Holder], tuple[Selection, AppendResult]
+        ] = {}  # until the client asks again
 
     def add(
         self,
@@ -58,17 +62,26 @@ class Holds:
         if held is not None and held.pop(holder, None) is not None and not held:
             del self.by_queue[queue]
 
+    def ended_by(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
+        """The message that has ended a hold of this pull since it asked last, None if it was not held so."""
+        found = self._ended_by.pop((queue, holder), None)
+        return None if found is None or found[0] is not selection else found[1]
+
     def forget(self, client_id: str, group: str | None = None) -> None:
         """Forget what a client waits for, in a group or (None) in all of them."""
         for queue, held in list(self.by_queue.items()):
             for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
                 self.remove(queue, holder)
+        for queue, holder in list(self._ended_by):
+            if holder[0] == client_id and group in (None, holder[1]):
+                del self._ended_by[queue, holder]
 
-    def arrived(self, queue: _QueueName, properties: Mapping[str, str]) -> None:
+    def arrived(self, queue: _QueueName, properties: Mapping[str, str], message: AppendResult) -> None:
         """A message with these properties has come: answer the pulls that take it."""
         for holder, hold in list(self.by_queue.get(queue, {}).items()):
             if hold.selection.takes(properties):
                 self.remove(queue, holder)
+                self._ended_by[queue, holder] = hold.selection, message
                 hold.notify()
             elif not hold.is_passed:
                 hold.is_passed = True

@@ -16,7 +16,7 @@ from librmq.broker.selection import Selection, parse_selection, registered_selec
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError
-from librmq.message import Message
+from librmq.message import Message, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -28,7 +28,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runner import Runner
-from librmq.store import GetStatus, MessageStore, ReadResult
+from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 from librmq.topics import OFFSET_MOVED_TOPIC
 
 if TYPE_CHECKING:
@@ -72,27 +72,53 @@ class Pulling:
     def pull(self, request: PullMessage) -> PullResponse:
         """Read, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
-        name = (topic, queue_id)
+        store, holds, notify = self._store, self._holds, request.notify
+        name, holder = (topic, queue_id), (request.client_id, request.group)
+        is_held = False
         with self._runner.lock:
             selection = self._check(request)
             if request.commit_offset is not None:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
-            if request.notify is not None:
-                # Before looking: who appends looks for holds without the lock, behind the append.
-                holder = request.client_id, request.group
-                self._holds.add(name, holder, selection, request.notify)
-                begin, end = self._store.queue_range(topic, queue_id)
+            result = None
+            if notify is not None:
+                holds.remove(name, holder)
+                arrived = holds.ended_by(name, holder, selection)
+                begin, end = store.queue_range(topic, queue_id)
                 if queue_offset == end:
-                    return PullResponse(PullStatus.HELD, end, begin, end)
-                self._holds.remove(name, holder)
-            result = self._store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
-        status = _status(result, queue_offset)
+                    # Before looking again: who appends looks for holds without the lock, behind the append.
+                    holds.add(name, holder, selection, notify)
+                    begin, end = store.queue_range(topic, queue_id)
+                    if queue_offset == end:
+                        return PullResponse(PullStatus.HELD, end, begin, end, is_held=True)
+                    holds.remove(name, holder)
+                elif arrived is not None and arrived.queue_offset == queue_offset == end - 1:
+                    result = self._read_only(arrived, begin, end)
+            if result is None:
+                result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+            status = _status(result, queue_offset)
+            if notify is not None and request.stay and status is PullStatus.FOUND:
+                end = result.next_offset
+                if end == result.max_offset:
+                    holds.add(name, holder, selection, notify)
+                    is_held = store.queue_range(topic, queue_id)[1] == end
+                    if not is_held:
+                        holds.remove(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
-        if result.messages and self._metrics is not None:
+        if self._metrics is not None and result.messages:
             self._metrics.count("messages_out", len(result.messages), topic=topic, group=request.group)
             self._metrics.count("bytes_out", result.total_size, topic=topic, group=request.group)
-        return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, tuple(result.messages))
+        return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held)
+
+    def _read_only(self, arrived: AppendResult, begin: int, end: int) -> ReadResult | None:
+        """The one message of a queue's end for which a pull was held, from the log: its entry need not be written yet.
+
+        None where the log does not have it.
+        """
+        raw = self._store.log.read(arrived.physical_offset, arrived.size)
+        if raw is None:
+            return None
+        return ReadResult(GetStatus.FOUND, [StoredMessage(raw)], end, begin, end, arrived.size)
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse what can't be read; else what the group takes."""

@@ -107,11 +107,10 @@ class Texts:
         """The eight bytes from where each text begins, those of the next texts among them."""
         first = int(self._offsets[0])
         starts = self._starts - first if first else self._starts
-        words: npt.NDArray[np.uint64]
         if not self._anywhere.flags.c_contiguous:  # take() would copy it, all of it
-            words = self._anywhere[starts]
-            return words
-        words = _scratch(len(starts), np.uint64)
+            gathered: npt.NDArray[np.uint64] = self._anywhere[starts]
+            return gathered
+        words: npt.NDArray[np.uint64] = _scratch(len(starts), np.uint64)
         # With a mode numpy writes straight into ``out``; no place lies beyond.
         self._anywhere.take(starts, mode="clip", out=words)
         return words

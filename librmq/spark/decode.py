@@ -451,7 +451,10 @@ def _number(name: str, kind: pa.DataType) -> tuple[pa.DataType, Callable[[Block]
 
 def _time(name: str) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
     def micros(block: Block) -> pa.Array:
-        return pa.array(np.clip(block.field(name), -_LAST_MS, _LAST_MS) * 1000).cast(TIMESTAMP)
+        values = block.field(name)
+        np.clip(values, -_LAST_MS, _LAST_MS, out=values)
+        values *= 1000
+        return pa.Array.from_buffers(TIMESTAMP, len(values), [None, pa.py_buffer(values)])
 
     return TIMESTAMP, micros
 

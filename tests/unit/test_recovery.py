@@ -13,12 +13,12 @@ from librmq import codec, salvage
 from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.damage import Damage
 from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.reconcile import Damage
-from librmq.recovery import vouched_for
+from librmq.opening import vouched_for
 from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
@@ -271,6 +271,7 @@ def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 120)
+    store.flush()  # what is deleted is settled
     retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
     retention.delete_before(3 * 4096)
     before = {name: queue.min_offset for name, queue in store.queues.items()}

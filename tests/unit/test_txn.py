@@ -25,7 +25,8 @@ from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
-from librmq.txn import CHECK_GROUP, CheckBack, EndedHalves, Transactions, TransactionSettings
+from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.txnhalves import CHECK_GROUP, EndedHalves
 from tests.stores import ROOT, SMALL, START_MS, died
 
 Half = AppendResult
