@@ -353,6 +353,8 @@ class DiskFiles:
             file.buffer[at : at + len(data)] = data
             return
         with self._descriptor(file, "write") as descriptor:
+            if not 0 <= at <= file.size - len(data):
+                raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit {file.size}")
             # Through the mapping pages would be made one by one, small ones, each zeroed before it is written.
             done, view = 0, memoryview(data)
             while done < len(data):
