@@ -257,23 +257,29 @@ class Appends:
         stored_at = self._host if store_host is None else codec.encode_host(store_host)
         born_at = self._host if born_host is None else codec.encode_host(born_host)
         sys_flag |= _host_flags(sys_flag, born_at, stored_at)
-        fixed = len(born_at) + len(stored_at) + 72
+        topic_field = lane.topic_field
+        fixed = 74 + len(born_at) + len(stored_at) + len(topic_field)
         encoded_size = total = 0
         prepared = []
-        topic_field = lane.topic_field
         for message in messages:
             body, found = message.body, message.properties
             raw = codec.encode_properties(found)
-            encoded_size += codec.BATCH_FIXED_SIZE + len(body) + len(raw)
+            body_size = len(body)
+            encoded_size += body_size + len(raw)
             if properties:
                 raw = codec.join_properties(raw, added)
                 found = codec.decode_properties(raw)
-            if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+            if body_size > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
                 raise self._too_long(body, raw)
-            tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
-            size = fixed + len(tail)
+            size = fixed + body_size + len(raw)
             total += size
-            prepared.append((size, zlib.crc32(body) & 0x7FFFFFFF, message.flag, tail, len(body), found, raw))
+            get = found.get
+            tags = get("TAGS")
+            prepared.append((
+                size, zlib.crc32(body) & 0x7FFFFFFF, message.flag, body_size, body, raw,
+                get("UNIQ_KEY"), get("KEYS"), codec.tags_code(tags) if tags else 0,
+            ))  # fmt: skip
+        encoded_size += codec.BATCH_FIXED_SIZE * len(messages)
         if encoded_size > self._largest_body:
             raise MessageIllegalError(
                 f"the batch has {encoded_size} bytes as a client encodes it, at most {self._largest_body} are taken: "
@@ -295,24 +301,20 @@ class Appends:
                 born = now if born_timestamp_ms is None else born_timestamp_ms
                 physical_offset = log.claim(total)
                 queue_offset = lane.next_queue_offset
-                for size, checksum, flag, tail, body_size, found, _ in prepared:
-                    parts += (
-                        pack(
-                            size, _MAGIC, checksum, queue_id, flag, queue_offset, physical_offset, sys_flag,
-                            born, born_at, now, stored_at, reconsume_times, 0, body_size,
-                        ),
-                        tail,
+                for size, checksum, flag, body_size, body, raw, unique_key, keys, tags_code in prepared:
+                    header = pack(
+                        size, _MAGIC, checksum, queue_id, flag, queue_offset, physical_offset, sys_flag,
+                        born, born_at, now, stored_at, reconsume_times, 0, body_size,
                     )  # fmt: skip
-                    get = found.get
-                    tags = get("TAGS")
-                    entries.append(_pack_entry(physical_offset, size, codec.tags_code(tags) if tags else 0))
-                    records.append((physical_offset, now, prefix_hash, get("UNIQ_KEY"), get("KEYS")))
+                    parts += (header, body, topic_field, _pack_short(len(raw)), raw)
+                    entries.append(_pack_entry(physical_offset, size, tags_code))
+                    records.append((physical_offset, now, prefix_hash, unique_key, keys))
                     results.append(_new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at)))
                     physical_offset += size
                     queue_offset += 1
                 if lane.queue.ext is not None:
                     for at, (place, size, code) in enumerate(map(ENTRY.unpack, entries)):
-                        entries[at] = _pack_entry(place, size, dispatcher.add_unit(lane, code, now, prepared[at][-1]))
+                        entries[at] = _pack_entry(place, size, dispatcher.add_unit(lane, code, now, prepared[at][5]))
                 log.append(b"".join(parts))
                 if not lane.pending:
                     dispatcher.lanes.append(lane)
@@ -390,13 +392,15 @@ def _check_batch(messages: Sequence[Message], sys_flag: int) -> None:
     """Refuse what no client would send as a batch and no broker would take."""
     if not messages:
         raise MessageIllegalError("a batch needs at least one message")
-    first = messages[0]
+    topic, wait = messages[0].topic, messages[0].properties.get("WAIT")
     for message in messages:
-        if message.topic != first.topic:
-            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
-        if message.properties.get("WAIT") != first.properties.get("WAIT"):
+        get = message.properties.get
+        if message.topic != topic:
+            raise MessageIllegalError(f"a batch has one topic, found {topic!r} and {message.topic!r}")
+        if get("WAIT") != wait:
             raise MessageIllegalError("a batch has one wait flag, found several")
-        if parse_level(message.properties.get("DELAY")) > 0:
+        delay = get("DELAY")
+        if delay is not None and parse_level(delay) > 0:
             raise MessageIllegalError("a batch can't be delayed")
     if sys_flag & _TRANSACTION_MASK:
         raise MessageIllegalError("a batch can't be part of a transaction")

@@ -23,7 +23,15 @@ from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
-from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, index_block, is_indexed, key_hashes
+from librmq.dispatch import (
+    BitmapOf,
+    RawPending,
+    derived_tags_code,
+    has_queue_entry,
+    index_block,
+    is_indexed,
+    key_hashes,
+)
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.javahash import java_decode, string_hash
@@ -35,10 +43,12 @@ from librmq.topics import validate_queue
 __all__ = ["Damage", "GapError", "OpenQueue", "first_at", "reconcile"]
 
 _LONG: Final = struct.Struct(">q")
-# Of a record with IPv4 hosts: queue id, queue and physical offset, sys flag, store timestamp, body length.
-_unpack_fields = struct.Struct(">12xi4xqqi16xq20xi").unpack_from
+# Of a record with IPv4 hosts: magic, queue id, queue and physical offset, sys flag, store timestamp, body length.
+_unpack_fields = struct.Struct(">4xI4xi4xqqi16xq20xi").unpack_from
 _pack_entry = ENTRY.pack
-_MAGIC: Final = codec.MESSAGE_MAGIC.to_bytes(4, "big")
+_MAGIC: Final = codec.MESSAGE_MAGIC
+_V6: Final = codec.HOSTS_V6
+_IN_TRANSACTION: Final = codec.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
 _FILLER_SIZE: Final = 0x7FFFFFFF
@@ -47,6 +57,7 @@ _NONE: Final = 1 << 63
 _LARGEST_GAP: Final = 100_000  # entries that are filled in where records are missing; beyond, the queue starts anew
 _COMPARED: Final = 4096  # entries that are compared together
 _BLOCK: Final = 65_536
+_ADDED: Final = 4096  # records whose keys are added together: as many as caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +105,12 @@ def reconcile(
     for physical_offset, size, raw in log.scan(begin, check_body=False):
         if raw is None:
             continue
-        queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
-        if raw[4:8] != _MAGIC or sys_flag & codec.HOSTS_V6:
+        magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
+        if magic != _MAGIC or sys_flag & _V6:
             stored = codec.store_timestamp_ms(raw)
             _, _, topic_at, topic_end, properties_at, _ = codec.frame(raw, 0, size)
         else:
-            topic_at = 89 + max(body_size, 0)
+            topic_at = 89 + body_size if body_size > 0 else 89
             topic_end = topic_at + raw[topic_at - 1]
             properties_at = topic_end + 2
         topic, properties = raw[topic_at:topic_end], raw[properties_at:]
@@ -107,7 +118,7 @@ def reconcile(
         if address != physical_offset:
             yield _misaddressed(log, physical_offset, codec.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
         unique, key, tags = find(properties)
-        if not sys_flag & codec.TRANSACTION_MASK or has_queue_entry(sys_flag):
+        if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
             tags_code = tags_codes.get(tags)
             if tags_code is None:
                 if len(tags_codes) > _TAGS_KEPT:
@@ -125,15 +136,13 @@ def reconcile(
             else:
                 check.offer(queue_offset, _Entry(entry, stored, properties))
         if keys is not None:
-            if not is_indexed(sys_flag):
+            if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
                 unique = key = None
-            keys.offer(
-                physical_offset,
-                stored,
-                check.prefix_hash,
-                None if unique is None else java_decode(unique),
-                None if key is None else java_decode(key),
-            )
+            record = (physical_offset, stored, check.prefix_hash, unique, key)
+            if keys.at_end:
+                keys.add(record)
+            else:
+                keys.offer(record)
     for check in checks.all():
         check.finish()
         yield from check.damages
@@ -587,8 +596,10 @@ class _IndexCheck:
         self._mend = mend
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
-        self._adding: list[tuple[int, int, int, str | None, str | None]] = []
+        self._adding: list[RawPending] = []
         self._lacking = 0
+        self.at_end = False
+        """Whether the index lacks all that follows."""
         self._log_end = end
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
@@ -601,14 +612,16 @@ class _IndexCheck:
                 what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
                 self.damages.append(Damage(file.path, 36, "index", what))
 
-    def offer(
-        self, physical_offset: int, store_timestamp_ms: int, prefix_hash: int, unique_key: str | None, keys: str | None
-    ) -> None:
-        """Take the keys of the next record."""
+    def offer(self, record: RawPending) -> None:
+        """Take the keys of the next record, unless `at_end`."""
+        physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
+        unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
+        keys = None if raw_keys is None else java_decode(raw_keys)
         run = self._run
         if run is None:  # the index has come to its end before the log
             if physical_offset > self._end or self._none:
-                self._add((physical_offset, store_timestamp_ms, prefix_hash, unique_key, keys))
+                self.at_end = True
+                self.add(record)
             return
         while run is not None and run.physical_offset < physical_offset:
             self._damaged(run, f"names {run.physical_offset}, where no record with keys is")
@@ -629,7 +642,7 @@ class _IndexCheck:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
         else:  # the last record that is indexed: a crash came between its keys
             texts = [*([unique_key] if unique_key else []), *codec.split_keys(keys)][len(there) :]
-            self._add((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts)))
+            self.add((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
     def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
         header, place = run.file.header, run.physical_offset
@@ -647,11 +660,13 @@ class _IndexCheck:
             span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
-    def _add(self, record: tuple[int, int, int, str | None, str | None]) -> None:
-        self._lacking += bool(record[3] or record[4])
+    def add(self, record: RawPending) -> None:
+        """Take a record whose keys the index lacks."""
+        if record[3] or record[4]:
+            self._lacking += 1
         if self._mend and self.sound:
             self._adding.append(record)
-            if len(self._adding) >= _BLOCK:
+            if len(self._adding) >= _ADDED:
                 self._write()
 
     def _write(self) -> None:

@@ -271,6 +271,7 @@ def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 120)
+    store.flush()
     retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
     retention.delete_before(3 * 4096)
     before = {name: queue.min_offset for name, queue in store.queues.items()}
