@@ -97,7 +97,7 @@ class ConsumeQueue:
     def __init__(self, files: MappedFileQueue, ext: tuple[str, int, Files, MappingPool] | None) -> None:
         self._files = files
         self._closed = False
-        self._tail = 0  # where the file starts that is appended to
+        self._tail = -1  # where the file starts that is appended to
         self._sure = 0  # up to this position there are blocks behind it; 0 until they were asked for
         self.max_offset = self._find_end() // ENTRY_SIZE
         self.min_offset = self._find_begin()
@@ -445,6 +445,8 @@ class ConsumeQueue:
             raise CorruptionError(path, at, "order", what)
         elif start == files.end:
             files.create(start)
+        if start != self._tail:
+            files.no_read_ahead(start, position - start)
         self._tail = start
         self._sure = start + files.reserve(start, position - start, position - start + length)
 

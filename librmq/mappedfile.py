@@ -249,6 +249,23 @@ class MappedFileQueue:
         self.reserve(start, begin, end)
         self._files.touch(self.file(start), begin, end)
 
+    def put(self, start: int, at: int, data: bytes | bytearray) -> None:
+        """Write much data into the file at ``start`` at once."""
+        self.reserve(start, at, at + len(data))
+        self._files.put(self.file(start), at, data)
+        self._dirty.add(start)
+
+    def no_read_ahead(self, start: int, begin: int) -> None:
+        """`Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
+        self._files.no_read_ahead(self.file(start), begin, self.file_size)
+
+    def unmap_pages(self, begin: int, end: int) -> None:
+        """`Files.unmap` for positions ``begin`` to ``end``, where files that are mapped hold them."""
+        for start in range(begin - begin % self.file_size, end, self.file_size):
+            file = self.mapped.get(start)
+            if file is not None:
+                self._files.unmap(file, max(begin - start, 0), min(end - start, self.file_size))
+
     def mark_dirty(self, start: int) -> None:
         """Note that the file at ``start`` was written: the next flush takes it along."""
         self._dirty.add(start)
