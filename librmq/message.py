@@ -56,7 +56,8 @@ DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
 
 _INT: Final = struct.Struct(">i")
-_unpack_body = struct.Struct(">39xB44xi").unpack_from  # the low byte of the sys flag, the body's length
+# The low byte of the sys flag, and the body's length; a negative one comes out large.
+_unpack_body = struct.Struct(">39xB44xI").unpack_from
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(">iq")
@@ -349,7 +350,7 @@ class StoredMessage:
         """
         raw = self.raw
         flags, length = _unpack_body(raw)
-        if not flags & 49 and 0 <= length < len(raw) - 90:
+        if not flags & 49 and length < len(raw) - 90:
             return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 

@@ -248,7 +248,8 @@ class MessageStore(Appends):
 
         `CorruptionError` if an entry points at what is no record of its size.
         """
-        self._check_open()
+        if self._closed is not None:
+            raise self._unusable()
         if self._following is not None:
             return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
         if self._dispatcher.records:
