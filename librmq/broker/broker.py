@@ -507,11 +507,12 @@ class Broker:
     def _delayed(self, level: int, store_timestamp_ms: int) -> None:
         self.runner.wake(self._delay, self._schedule.due_for(level, store_timestamp_ms))
 
-    def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
-        properties = waited.properties
-        if properties["REAL_TOPIC"] == HOP_TOPIC:
+    def _delivered(self, waited: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+        if topic == HOP_TOPIC:
             self._wake_hops()
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
+        # What it says is decoded only if somebody waits for it.
+        properties = waited.properties if (topic, queue_id) in self._holds.by_queue else {}
+        self._sending.arrived(topic, queue_id, properties, result)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
         self._wake_housekeeping()
