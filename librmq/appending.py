@@ -33,6 +33,7 @@ _LONGEST_PROPERTIES: Final = codec.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = codec.TRANSACTION_MASK
 _MAGIC: Final = codec.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
+_DELAYS_KEPT: Final = 1024
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
@@ -91,6 +92,8 @@ class Appends:
     levels: DelayLevels
     _accepts: bool
     _commit: GroupCommit
+    _delays: dict[str, tuple[int, str, int]]
+    """What `_delay` has found."""
     _compress_from: int
     _dispatcher: Dispatcher
     _host: bytes
@@ -145,11 +148,11 @@ class Appends:
         waits_ms: int | None = None
         if properties_raw is None:
             if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
-                level = self.levels.cap(parse_level(properties["DELAY"]))
+                text = properties["DELAY"]
+                level, name, level_ms = self._delays.get(text) or self._delay(text)
                 if level > 0:
-                    properties = {**properties, "DELAY": str(level), "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
-                    topic, queue_id = SCHEDULE_TOPIC, queue_id_of_level(level)
-                    waits_ms = self.levels.delay_ms(level)
+                    properties = {**properties, "DELAY": name, "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
+                    topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
             raw = codec.encode_properties(properties)
         else:
             raw = properties_raw
@@ -264,10 +267,17 @@ class Appends:
         )
 
     def prepare_again(
-        self, record: StoredMessage, topic: str, queue_id: int, properties: Mapping[str, str], raw: bytes
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        raw: bytes,
+        unique_key: str | None,
+        keys: str | None,
+        tags: str | None,
     ) -> Copy:
-        """The message of a record as `append_copies` takes it: for this queue of this topic, with these properties,
-        stored as ``raw``; all else stays as it is.
+        """The message of a record as `append_copies` takes it: for this queue of this topic, with properties that are
+        stored as ``raw``, which the caller vouches to say these keys and tags; all else stays as it is.
 
         `MessageIllegalError` for what can't be appended, `RecordError` for a record that is none.
         """
@@ -281,8 +291,6 @@ class Appends:
             raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
         bits = data[39]
         born_end = 68 if bits & codec.BORN_HOST_V6 else 56
-        get = properties.get
-        tags, unique_key, keys = get("TAGS"), get("UNIQ_KEY"), get("KEYS")
         if bits & _TRANSACTION_MASK and not is_indexed(bits):
             unique_key = keys = None
         return _new_result(
@@ -503,6 +511,14 @@ class Appends:
         with self._lock:
             assert self._parts is not None
             return self._parts.lane(topic, queue_id)
+
+    def _delay(self, text: str) -> tuple[int, str, int]:
+        """A level as a message names it: the level that counts, its name, and how long it is in ms."""
+        level = self.levels.cap(parse_level(text))
+        found = level, str(level), self.levels.delay_ms(level)
+        if len(self._delays) < _DELAYS_KEPT:
+            self._delays[text] = found
+        return found
 
     def _waits_ms(self, properties: Mapping[str, str]) -> int | None:
         """How long a message of the schedule topic waits by its level; None if it has none."""

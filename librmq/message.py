@@ -243,14 +243,13 @@ class StoredMessage:
         self.raw = raw
 
     @classmethod
-    def decoded(cls, raw: bytes) -> Self:
-        """The same with its properties decoded at once, which is quicker where they will be asked for.
+    def framed(cls, raw: bytes) -> Self:
+        """The same with its `frame` found at once, which is quicker where it will be needed.
 
         `RecordError` for what is no record.
         """
         message = cls(raw)
-        message._frame = _, _, _, _, begin, end = frame(raw, 0, len(raw))
-        message._properties = decode_properties(raw[begin:end])
+        message._frame = frame(raw, 0, len(raw))
         return message
 
     @property
