@@ -236,8 +236,8 @@ class ThreadRunner(Runner):
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=f"librmq-{name}", daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _signal(self, at: int) -> None:
         if self._holder_looks or self._stopping:
@@ -260,9 +260,9 @@ class ThreadRunner(Runner):
             self._looking += 1
             self._parked.pop().release()
         elif len(self._threads) < self._max_threads:
-            self._looking += 1
+            self._start(self._run_worker, f"worker-{self._workers + 1}")
+            self._looking += 1  # once it has started, which may fail
             self._workers += 1
-            self._start(self._run_worker, f"worker-{self._workers}")
         elif not self.ready and self._clock_runs:
             self._clock_turn.notify()  # every worker is in user code: steps go on
 
@@ -342,19 +342,23 @@ class ThreadRunner(Runner):
                     self._holder_looks = True
                     try:
                         self._apply(work, result, error)
-                    finally:
-                        self._holder_looks = False
+                    except Exception:
+                        _log.exception("%s: what came of it could not be applied", work.label)
+                    self._holder_looks = False
                 work = self._next_work(turn)
 
     def _next_work(self, turn: threading.Lock) -> Work | None:
         """Take the due steps, and what is ready or will be; None when all ends."""
-        lock, ready = self.lock, self.ready
+        lock, ready, heap = self.lock, self.ready, self._heap
         while not self._stopping:
-            self._holder_looks = True
-            top = self._run_steps()
-            self._holder_looks = False
-            if top is not None and top.at is not None:
-                self._signal_clock(top.at)
+            at = heap[0][0] if heap else _NEVER
+            if at <= self.now_ms():
+                self._holder_looks = True
+                top = self._run_steps()
+                self._holder_looks = False
+                at = _NEVER if top is None else top.at or 0
+            if at < self._sleeps_until or (at < _NEVER and not self._clock_runs):
+                self._signal_clock(at)
             if ready and not (self._is_swift and self._looking > 1):
                 work = ready.popleft()
                 self.running.add(work)
@@ -366,7 +370,7 @@ class ThreadRunner(Runner):
                 if ready and not self._looking:
                     self._leave_ready_work()
                 return work
-            if not ready and top is not None and (top.at or 0) <= self.now_ms():
+            if not ready and at <= self.now_ms():
                 seconds = _YIELD_S
             else:
                 seconds = -1

@@ -87,6 +87,18 @@ def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, capl
     assert "fails: librmq's own step has failed" in caplog.text
 
 
+def test_an_outcome_that_cannot_be_applied_is_logged_and_others_go_on(
+    runner: ThreadRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    def done(result: object, error: Exception | None) -> None:
+        raise ValueError("of the outcome")
+
+    with runner.lock:
+        runner.submit(Work("fails", lambda: None, done))
+    assert run(runner, lambda: 5) == (5, None)
+    assert "fails: what came of it could not be applied" in caplog.text
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_is_not_held_up_by_a_lock_of_the_parent(runner: ThreadRunner) -> None:
