@@ -35,11 +35,12 @@ _NEVER: Final = 1 << 62
 _SLICE_MS: Final = 5
 """So long a thread takes one step after the other; then others get the lock."""
 _YIELD_S: Final = 0.0005
-_WATCH_S: Final = 0.001
 _MANY: Final = 32
-"""Listeners are swift when so many begin within `_WATCH_S`,"""
-_FEW: Final = 10
-"""and are not when it is fewer than that."""
+_SWIFT_S: Final = 0.001
+"""Listeners are swift when one worker begins with `_MANY` in this time,"""
+_FEW: Final = 50
+_WATCH_S: Final = 0.005
+"""and are not when fewer than `_FEW` begin in this, which is how often the interpreter lets another thread run."""
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
 
 
@@ -210,8 +211,8 @@ class ThreadRunner(Runner):
     A worker is *parked* (it waits for its turn), *looking* (awake, and it looks at steps and ready work before it
     parks), or in user code. Whoever makes something due rouses a worker only if none is looking. Where listeners are
     swift, a worker that leaves ready work behind rouses nobody either, since waking a thread takes longer than what it
-    would do: the clock thread then sees to it, every millisecond, that the work does not wait for a listener that is
-    swift no more.
+    would do: the clock thread then sees to it, every few milliseconds, that the work does not wait for a listener that
+    is swift no more.
     """
 
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:
@@ -366,7 +367,7 @@ class ThreadRunner(Runner):
                 self._begun += 1
                 if not self._begun % _MANY:
                     begin, self._many_since = self._many_since, self.clock.monotonic()
-                    self._is_swift |= self._many_since - begin < _WATCH_S
+                    self._is_swift |= self._many_since - begin < _SWIFT_S
                 if ready and not self._looking:
                     self._leave_ready_work()
                 return work
