@@ -12,7 +12,8 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.errors import RunnerError
-from librmq.runner import ManualRunner, Step, ThreadRunner, Work
+from librmq.runner import ManualRunner, Step, Work
+from librmq.threadrunner import ThreadRunner
 
 
 @pytest.fixture
