@@ -217,7 +217,8 @@ ARROW = (
 )
 
 SPARK = (
-    ("null is no match", "F.coalesce(condition.column(), F.lit(False))", "condition.column()"),
+    ("null is no match", "F.coalesce(condition, F.lit(False)), condition)", "condition, condition)"),
+    ("missing texts are no match", "terms += [_of(lambda text: text.isNotNull(), self.text(term.name)), condition]", "terms += [condition]"),
     ("first", "case = case.when(condition, F.lit(value))", "case = case.when(condition, F.lit(True))"),
     ("missing", "text.isNull() if is_true else text.isNotNull()", "text.isNull()"),
     ("TRUE in any case", 'compare(F.lower(text), "true")', 'compare(text, "true")'),
@@ -231,7 +232,8 @@ SPARK = (
     ("orders fail only with both", "return self.every([present, ", "return self.some([present, "),
     ("negated orders", "operator = question.operator if condition == \"is_true\" else _NEGATED[question.operator]\n", "operator = question.operator\n"),
     ("texts that are integers", 'F.when(number.cast("string") == text, number).otherwise(_unusual(text, target))', "number"),
-    ("blanks around an integer", 'is_integer = (number.cast("string") == text) | text.rlike(_INTEGER)', "is_integer = F.lit(True)"),
+    ("blanks around an integer", 'return holds & ((number.cast("string") == text) | text.rlike(_INTEGER))', "return holds"),
+    ("integers that Spark does not read", "F.coalesce(compare(number, value), compare(_unusual(text, target), value))", "compare(number, value)"),
     ("other digits", "F.translate(text, others, ascii_digits).try_cast(target)", "text.try_cast(target)"),
     ("infinities and NaN", ".when(text.rlike(_DOUBLE), number)", ".otherwise(number)"),
     ("minus zero", "return F.when(zeros, compare(*ranks)).otherwise(compare(a, b))", "return compare(a, b)"),
