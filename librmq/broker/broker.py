@@ -84,8 +84,9 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import Runner, Step, ThreadRunner, Work
+from librmq.runner import Runner, Step, Work
 from librmq.store import AppendResult, MessageStore
+from librmq.threadrunner import ThreadRunner
 from librmq.timer import Timers
 from librmq.topics import HALF_TOPIC
 
