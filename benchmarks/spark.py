@@ -466,6 +466,96 @@ def writing(bench: Bench) -> list[Row]:
     ]  # fmt: skip
 
 
+def row_writer() -> Any:
+    """A data source that takes rows one by one and stages the same records by the plain encoder; it commits nothing."""
+    from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
+
+    class Writer(DataSourceWriter):
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+            os.makedirs(self.path, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+                for number, row in enumerate(iterator):
+                    message = Message(
+                        row["topic"], bytes(row["body"]), tags=row["tags"], keys=row["keys"],
+                        unique_key=row["uniqueKey"], properties=dict(row["properties"]),
+                    )  # fmt: skip
+                    file.write(
+                        codec.encode_record(
+                            codec.Record(
+                                topic=message.topic, queue_id=number % 4, body=message.body,
+                                body_crc=codec.body_checksum(message.body), born_timestamp_ms=START_MS,
+                                properties_raw=codec.encode_properties(message.properties),
+                            )
+                        )
+                    )  # fmt: skip
+            return WriterCommitMessage()
+
+    class Source(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "peer_rows"
+
+        def writer(self, schema: Any, overwrite: bool) -> DataSourceWriter:
+            return Writer(self.options["path"])
+
+    return Source
+
+
+def writing_by_spark(bench: Bench) -> list[Row]:
+    """A frame appended to a store, beside a writer that gets its rows one by one."""
+    if not bench.has("pyspark"):
+        return []
+    from pyspark.sql import functions as F  # noqa: N812
+
+    spark = started()
+    spark.dataSource.register(row_writer())
+    text = F.col("id").cast("string")
+
+    def frame(rows: int) -> Any:
+        made = spark.range(rows, numPartitions=4).select(
+            F.lit("Orders").alias("topic"),
+            F.lpad(text, 512, "0").cast("binary").alias("body"),
+            F.lit("rest").alias("tags"),
+            F.concat(F.lit("key"), F.lpad(text, 8, "0")).alias("keys"),
+            F.lpad(text, 32, "0").alias("uniqueKey"),
+            F.create_map(
+                F.lit("amount"), (F.col("id") % 1000).cast("string"),
+                F.lit("region"), F.element_at(F.array(*map(F.lit, ("eu", "us", "cn", "jp"))), F.pmod("id", F.lit(4))
+                                              .cast("int") + 1),
+            ).alias("properties"),
+        ).cache()  # fmt: skip
+        made.count()
+        return made
+
+    count = bench.count(400_000)
+    frames = {"rocketmq": (frame(count), count), "peer_rows": (frame(max(1, count // 8)), max(1, count // 8))}
+    config = StoreConfig(commitlog_file_size=512 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
+
+    def run(source: str) -> Run:
+        rows_frame, rows = frames[source]
+
+        def once(folder: Path) -> float:
+            path = str(folder / "store")
+            if source == "rocketmq":
+                MessageStore.open(path, config, background=False).close()
+            with Stopwatch() as watch:
+                rows_frame.write.format(source).mode("append").save(path)
+            return rows / watch.seconds
+
+        return once
+
+    rates = bench.interleave({name: run(name) for name in frames})
+    for rows_frame, _ in frames.values():
+        rows_frame.unpersist()
+    return [
+        compare("Spark, writing", "with Arrow, commit included", "a writer of rows, without a commit",
+                rates["rocketmq"], rates["peer_rows"], Target(4, 6.5), unit="rows/s"),
+    ]  # fmt: skip
+
+
 def memory(bench: Bench) -> list[Row]:
     """What a reader takes beside the interpreter and its libraries, in a process of its own."""
     import subprocess
@@ -505,6 +595,7 @@ ROWS: Final[dict[str, Measure]] = {
     "starts": starts,
     "reading": reading,
     "writing": writing,
+    "writing-by-spark": writing_by_spark,
     "memory": memory,
 }
 

@@ -36,7 +36,9 @@ _BLANK_MAGIC: Final = codec.BLANK_MAGIC
 _MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
-_TOUCHED: Final = 128 << 10  # bytes at a time: where the disk is full, so many are tried in vain
+_LEAST_TOUCHED: Final = 128 << 10
+_WORTH_UNMAPPING: Final = 1 << 20
+"""Bytes to flush from which on it is quicker to let go of their pages first."""
 
 
 LogItem = tuple[int, int, bytes | None]
@@ -76,6 +78,7 @@ class CommitLog:
         self._buffer: Buffer | None = None
         self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
         self._prepared = -1  # up to this physical offset pages are ready
+        self._flushed = -1  # up to this physical offset the last flush went
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
         """Where the last write begins, of one record or several, as far as this handle knows."""
@@ -105,6 +108,7 @@ class CommitLog:
             log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log))
             log.end = log.found_end.physical_offset
             log.last_write = log.found_end.last_record
+        log._flushed = log.end
         log._resume()
         return log
 
@@ -212,12 +216,15 @@ class CommitLog:
         start = sequence.start_of(end)
         if start is None:
             return
-        at, upto = max(end, self._prepared), min(end + ahead, self.end + 2 * self.file_size)
+        # A few large parts: between two of them this thread may wait long for the interpreter, of which a busy
+        # producer lets go when he must.
+        part = max(ahead // 4, _LEAST_TOUCHED)
+        at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < upto:
             start = at - at % self.file_size
             if start not in sequence.starts and not self._make(start):
                 return
-            step = min(upto, at - at % _TOUCHED + _TOUCHED, start + self.file_size)
+            step = min(upto, at - at % part + part, start + self.file_size)
             sequence.touch(start, at - start, step - start)
             at = self._prepared = step
 
@@ -234,10 +241,13 @@ class CommitLog:
 
     def flush(self) -> int:
         """Return when everything appended before the call is on the device; the physical offset up to which it is."""
-        end = self.end
+        end, ready = self.end, self._prepared
         if self._file_start >= 0:
             self._sequence.mark_dirty(self._file_start)
+        if end - self._flushed > _WORTH_UNMAPPING:  # with those that were made ready, which count as written
+            self._sequence.unmap_pages(self._flushed, max(end, ready))
         self._sequence.flush()
+        self._flushed = end
         return end
 
     def truncate(self, physical_offset: int) -> list[str]:

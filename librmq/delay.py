@@ -23,13 +23,11 @@ from librmq.appending import AppendResult, Copy
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
 from librmq.errors import (
+    LASTING,
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
-    ReadOnlyError,
     RecordError,
-    StoreClosedError,
     StoreError,
 )
 from librmq.javahash import java_int
@@ -273,7 +271,7 @@ class DelaySchedule:
     def _saved_or_told(self, save: Callable[[], None]) -> None:
         try:
             save()
-        except (FlushFailedError, StoreClosedError, ReadOnlyError):
+        except LASTING:
             raise
         except StoreError as error:
             _log.error("the progress of the delay levels could not be saved: %s", error)
@@ -287,7 +285,7 @@ class DelaySchedule:
         """Deliver what is due in a level at a look, nothing if that is None; returns the next look to take."""
         try:
             return self._deliver_due(level, look_ms)
-        except (FlushFailedError, StoreClosedError, ReadOnlyError):
+        except LASTING:
             raise
         except StoreError as error:
             _log.error("delay level %d: looked at again in %d ms: %s", level.level, self._retry_ms, error)

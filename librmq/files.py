@@ -122,6 +122,17 @@ class Files(Protocol):
         buffer shows follows. For some bytes an assignment to the buffer is quicker."""
         ...
 
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        """Let the first touch of a page of bytes ``begin`` to ``end`` bring that page, not MiBs behind it: where there
+        is nothing to read yet, or not in a row."""
+        ...
+
+    def unmap(self, file: File, begin: int, end: int) -> None:
+        """Take the pages of bytes ``begin`` to ``end`` out of the process's sight, whole ones, until they are next
+        asked for; nothing is lost. Worth it before a flush of many: the kernel makes each page that is mapped
+        read-only by itself, and interrupts all other threads for it."""
+        ...
+
     def flush(self, file: File) -> None:
         """Return when all that was written to the file has reached the device."""
         ...
@@ -267,6 +278,8 @@ def link_file(files: Files, path: str, target: str) -> bool:
 
 _LOCKED_BYTE: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
+_MADV_RANDOM: Final = 1
+_MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 
 # The process's own locks by (device, inode): fcntl does not exclude one's own process, and closing any descriptor
@@ -276,18 +289,22 @@ _held_guard = threading.Lock()
 
 
 @cache
-def _populate() -> Callable[[Any, int, int], None]:
-    """A function that makes pages of a mapping ready: ``populate(mapping, begin, size)``."""
+def _advise() -> Callable[[Any, int, int, int], None]:
+    """``advise(mapping, begin, size, advice)``: tell the kernel what is to become of a mapping's pages.
+
+    Not by the mapping's own method, which stops all threads of the interpreter meanwhile. It is advice: a kernel that
+    does not know it does nothing, and what follows is slower.
+    """
     import ctypes  # whoever opens no store for writing does without
 
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def populate(mapping: Any, begin: int, size: int) -> None:
+    def advise(mapping: Any, begin: int, size: int, advice: int) -> None:
         first = ctypes.c_char.from_buffer(mapping)  # holds the mapping where it is
-        advise(ctypes.addressof(first) + begin, size, _MADV_POPULATE_WRITE)
+        call(ctypes.addressof(first) + begin, size, advice)
 
-    return populate
+    return advise
 
 
 class DiskFiles:
@@ -342,17 +359,26 @@ class DiskFiles:
             os.posix_fallocate(descriptor, begin, min(end, file.size) - begin)
 
     def touch(self, file: File, begin: int, end: int) -> None:
-        begin -= begin % mmap.PAGESIZE
-        if sys.platform == "linux" and end > begin:
-            # Not by the mapping's own method, which stops all threads of the interpreter meanwhile. An older kernel
-            # does not know the advice: then the first write is slow.
-            _populate()(file.buffer, begin, end - begin)
+        self._advise(file, begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
+
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        self._advise(file, begin + -begin % mmap.PAGESIZE, end, _MADV_RANDOM)
+
+    def unmap(self, file: File, begin: int, end: int) -> None:
+        self._advise(file, begin + -begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE, _MADV_DONTNEED)
+
+    @staticmethod
+    def _advise(file: File, begin: int, end: int, advice: int) -> None:
+        if sys.platform == "linux" and end > begin and file.writable:
+            _advise()(file.buffer, begin, end - begin, advice)
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
         if not sys.platform.startswith("linux"):  # elsewhere a mapping need not show what is written
             file.buffer[at : at + len(data)] = data
             return
         with self._descriptor(file, "write") as descriptor:
+            if not 0 <= at <= file.size - len(data):
+                raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit {file.size}")
             # Through the mapping pages would be made one by one, small ones, each zeroed before it is written.
             done, view = 0, memoryview(data)
             while done < len(data):
@@ -622,6 +648,12 @@ class MemoryFiles:
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
         file.buffer[at : at + len(data)] = data
+
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        pass
+
+    def unmap(self, file: File, begin: int, end: int) -> None:
+        pass
 
     def flush(self, file: File) -> None:
         pass

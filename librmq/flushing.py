@@ -1,14 +1,15 @@
 """When what was appended has reached the device: group commit, acknowledgements that follow, and a sticky failure.
 
 One flush serves everybody who waits: the first to wait flushes for all that was appended so far, the others wait for
-it, and one of those whom it came too early for flushes next. After a flush has failed the kernel may have dropped
-what it could not write and call the next flush good, so nothing is acknowledged any more until the store is opened
-anew. Mirrors 4.9.4's ``GroupCommitService`` and ``FlushRealTimeService``.
+their turn, and the first of those whom it came too early for flushes next. After a flush has failed the kernel may
+have dropped what it could not write and call the next flush good, so nothing is acknowledged any more until the store
+is opened anew. Mirrors 4.9.4's ``GroupCommitService`` and ``FlushRealTimeService``.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Generic, Protocol, TypeVar
@@ -54,7 +55,12 @@ def flush_all(parts: set[_F]) -> None:
 
 
 class GroupCommit:
-    """Flushes the log on behalf of many. Thread-safe."""
+    """Flushes the log on behalf of many. Thread-safe.
+
+    Whoever waits has a place in a row. The first flushes, and wakes the second before he goes on; the second finds
+    that his message has been flushed and wakes the third, and so on: nobody is woken before it is his turn, and when
+    it is that of one whose message has not been flushed, those before him have had the time to append again.
+    """
 
     def __init__(self, flush: Callable[[], int], flushed: int, on_failure: Callable[[], None]) -> None:
         """``flush()`` returns up to which physical offset the log has reached the device; ``flushed`` is where it has.
@@ -67,8 +73,9 @@ class GroupCommit:
         """The first flush that failed; nothing unflushed is acknowledged after it."""
         self._flush = flush
         self._on_failure = on_failure
-        self._turn = threading.Condition()
-        self._flushing = False
+        self._turn = threading.Lock()  # of what follows
+        self._taken = False  # somebody has his turn
+        self._row: deque[threading.Lock] = deque()  # of the others, each held until its turn comes
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
@@ -79,28 +86,47 @@ class GroupCommit:
         if self.flushed >= physical_offset:
             return
         self.check()
-        with self._turn:
-            while self._flushing and self.flushed < physical_offset:
-                self._turn.wait()
-            if self.flushed >= physical_offset:
-                return
-            self.check()
-            self._flushing = True
-        flushed, failure = self.flushed, None
+        self._take_turn()
         try:
-            flushed = self._flush()
-        except StoreIOError as error:
-            failure = error
-        finally:
-            with self._turn:
-                self._flushing = False
-                self.flushed = max(self.flushed, flushed)
-                if failure is not None:
-                    self.failure = failure
+            if self.flushed < physical_offset:
+                self.check()
+                try:
+                    self.flushed = max(self.flushed, self._flush())
+                except StoreIOError as error:
+                    self.failure = error
                     self._on_failure()
-                self._turn.notify_all()
+        finally:
+            self._pass_on()
         if self.flushed < physical_offset:
             self.check()
+
+    def _take_turn(self) -> None:
+        """Return when the caller has his turn, in the order of the calls."""
+        mine = threading.Lock()
+        mine.acquire()
+        with self._turn:
+            if not self._taken:
+                self._taken = True
+                return
+            self._row.append(mine)
+        try:
+            mine.acquire()
+        except BaseException:  # interrupted
+            with self._turn:
+                waits = mine in self._row
+                if waits:
+                    self._row.remove(mine)
+            if not waits:
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Wake the next in the row, if any."""
+        with self._turn:
+            if self._row:
+                self._row.popleft().release()
+            else:
+                self._taken = False
 
     def check(self) -> None:
         """`FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
@@ -115,9 +141,8 @@ class GroupCommit:
         Returns when a flush that is under way has ended.
         """
         self._stopped = why
-        with self._turn:
-            while self._flushing:
-                self._turn.wait()
+        self._take_turn()
+        self._pass_on()
 
     def forget(self, why: str) -> None:
         """`stop` in a child process after a fork, where nobody may still hold what this waits for."""

@@ -24,8 +24,8 @@ __all__ = ["Background", "Housekeeping"]
 
 _log = logging.getLogger("librmq.store")
 
-_AHEAD: Final = 4 << 20
-"""So many bytes behind the log's end are made ready."""
+_LEAST_AHEAD: Final = 4 << 20
+_MOST_AHEAD: Final = 32 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
 _AGAIN_MS: Final = 10_000  # after something failed that may succeed later
 
@@ -67,8 +67,9 @@ class Housekeeping:
         self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # the clock may have been set back
         self._derived_at_ms = min(self._derived_at_ms, now_ms)
         log = self._log
+        ahead = self._ahead()
         try:
-            log.prepare(_AHEAD)
+            log.prepare(ahead)
         except StoreError as error:  # the append that needs the room will meet it
             _log.warning("no room could be made ready ahead of the log: %s", error)
         log_due, log_alarm = self._flush_log(now_ms)
@@ -85,10 +86,14 @@ class Housekeeping:
                 self._expire_at_ms = now_ms + _AGAIN_MS
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # those who wait flush for themselves, the others wake whoever calls this
-        self.alarm = min(log_alarm, log.end + _AHEAD // 2)
+        self.alarm = min(log_alarm, log.end + ahead // 2)
         if log.end > self.alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came by while the alarm was off
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
+
+    def _ahead(self) -> int:
+        """How many bytes behind the log's end are to be ready: twice what the time between two flushes brought."""
+        return min(max(2 * (self._log.end - self._commit.flushed), _LEAST_AHEAD), _MOST_AHEAD)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
         """Flush the log if it is time; when next, and the place of the append that may bring it forward."""

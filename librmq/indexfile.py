@@ -246,6 +246,7 @@ class IndexFile:
                 self.path, min(file.size, length), "size", f"expected {length} bytes, found {file.size}"
             )
         self._file = file
+        self._files.no_read_ahead(file, self.entry_position(0), length)
         if self._on_map:
             self._on_map(self)
 
@@ -600,8 +601,10 @@ class IndexFile:
         """Return when whatever was written before the call has reached the device."""
         if self._dirty:
             self._dirty = False
+            file = self.file
+            self._files.unmap(file, 0, file.size)  # any page of the slots may have been written
             try:
-                self._files.flush(self.file)
+                self._files.flush(file)
             except BaseException:
                 self._dirty = True
                 raise

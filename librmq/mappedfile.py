@@ -255,6 +255,17 @@ class MappedFileQueue:
         self._files.put(self.file(start), at, data)
         self._dirty.add(start)
 
+    def no_read_ahead(self, start: int, begin: int) -> None:
+        """`Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
+        self._files.no_read_ahead(self.file(start), begin, self.file_size)
+
+    def unmap_pages(self, begin: int, end: int) -> None:
+        """`Files.unmap` for positions ``begin`` to ``end``, where files that are mapped hold them."""
+        for start in range(begin - begin % self.file_size, end, self.file_size):
+            file = self.mapped.get(start)
+            if file is not None:
+                self._files.unmap(file, max(begin - start, 0), min(end - start, self.file_size))
+
     def mark_dirty(self, start: int) -> None:
         """Note that the file at ``start`` was written: the next flush takes it along."""
         self._dirty.add(start)

@@ -56,7 +56,7 @@ DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
 
 _INT: Final = struct.Struct(">i")
-_unpack_int = _INT.unpack_from
+_unpack_body = struct.Struct(">39xB44xi").unpack_from  # the low byte of the sys flag, the body's length
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(">iq")
@@ -348,10 +348,9 @@ class StoredMessage:
         `BodyCompressionError` if it cannot be restored; `MissingExtraError` for lz4, zstd without the extra.
         """
         raw = self.raw
-        if not raw[39] & 49:  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
-            end = 88 + _unpack_int(raw, 84)[0]
-            if 88 <= end < len(raw) - 2:
-                return raw[88:end]
+        flags, length = _unpack_body(raw)
+        if not flags & 49 and 0 <= length < len(raw) - 90:
+            return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 
     def decompressed_body(self, limit: int) -> bytes:

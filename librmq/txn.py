@@ -27,13 +27,11 @@ from typing import Any, Final, NamedTuple
 from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import (
+    LASTING,
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
-    ReadOnlyError,
     RmqError,
-    StoreClosedError,
     TransactionRefusedError,
 )
 from librmq.javahash import java_int
@@ -51,9 +49,6 @@ _log = logging.getLogger("librmq.txn")
 _SAME_KEY: Final = 4096  # records that are looked at for the family of a half
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
-
-_LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
-"""Errors after which a store takes nothing more until it is opened anew."""
 
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
@@ -442,7 +437,7 @@ class Transactions:
                 if not self._pass.judge(now_ms, self._settings.most_at_once):
                     return now_ms
                 self._finish()
-        except _LASTING:
+        except LASTING:
             raise
         except RmqError as error:
             _log.error("the check of half messages ends early: %s", error)

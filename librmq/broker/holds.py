@@ -54,7 +54,10 @@ class Holds:
         notify: Callable[[], None],
     ) -> None:
         """Hold a pull; an earlier one of the same client, group and queue is forgotten."""
-        self.by_queue.setdefault(queue, {})[holder] = _Hold(selection, notify)
+        held = self.by_queue.get(queue)
+        if held is None:
+            held = self.by_queue[queue] = {}
+        held[holder] = _Hold(selection, notify)
 
     def remove(self, queue: _QueueName, holder: _Holder) -> None:
         """Forget a pull, if it is held."""
@@ -62,10 +65,13 @@ class Holds:
         if held is not None and held.pop(holder, None) is not None and not held:
             del self.by_queue[queue]
 
-    def ended_by(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
-        """The message that has ended a hold of this pull since it asked last, None if it was not held so."""
+    def asked_again(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
+        """Forget a pull, if it is held; gives the message of this selection that has ended the hold, if one has."""
         found = self._ended_by.pop((queue, holder), None)
-        return None if found is None or found[0] is not selection else found[1]
+        if found is None:
+            self.remove(queue, holder)
+            return None
+        return found[1] if found[0] is selection else None
 
     def forget(self, client_id: str, group: str | None = None) -> None:
         """Forget what a client waits for, in a group or (None) in all of them."""
@@ -78,7 +84,10 @@ class Holds:
 
     def arrived(self, queue: _QueueName, properties: Mapping[str, str], message: AppendResult) -> None:
         """A message with these properties has come: answer the pulls that take it."""
-        for holder, hold in list(self.by_queue.get(queue, {}).items()):
+        held = self.by_queue.get(queue)
+        if held is None:
+            return
+        for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
                 self.remove(queue, holder)
                 self._ended_by[queue, holder] = hold.selection, message

@@ -6,6 +6,7 @@ Mirrors ``PullMessageProcessor``.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.groups import Groups
@@ -79,22 +80,20 @@ class Pulling:
             selection = self._check(request)
             if request.commit_offset is not None:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
-            result = None
             if notify is not None:
-                holds.remove(name, holder)
-                arrived = holds.ended_by(name, holder, selection)
-                begin, end = store.queue_range(topic, queue_id)
-                if queue_offset == end:
+                arrived = holds.asked_again(name, holder, selection)
+                if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
+                    response = self._give_last(request, arrived, selection, notify)
+                    if response is not None:
+                        return response
+                elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Before looking again: who appends looks for holds without the lock, behind the append.
                     holds.add(name, holder, selection, notify)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
-                        return PullResponse(PullStatus.HELD, end, begin, end, is_held=True)
+                        return PullResponse(PullStatus.HELD, end, begin, end, (), True)
                     holds.remove(name, holder)
-                elif arrived is not None and arrived.queue_offset == queue_offset == end - 1:
-                    result = self._read_only(arrived, begin, end)
-            if result is None:
-                result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+            result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
             status = _status(result, queue_offset)
             if notify is not None and request.stay and status is PullStatus.FOUND:
                 end = result.next_offset
@@ -106,24 +105,38 @@ class Pulling:
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
         if self._metrics is not None and result.messages:
-            self._metrics.count("messages_out", len(result.messages), topic=topic, group=request.group)
-            self._metrics.count("bytes_out", result.total_size, topic=topic, group=request.group)
+            self._count(request, len(result.messages), result.total_size)
         return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held)
 
-    def _read_only(self, arrived: AppendResult, begin: int, end: int) -> ReadResult | None:
-        """The one message of a queue's end for which a pull was held, from the log: its entry need not be written yet.
+    def _give_last(
+        self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
+    ) -> PullResponse | None:
+        """The message that has ended a hold, straight from the log: its entry need not be written yet. Held again.
 
-        None where the log does not have it.
+        None where more have come, or the log does not have it: then the queue is read as usual.
         """
         raw = self._store.log.read(arrived.physical_offset, arrived.size)
         if raw is None:
             return None
-        return ReadResult(GetStatus.FOUND, [StoredMessage(raw)], end, begin, end, arrived.size)
+        name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
+        self._holds.add(name, holder, selection, notify)
+        begin, end = self._store.queue_range(request.topic, request.queue_id)
+        if end != arrived.queue_offset + 1:
+            self._holds.remove(name, holder)
+            return None
+        if self._metrics is not None:
+            self._count(request, 1, arrived.size)
+        return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
+
+    def _count(self, request: PullMessage, messages: int, size: int) -> None:
+        assert self._metrics is not None
+        self._metrics.count("messages_out", messages, topic=request.topic, group=request.group)
+        self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse what can't be read; else what the group takes."""
         name = request.topic
-        group = self._groups.get(request.group)
+        group = self._groups.known.get(request.group) or self._groups.get(request.group)
         if not group.consumes:
             raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not consume")
         topic = self._topics.known.get(name)
@@ -153,7 +166,10 @@ class Pulling:
                 f"group {group.name!r} does not subscribe to topic {name!r}, said the last heartbeat: do all its "
                 "instances subscribe to the same topics?",
             )
-        return self._selection_of(group.name, subscription)
+        found = self._selected.get((group.name, name))
+        return (
+            found[1] if found is not None and found[0] is subscription else self._selection_of(group.name, subscription)
+        )
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
         """What a group's subscription takes, made once."""

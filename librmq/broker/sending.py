@@ -304,9 +304,10 @@ class Sending:
         if self._metrics is not None:
             self._metrics.count("messages_in", topic=topic)
             self._metrics.count("bytes_in", result.size, topic=topic)
-        if (topic, queue_id) in self._held:
+        queue = topic, queue_id
+        if queue in self._held:
             with self._runner.lock:
-                self._holds.arrived((topic, queue_id), properties, result)
+                self._holds.arrived(queue, properties, result)
 
     def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""

@@ -7,6 +7,7 @@ lock is missing, the consumer is paused) is woken by whoever ends the reason.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.held import HeldQueue
@@ -45,8 +46,8 @@ class Pulling:
     def start(self, held: HeldQueue) -> None:
         """Begin to pull."""
         wake = self._consumer.runner.wake
-        held.pull.run_due = lambda now_ms: self._pull_or_lose(held, now_ms)
-        held.notify = lambda: wake(held.pull)
+        held.pull.run_due = partial(self._pull_or_lose, held)
+        held.notify = partial(wake, held.pull)
         wake(held.pull)
 
     def share_limits(self) -> None:

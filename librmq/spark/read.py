@@ -149,7 +149,9 @@ class _Task:
         elif self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         size = self._part.log_file_size
-        for chunk in _chunks(rows, size):
+        # Spark takes few large batches in less time; what is variable in length is better decoded by the cacheful.
+        most = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
+        for chunk in _chunks(rows, size, most):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
             self._forget()
         self._file = None
@@ -423,7 +425,7 @@ def _candidates(codes: Ints, tags: TagFilter) -> Mask:
     return found
 
 
-def _chunks(rows: _Rows, file_size: int) -> Iterator[_Rows]:
+def _chunks(rows: _Rows, file_size: int, most: int) -> Iterator[_Rows]:
     """Rows cut where a file ends, or where a batch has rows or bytes enough."""
     if not len(rows):
         return
@@ -431,7 +433,7 @@ def _chunks(rows: _Rows, file_size: int) -> Iterator[_Rows]:
     weights = np.cumsum(np.clip(rows.sizes, 0, BATCH_BYTES))
     at, count = 0, len(rows)
     while at < count:
-        upto = min(count, at + BATCH_ROWS)
+        upto = min(count, at + most)
         before = weights[at - 1] if at else 0
         upto = min(upto, max(at + 1, int(np.searchsorted(weights, before + BATCH_BYTES, "right"))))
         changed = np.flatnonzero(starts[at:upto] != starts[at])

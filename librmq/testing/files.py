@@ -149,6 +149,12 @@ class FailingFiles:
         self._called("put", file.path)
         self._files.put(file, at, data)
 
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        self._files.no_read_ahead(file, begin, end)
+
+    def unmap(self, file: File, begin: int, end: int) -> None:
+        self._files.unmap(file, begin, end)
+
     def flush(self, file: File) -> None:
         try:
             self._called("flush", file.path)

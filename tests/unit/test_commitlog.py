@@ -11,7 +11,7 @@ import pytest
 from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, MessageIllegalError, ReadOnlyError, StoreIOError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files import DiskFiles, File, Files, MemoryFiles
 from librmq.testing import FailingFiles, RecordingFiles
 
 FOLDER = "/log"
@@ -142,6 +142,41 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
     assert failed == 1
     assert [(place, size) for place, size, sound in items(log) if sound] == places
     assert items(opened(memory)) == items(log)
+
+
+def test_many_pages_are_let_go_before_they_are_flushed_and_few_are_not() -> None:
+    class Told(MemoryFiles):
+        calls: list[tuple[str, int, int]]
+
+        def unmap(self, file: File, begin: int, end: int) -> None:
+            self.calls.append((file.path[-2:], begin, end))
+
+        def flush(self, file: File) -> None:
+            self.calls.append((file.path[-2:], -1, -1))
+
+    files = Told()
+    files.calls = []
+    log = opened(files, 3 << 20)
+    put(log, 1000)
+    log.flush()
+    put(log, 1 << 20)
+    assert all(begin < 0 for _, begin, _ in files.calls)
+    put(log, 1000)
+    log.prepare(2 << 20)
+    files.calls.clear()
+    end = log.end
+    log.flush()
+    # What was made ready ahead is to be written too; the second file begins at 3,145,728.
+    assert files.calls == [("00", 1000, 3 << 20), ("28", 0, end + (2 << 20) - (3 << 20)), ("00", -1, -1)]
+    put(log, 1000)
+    files.calls.clear()
+    log.flush()
+    assert files.calls == [("00", -1, -1)]
+    put(log, 1 << 20)
+    put(log, 1 << 20)
+    files.calls.clear()
+    log.flush()
+    assert [(name, begin) for name, begin, _ in files.calls] == [("00", end + 1000), ("28", 0), ("00", -1), ("28", -1)]
 
 
 def test_a_flush_reaches_every_file_and_the_folder() -> None:

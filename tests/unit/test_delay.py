@@ -19,15 +19,16 @@ from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClo
 from librmq.files import MemoryFiles
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
-from librmq.store import AppendResult, MessageStore
+from librmq.store import AppendResult
 from librmq.topics import HALF_TOPIC
+from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
 
 NOW = DelaySettings(first_look_s=0, save_every_s=None)
 
 
-class Waiting:
-    """A store in memory with its schedule, and time that passes from one due look to the next."""
+class Waiting(ByTime):
+    """A store in memory with its schedule."""
 
     def __init__(
         self,
@@ -37,30 +38,18 @@ class Waiting:
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
     ) -> None:
-        self.files = files or MemoryFiles()
-        self.clock = ManualClock(at_ms)
-        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        super().__init__(config, files, at_ms)
         self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
         self.told: list[tuple[StoredMessage, AppendResult]] = []
         self.schedule = DelaySchedule(
             self.store, self.offsets, at_ms, settings, delivered=lambda *what: self.told.append(what)
         )
-        self.looks: list[int] = []
+
+    def run_due(self, now_ms: int) -> int | None:
+        return self.schedule.run_due(now_ms)
 
     def put(self, body: bytes = b"b", level: int = 1, **fields: Any) -> AppendResult:
         return self.store.append(Message("T", body, delay_level=level), 2, **fields)
-
-    def pass_to(self, at_ms: int) -> int | None:
-        """Let time pass up to ``at_ms`` after the start; returns when the schedule wants to look next."""
-        until = START_MS + at_ms
-        due = self.schedule.run_due(self.clock.now_ms())
-        while due is not None and due <= until:
-            assert due >= self.clock.now_ms()
-            self.clock.move_to(due)
-            self.looks.append(due - START_MS)
-            due = self.schedule.run_due(due)
-        self.clock.move_to(until)
-        return None if due is None else due - START_MS
 
     def delivered(self) -> list[tuple[bytes, int]]:
         """Bodies and times after the start of what was delivered, in order."""
@@ -72,7 +61,7 @@ def test_nothing_waits_nothing_is_due() -> None:
     assert waiting.pass_to(10_000) is None
     waiting.store.append(Message("T", b"b"))
     assert waiting.pass_to(20_000) is None
-    assert waiting.looks == []
+    assert waiting.runs == []
 
 
 @pytest.mark.parametrize(("put_at", "look_at"), [(0, 1000), (1, 1100), (50, 1100), (99, 1100), (100, 1100)])
@@ -85,7 +74,7 @@ def test_due_is_the_first_look_at_or_after_the_time(put_at: int, look_at: int) -
     assert waiting.delivered() == []
     assert waiting.pass_to(look_at) is None
     assert waiting.delivered() == [(b"b", look_at)]
-    assert waiting.looks == [look_at]
+    assert waiting.runs == [look_at]
 
 
 def test_the_first_look_comes_a_second_after_the_start() -> None:
@@ -221,7 +210,7 @@ def test_a_thousand_messages_over_a_year() -> None:
         expected.append((level * 86_400_000, number))
     assert waiting.pass_to(366 * 86_400_000) is None
     assert waiting.delivered() == [(str(number).encode(), due) for due, number in sorted(expected)]
-    assert len(waiting.looks) == 365
+    assert len(waiting.runs) == 365
 
 
 def test_many_at_one_time_take_several_turns() -> None:
@@ -229,7 +218,7 @@ def test_many_at_one_time_take_several_turns() -> None:
     for number in range(25):
         waiting.put(str(number).encode())
     waiting.pass_to(1_000)
-    assert waiting.looks == [1_000] * 3
+    assert waiting.runs == [1_000] * 3
     assert [body for body, _ in waiting.delivered()] == [str(number).encode() for number in range(25)]
 
 
@@ -241,7 +230,7 @@ def test_progress_is_saved_after_a_while_and_not_lost() -> None:
     assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
     assert waiting.pass_to(11_000) is None
     assert waiting.files.read(f"{ROOT}/config/delayOffset.json") == b'{\n\t"offsetTable":{1:1,2:1\n\t}\n}'
-    assert waiting.looks == [1_000, 5_000, 11_000]
+    assert waiting.runs == [1_000, 5_000, 11_000]
     waiting.put()
     waiting.schedule.save(0)  # nothing to save
     waiting.pass_to(12_000)
@@ -448,7 +437,7 @@ def test_a_save_that_fails_is_tried_again_later(
     waiting.put()
     monkeypatch.setattr(waiting.offsets, "persist", failing(DiskFullError("full"), 1, waiting.offsets.persist))
     assert waiting.pass_to(12_000) is None
-    assert waiting.looks == [1_000, 2_000, 12_000]
+    assert waiting.runs == [1_000, 2_000, 12_000]
     assert "could not be saved: full" in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import re
 import subprocess
 import sys
@@ -55,6 +56,26 @@ def test_a_made_file_is_zero_and_keeps_what_is_written(files: Files, root: str) 
     assert files.open(path).buffer[99:106] == b"\0hello\0"
     assert files.size(path) == 5000
     assert files.read(path)[100:105] == b"hello"
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 50_000), (0, 0), (5000, 5001), (4096, 8192), (1, 49_999)])
+def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int, end: int) -> None:
+    path, data = os.path.join(root, "f"), random.Random(1).randbytes(50_000)
+    file = files.create(path, len(data))
+    files.reserve(file, 0, len(data))
+    files.no_read_ahead(file, begin, end)
+    file.buffer[:] = data
+    files.unmap(file, begin, end)
+    assert file.buffer[:] == data
+    files.touch(file, begin, end)
+    files.unmap(file, begin, end)
+    files.flush(file)
+    file.buffer[begin:end] = data[begin:end]
+    assert files.read(path) == file.buffer[:] == data
+    reader = files.open(path)
+    for advise in (files.no_read_ahead, files.unmap):
+        advise(reader, begin, end)
+        assert reader.buffer[:] == data
 
 
 def test_all_mappings_of_a_file_see_the_same(files: Files, root: str) -> None:

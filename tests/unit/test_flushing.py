@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from librmq import flushing
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 from librmq.flushing import Acknowledgement, GroupCommit
 
@@ -68,7 +71,7 @@ class Waiters:
             except Exception as error:
                 self.outcomes[number] = error
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, name=str(number))
         self._threads.append(thread)
         thread.start()
 
@@ -78,16 +81,16 @@ class Waiters:
         return [self.outcomes[number] for number in range(len(self._threads))]
 
 
-class CountedCondition(threading.Condition):
+class CountedRow(deque[Any]):
     """Tells how many have come to wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting = threading.Semaphore(0)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waiting.release()  # the lock is held: nobody notifies before the wait has begun
-        return super().wait(timeout)
+    def append(self, one: Any) -> None:
+        super().append(one)
+        self.waiting.release()
 
 
 @pytest.fixture
@@ -96,15 +99,14 @@ def device() -> Device:
 
 
 @contextmanager
-def held(device: Device) -> Iterator[tuple[Waiters, CountedCondition]]:
+def held(device: Device) -> Iterator[tuple[Waiters, CountedRow]]:
     """The first flush has begun, for 100 bytes, and is held up."""
-    turn = CountedCondition()
-    device.commit._turn = turn
+    row = device.commit._row = CountedRow()
     device.held = True
     waiters = Waiters(device.commit)
     waiters.start(device.append())
     device.begun.acquire()
-    yield waiters, turn
+    yield waiters, row
 
 
 def test_one_flush_for_all_that_was_appended(device: Device) -> None:
@@ -124,11 +126,11 @@ def test_what_is_flushed_is_not_flushed_again(device: Device) -> None:
 
 
 def test_those_whom_a_flush_came_too_early_for_share_the_next(device: Device) -> None:
-    with held(device) as (waiters, turn):
+    with held(device) as (waiters, row):
         for _ in range(20):
             waiters.start(device.append())
         for _ in range(20):
-            turn.waiting.acquire()
+            row.waiting.acquire()
         assert device.flushes == []
         device.go_on.release()  # the first flush ends: one of the twenty leads the second
         device.begun.acquire()
@@ -141,9 +143,9 @@ def test_those_whom_a_flush_came_too_early_for_share_the_next(device: Device) ->
 
 
 def test_nobody_returns_before_the_flush_that_covers_him(device: Device) -> None:
-    with held(device) as (waiters, turn):
+    with held(device) as (waiters, row):
         waiters.start(device.append())
-        turn.waiting.acquire()
+        row.waiting.acquire()
         assert waiters.outcomes == {}
         device.go_on.release()
         device.begun.acquire()
@@ -153,11 +155,11 @@ def test_nobody_returns_before_the_flush_that_covers_him(device: Device) -> None
 
 
 def test_a_failed_flush_fails_all_who_wait_and_all_who_come(device: Device) -> None:
-    with held(device) as (waiters, turn):
+    with held(device) as (waiters, row):
         for _ in range(5):
             waiters.start(device.append())
         for _ in range(5):
-            turn.waiting.acquire()
+            row.waiting.acquire()
         device.error = no_space()
         device.go_on.release()
     for outcome in waiters.join():
@@ -192,6 +194,72 @@ def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
         device.commit.reach(device.append())
     assert raised.value.__cause__ is device.error
     assert device.commit.failure is device.error
+
+
+def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
+    """Whoever has been flushed for goes on and wakes the next, and those who come meanwhile have their turn behind."""
+    turns: list[int] = []
+    commit = device.commit
+    pass_on = commit._pass_on
+
+    def note() -> None:
+        turns.append(int(threading.current_thread().name))
+        pass_on()
+
+    commit._pass_on = note  # type: ignore[method-assign]
+    with held(device) as (waiters, row):
+        for _ in range(20):
+            waiters.start(device.append())
+            row.waiting.acquire()
+        device.held = False
+        device.go_on.release()
+    waiters.join()
+    assert turns == list(range(21))
+    assert device.flushes == [100, 2100]
+
+
+@pytest.mark.parametrize("his_turn", [False, True])
+def test_one_who_is_interrupted_while_he_waits_holds_nobody_up(
+    device: Device, monkeypatch: pytest.MonkeyPatch, his_turn: bool
+) -> None:
+    """Not even if the signal comes when he is being woken: then he passes his turn on."""
+    commit = device.commit
+    with held(device) as (waiters, row):
+
+        class Interrupted:
+            """A lock on which one waits until a signal comes."""
+
+            waits = False
+
+            def acquire(self) -> None:
+                if not self.waits:
+                    self.waits = True
+                    return
+                monkeypatch.undo()
+                row.waiting.acquire()
+                waiters.start(device.append())
+                row.waiting.acquire()
+                with commit._turn:  # behind which the other waits by now
+                    pass
+                device.held = False
+                if his_turn:
+                    device.go_on.release()
+                    self.released.acquire()
+                raise KeyboardInterrupt
+
+            def release(self) -> None:
+                self.released.release()
+
+            released = threading.Semaphore(0)
+
+        monkeypatch.setattr(flushing, "threading", SimpleNamespace(Lock=Interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            commit.reach(device.append())
+        if not his_turn:
+            assert len(row) == 1
+            device.go_on.release()
+    assert waiters.join()[1] == 300
+    assert not commit._taken
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
@@ -265,10 +333,10 @@ def test_nothing_is_acknowledged_once_the_log_is_let_go(device: Device) -> None:
 
 
 def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
-    with held(device) as (waiters, turn):
+    with held(device) as (waiters, row):
         stopped = threading.Thread(target=device.commit.stop, args=("let go",))
         stopped.start()
-        turn.waiting.acquire()
+        row.waiting.acquire()
         assert stopped.is_alive()
         device.go_on.release()
         stopped.join()
@@ -279,9 +347,9 @@ def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
 def test_those_who_wait_when_the_log_is_let_go_are_told(
     device: Device, let_go: Callable[[GroupCommit, str], Any]
 ) -> None:
-    with held(device) as (waiters, turn):
+    with held(device) as (waiters, row):
         waiters.start(device.append())
-        turn.waiting.acquire()
+        row.waiting.acquire()
         device.commit._stopped = "let go"
         device.go_on.release()
     first, second = waiters.join()

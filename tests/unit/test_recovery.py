@@ -378,9 +378,8 @@ def test_queues_and_index_are_made_again(config: StoreConfig, clean: bool, gone:
         }
 
 
-@configs
-def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
-    """The derived files of an earlier moment, and the log of a later one."""
+def two_moments(config: StoreConfig) -> tuple[Contents, Contents]:
+    """A store with 40 messages, still open, and the same with 80, closed."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -389,7 +388,13 @@ def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
     early = contents(files)
     fill(store, clock, random.Random(2), 40)
     store.close()
-    late = contents(files)
+    return early, contents(files)
+
+
+@configs
+def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
+    """The derived files of an earlier moment, and the log of a later one."""
+    early, late = two_moments(config)
     mixed = {**early, **{path: data for path, data in late.items() if path.startswith("commitlog")}}
     for abort in (True, False):
         if not abort:
@@ -403,15 +408,7 @@ def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
 @configs
 def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
     """The log of an earlier moment, and the derived files of a later one."""
-    files = MemoryFiles()
-    clock = ManualClock(START_MS)
-    store = MessageStore.open(ROOT, config, files=files, clock=clock)
-    fill(store, clock, random.Random(1), 40)
-    store.flush()
-    early = contents(files)
-    fill(store, clock, random.Random(2), 40)
-    store.close()
-    late = contents(files)
+    early, late = two_moments(config)
     mixed = {path: data for path, data in late.items() if not path.startswith("commitlog/")}
     mixed |= {path: data for path, data in early.items() if path.startswith("commitlog/")}
     for abort in (False, True):
@@ -419,7 +416,7 @@ def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
         with opened(again, config) as store:
             assert len(served(store)) == 40
             assert "ahead" in kinds(store.recovered)["consumequeue"]
-            fill(store, clock, random.Random(3), 20)
+            fill(store, ManualClock(START_MS), random.Random(3), 20)
         assert verify(ROOT, config, again).sound
 
 

@@ -49,6 +49,7 @@ from tests.stores import (
     filled,
     from_disk,
     in_memory,
+    on_disk,
     opened,
     served,
 )
@@ -63,15 +64,6 @@ def open_target(files: Files, target: str = TARGET, config: StoreConfig = SMALL)
 
 def raws(store: MessageStore) -> dict[int, bytes]:
     return {message.physical_offset: message.raw for message in store}
-
-
-def on_disk(found: Contents, folder: Path) -> None:
-    for path, data in found.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        if data is None:
-            (folder / path).mkdir(exist_ok=True)
-        else:
-            (folder / path).write_bytes(data)
 
 
 # ------------------------------------------------------------------------------------------------ of a store at rest
