@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 from librmq import codec, layout
 from librmq.consumequeue import ENTRY_DTYPE
 from librmq.dispatch import Lane as LaneOfStore
-from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files import DiskFiles, make_folders
 from librmq.spark.decode import Ints
 from librmq.spark.encode import Lane
@@ -119,6 +119,18 @@ def _write_note(store: MessageStore, job: str, begin: int, end: int, first: byte
     store.files.write(_note(store.path, job), json.dumps(document).encode())
 
 
+def _opened(folder: str, one: Staged) -> tuple[pa.Table, FileIO]:
+    path = os.path.join(folder, one.name)
+    try:
+        with pa.memory_map(f"{path}.arrow") as source:
+            return pa.ipc.open_file(source).read_all(), FileIO(f"{path}.log")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: what a task wrote is not there: driver and workers must share this folder (option staging names "
+            "another)"
+        ) from None
+
+
 class _Staging:
     """The records of all tasks, in the order in which they go into the log."""
 
@@ -128,21 +140,23 @@ class _Staging:
         tables: list[pa.Table] = []
         self._raw: list[FileIO] = []
         begins, tasks, lanes = [], [], []
-        for number, one in enumerate(staged):
-            with pa.memory_map(os.path.join(folder, f"{one.name}.arrow")) as source:
-                table = pa.ipc.open_file(source).read_all()
-            raw = FileIO(os.path.join(folder, f"{one.name}.log"))
-            self._raw.append(raw)
-            sizes = table["size"].to_numpy().astype(np.int64)
-            if len(table) != one.records or int(sizes.sum()) != os.fstat(raw.fileno()).st_size:
-                raise CorruptionError(folder, 0, "size", f"{one.name}: expected {one.records} whole records")
-            tables.append(table)
-            begins.append(np.cumsum(sizes) - sizes)
-            tasks.append(np.full(len(sizes), number, np.int64))
-            for lane in one.lanes:
-                known.setdefault(lane, len(known))
-            own = np.array([known[lane] for lane in one.lanes], np.int64)
-            lanes.append(own[table["lane"].to_numpy()] if len(own) else np.zeros(0, np.int64))
+        try:
+            for number, one in enumerate(staged):
+                table, raw = _opened(folder, one)
+                self._raw.append(raw)
+                sizes = table["size"].to_numpy().astype(np.int64)
+                if len(table) != one.records or int(sizes.sum()) != os.fstat(raw.fileno()).st_size:
+                    raise CorruptionError(folder, 0, "size", f"{one.name}: expected {one.records} whole records")
+                tables.append(table)
+                begins.append(np.cumsum(sizes) - sizes)
+                tasks.append(np.full(len(sizes), number, np.int64))
+                for lane in one.lanes:
+                    known.setdefault(lane, len(known))
+                own = np.array([known[lane] for lane in one.lanes], np.int64)
+                lanes.append(own[table["lane"].to_numpy()] if len(own) else np.zeros(0, np.int64))
+        except BaseException:
+            self.close()
+            raise
         self.lanes = list(known)
         empty: Ints = np.zeros(0, np.int64)
         self.begins = np.concatenate([*begins, empty])

@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("decoding records into Arrow columns", "arrow") from error
 
-__all__ = ["COLUMNS", "FIXED_COLUMNS", "Block", "Properties", "texts"]
+__all__ = ["COLUMNS", "FIXED_COLUMNS", "Block", "Properties", "numbers", "strings", "texts"]
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -65,18 +65,35 @@ def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
     return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]
 
 
+def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
+    """Numbers as an Arrow array on the same memory, null where not ``present``.
+
+    `pyarrow.array` does that too, but loads pandas, some 20 MiB that no reader needs.
+    """
+    values = np.ascontiguousarray(values)
+    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [valid, pa.py_buffer(values)])
+
+
+def strings(values: Sequence[str]) -> pa.StringArray:
+    """Some texts as an Arrow array."""
+    raws = [value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, raws)]).astype(np.int32)
+    return pa.Array.from_buffers(pa.string(), len(raws), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(raws))])
+
+
 def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
     """The bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
     count = len(begins)
     if not count:
-        return pa.array([], pa.binary())
+        return pa.nulls(0, pa.binary())
     base, end = int(begins.min()), int(ends.max())
     pairs = np.empty(2 * count + 1, np.int32)
     pairs[:-1:2], pairs[1::2], pairs[-1] = begins - base, ends - base, end - base
     # Every second element is what lies between two slices, of any length, and is never looked at.
     buffers = [None, pa.py_buffer(pairs), pa.py_buffer(raw[base:end])]
     between = pa.Array.from_buffers(pa.binary(), 2 * count, buffers)
-    return between.take(pa.array(np.arange(0, 2 * count, 2)))
+    return between.take(numbers(np.arange(0, 2 * count, 2)))
 
 
 def _parts(array: pa.BinaryArray) -> tuple[npt.NDArray[np.int32], Bytes]:
@@ -125,7 +142,7 @@ def _replaced(array: pa.BinaryArray, rows: Ints, values: Sequence[bytes | None])
         return array
     where = np.arange(len(array))
     where[rows] = len(array) + np.arange(len(rows))
-    return pa.concat_arrays([array, pa.array(values, pa.binary())]).take(pa.array(where))
+    return pa.concat_arrays([array, pa.array(values, pa.binary())]).take(numbers(where))
 
 
 class Block:
@@ -356,13 +373,13 @@ class Properties:
         present = np.zeros(self.rows, np.bool_)
         where[rows] = np.arange(len(rows))  # of a property that is there twice the last counts
         present[rows] = True
-        found = values.take(pa.array(where, mask=~present))
+        found = values.take(numbers(where, present))
         if not len(unusual):
             return found
         plain = [self._plain(int(row)).get(name) for row in unusual]
         where = np.arange(self.rows)
         where[unusual] = self.rows + np.arange(len(unusual))
-        return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(pa.array(where))
+        return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(numbers(where))
 
     def _find(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
         """Row, begin and end of every value that is not empty behind ``needle`` at a segment's start."""
@@ -405,7 +422,7 @@ class Properties:
         counts[unusual] = [len(one) for one in plain]
         # Those read one by one stand behind the others; a stable order by row brings them to their places.
         row = np.concatenate((row, np.repeat(unusual, counts[unusual])))
-        order = pa.array(np.argsort(row, kind="stable"))
+        order = numbers(np.argsort(row, kind="stable"))
         names = pa.concat_arrays(
             [_as_text(slices(text, begins, split)), pa.array([name for one in plain for name in one], pa.string())]
         ).take(order)
@@ -420,7 +437,7 @@ class Properties:
     @staticmethod
     def _map(counts: Ints, names: pa.StringArray, values: pa.StringArray) -> pa.MapArray:
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        return pa.MapArray.from_arrays(pa.array(offsets), names, values)
+        return pa.MapArray.from_arrays(numbers(offsets), names, values)
 
     def _repeated(self, begins: Ints, split: Ints, row: Ints) -> Ints:
         """Rows in which a name may be there twice, or that have very many."""
@@ -447,7 +464,7 @@ def _as_text(array: pa.BinaryArray) -> pa.StringArray:
 
 
 def _number(name: str, kind: pa.DataType) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
-    return kind, lambda block: pa.array(block.field(name), kind)
+    return kind, lambda block: numbers(block.field(name))
 
 
 def _time(name: str) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
@@ -455,7 +472,7 @@ def _time(name: str) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
         values = block.field(name)
         np.clip(values, -LAST_MS, LAST_MS, out=values)
         values *= 1000
-        return pa.Array.from_buffers(TIMESTAMP, len(values), [None, pa.py_buffer(values)])
+        return numbers(values).view(TIMESTAMP)
 
     return TIMESTAMP, micros
 
@@ -486,7 +503,7 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "bornHost": (pa.string(), lambda block: block.host("born_host")),
     "storeHost": (pa.string(), lambda block: block.host("store_host")),
     "preparedTransactionOffset": _number("prepared_offset", pa.int64()),
-    "bodyCrc": (pa.int64(), lambda block: pa.array(block.field("body_crc").astype(np.int64))),
+    "bodyCrc": (pa.int64(), lambda block: numbers(block.field("body_crc").astype(np.int64))),
     "storedBody": (pa.binary(), Block.stored_body),
     "propertiesString": (pa.string(), lambda block: block.properties.stored()),
 }

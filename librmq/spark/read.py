@@ -21,10 +21,10 @@ import pyarrow as pa
 from librmq import codec, layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
-from librmq.errors import CorruptionError, StoreIOError
+from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files import DiskFiles, File
 from librmq.mappedfile import file_name
-from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
+from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import Damage, DataLossError, Part, Slice
 from librmq.spark.starts import record_starts
@@ -126,6 +126,11 @@ class _Task:
     # ------------------------------------------------------------------------------------------------------- batches
 
     def batches(self) -> Iterator[pa.RecordBatch]:
+        if self._options.fail_on_data_loss and not os.path.isdir(self._part.path):
+            raise NotAStoreError(
+                f"{self._part.path}: there is a store for the driver, none for this worker: both must have it under "
+                "this path"
+            )
         if self._part.damage:
             yield from self._told([(None, one) for one in self._part.damage])
         rows, gone = self._entries()
@@ -257,18 +262,18 @@ class _Task:
             return bodies
         if self._part.walk is None:
             if name == "topic":
-                return pa.array([one.topic for one in self._part.slices], pa.string()).take(pa.array(rows.queue))
+                return strings([one.topic for one in self._part.slices]).take(numbers(rows.queue))
             if name == "queueId":
                 ids = np.array([one.queue_id for one in self._part.slices], np.int32)
-                return pa.array(ids[rows.queue])
+                return numbers(ids[rows.queue])
             if name == "queueOffset":
-                return pa.array(rows.queue_offsets)
+                return numbers(rows.queue_offsets)
             if name == "tagsCode":
-                return pa.array(rows.codes)
+                return numbers(rows.codes)
         if name == "physicalOffset":
-            return pa.array(rows.places)
+            return numbers(rows.places)
         if name == "size" and block is None:
-            return pa.array(rows.sizes.astype(np.int32))
+            return numbers(rows.sizes.astype(np.int32))
         assert block is not None
         return block.column(name)
 
@@ -414,8 +419,11 @@ class _Task:
 def _in(values: pa.Array, wanted: list[str]) -> Mask:
     import pyarrow.compute as pc
 
-    found: Mask = pc.is_in(values, pa.array(wanted, pa.string())).to_numpy(zero_copy_only=False)
-    return found
+    # By way of numbers, for the reason of `numbers`.
+    found = pc.is_in(values, strings(wanted)).cast(pa.uint8())
+    return (
+        np.frombuffer(found.buffers()[1], np.bool_, len(found), found.offset) if len(found) else np.zeros(0, np.bool_)
+    )
 
 
 def _candidates(codes: Ints, tags: TagFilter) -> Mask:

@@ -63,7 +63,10 @@ class Writer(DataSourceArrowWriter):
         )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Encode a task's rows into two files of its own."""
+        """Encode a task's rows into two files of its own.
+
+        Closing them shows them to the driver; that they reach a device is nothing that a commit builds on.
+        """
         context = TaskContext.get()
         task = 0 if context is None else context.partitionId()
         # A task that is tried again, or run twice at a time, writes other files; only those of one are brought in.
@@ -91,8 +94,6 @@ class Writer(DataSourceArrowWriter):
                     if order is not None:
                         columns["order"] = batch.column(order)
                     table.write(columns)
-            data.flush()
-            os.fsync(data.fileno())
         return Ready(Staged(name, task, rows, tuple(lanes)))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:

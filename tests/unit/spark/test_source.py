@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +215,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
     from librmq.consumequeue import ENTRY
-    from librmq.errors import CorruptionError
+    from librmq.errors import CorruptionError, NotAStoreError
     from librmq.spark.options import ReadOptions
     from librmq.spark.plan import DataLossError, Part, Slice
     from librmq.spark.read import Reading, default_columns
@@ -235,3 +238,27 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     assert rows(nowhere, failOnDataLoss="false") == []
     with pytest.raises(CorruptionError, match="expected a record of 100 bytes"):
         rows(ENTRY.pack(0, 100, 0))
+    elsewhere = Part(f"{folder}-elsewhere", 16384, 4000, (Slice("Orders", 1, 7, 8, 7, nowhere),))
+    options = ReadOptions.parse({"path": str(folder)})
+    schema = arrow_schema(schema_of(default_columns(options)), options)
+    with pytest.raises(NotAStoreError, match="none for this worker"):
+        list(Reading(options, schema).read(elsewhere))
+
+
+def test_a_reader_does_without_pandas(folder: Path) -> None:
+    """It takes longer to load than a part takes to be read."""
+    code = f"""
+import sys
+from librmq.spark.options import ReadOptions
+from librmq.spark.read import Reading, default_columns
+from librmq.spark.source import arrow_schema, plan_batch, schema_of
+for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
+    options = ReadOptions.parse({{"path": {str(folder)!r}, **given}})
+    schema = arrow_schema(schema_of(default_columns(options)), options)
+    parts = plan_batch(options)
+    assert sum(batch.num_rows for part in parts for batch in Reading(options, schema).read(part)), given
+    assert "pandas" not in sys.modules or "selector" in given, given
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True
+    )

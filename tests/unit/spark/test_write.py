@@ -22,6 +22,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 
 from librmq import codec
+from librmq.errors import ConfigError
 from librmq.spark.commit import Staged, commit, job_folder
 from librmq.spark.encode import Encoder, Lane
 from librmq.spark.options import WriteOptions
@@ -199,6 +200,20 @@ def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
             file.write_table(table)
         made.append(Staged(f"t{task}", task, records, tuple(encoded.lanes)))
     return made
+
+
+def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
+    """Workers wrote them to a folder of their own: nothing is brought in."""
+    path = new_store(tmp_path / "store")
+    staged = stage(path, "job", 2, 10)
+    folder = Path(job_folder(str(path), "job", None))
+    (folder / "t1.log").unlink()
+    (folder / "t1.arrow").unlink()
+    with pytest.raises(ConfigError, match="driver and workers must share"):
+        commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
+    with MessageStore.open(path, read_only=True) as store:
+        assert len(list(store)) == 3
+    assert verify(str(path)).sound
 
 
 KILLED = """
