@@ -151,7 +151,8 @@ class Background:
 
     def wake(self) -> None:
         """Let the step run now."""
-        self._event.set()
+        if not self._event.is_set():  # to set it again would cost more than to look
+            self._event.set()
 
     def stop(self) -> None:
         """Return when the step that runs has ended; no other follows."""
