@@ -2,7 +2,8 @@
 
 "One in flight" sends a message and waits until its listener has run before it sends the next; a stream sends as fast
 as it can and waits for the last. librmq's stores are on disk there, the peers' are what they are: dramatiq's StubBroker
-keeps messages in memory, litequeue in SQLite (put, get and done, in one thread). By hand and exploring, stores are in
+keeps messages in memory, litequeue in SQLite (put, get and done, in one thread, with no hand-over between threads). Two
+bare `queue.Queue` show what such a hand-over, there and back, costs by itself. By hand and exploring, stores are in
 memory.
 
 ``python -m benchmarks.clients [--rounds N] [--rows one,stream,…] [--quick] [--write]``
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any, Final
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost, rate
@@ -161,18 +163,50 @@ def litequeue(count: int, *, in_flight: int) -> Run:
     return run
 
 
+def bare_queues(count: int) -> Run:
+    """There and back between two threads by two queues: what handing over costs on this machine, with no work done."""
+
+    def run(folder: Path) -> float:
+        there: Queue[int | None] = Queue()
+        back: Queue[int] = Queue()
+
+        def echo() -> None:
+            while (number := there.get()) is not None:
+                back.put(number)
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        try:
+            with Stopwatch() as watch:
+                for number in range(count):
+                    there.put(number)
+                    back.get()
+        finally:
+            there.put(None)
+            thread.join()
+        return count / watch.seconds
+
+    return run
+
+
 def to_listener(bench: Bench, path: str, count: int, in_flight: int, targets: tuple[Target, Target]) -> list[Row]:
     variants = {"librmq": librmq_threads(count, in_flight=in_flight)}
     if bench.has("dramatiq"):
         variants["dramatiq StubBroker"] = stub_broker(max(count // 4, 1), in_flight=in_flight)
     if bench.has("litequeue"):
         variants["litequeue"] = litequeue(max(count // 4, 1), in_flight=in_flight)
+    if in_flight == 1:
+        variants["two bare queue.Queue"] = bare_queues(count)
     rates = bench.interleave(variants)
-    return [
+    rows = [
         compare(path, "", other, rates["librmq"], rates[other], target)
         for other, target in zip(("dramatiq StubBroker", "litequeue"), targets, strict=True)
         if other in rates
     ]
+    if in_flight == 1:
+        other = "two bare queue.Queue"
+        rows.append(compare(path, "", other, rates["librmq"], rates[other], limit=True))
+    return rows
 
 
 def one_in_flight(bench: Bench) -> list[Row]:
@@ -269,11 +303,19 @@ def explored(bench: Bench) -> list[Row]:
 # -------------------------------------------------------------------------------------------------------- what it costs
 
 
+def to_store(count: int, delay_level: int = 0) -> list[Message]:
+    """Messages as a producer hands them over: with the unique id that it gives them."""
+    return [
+        Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=delay_level, unique_key=f"{number:032X}")
+        for number in range(count)
+    ]
+
+
 def single_appends(count: int) -> Run:
     """Messages a second that a bare store takes."""
 
     def run(folder: Path) -> float:
-        made = messages(count)
+        made = to_store(count)
         with MessageStore.open(folder / "store", StoreConfig.embedded()) as store:
             store.append(made[0])
             with Stopwatch() as watch:
@@ -285,22 +327,21 @@ def single_appends(count: int) -> Run:
 
 
 def delayed_messages(count: int) -> Run:
-    """Messages a second that are stored with a delay and delivered: the store's part, without clients."""
+    """Messages a second that are stored with a delay and delivered: the store's part, without clients.
+
+    Nobody waits until they are due: the schedule is told that it is later. As beside single appends, a thread of the
+    store flushes.
+    """
 
     def run(folder: Path) -> float:
-        runner = ManualRunner()
-        made = [
-            Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=1, unique_key=f"{number:032X}")
-            for number in range(count)
-        ]
-        with Broker.open(folder / "broker", store_config=StoreConfig.embedded(), runner=runner) as broker:
+        made = to_store(count, delay_level=1)
+        with Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
             broker.create_topic("T", 1)
             with Stopwatch() as watch:
                 for message in made:
                     broker.store.append(message)
-                with runner.lock:
-                    broker._delayed(1, runner.now_ms())
-                runner.advance(2_000)
+                with broker.runner.lock:
+                    broker._schedule.run_due(broker.runner.now_ms() + 2_000)
             if sum(1 for _ in broker.messages("T")) != count:
                 raise RuntimeError("not all were delivered")
         return count / watch.seconds

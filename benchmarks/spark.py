@@ -12,6 +12,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -85,7 +86,7 @@ def raw_log(path: str) -> tuple[Any, Any, Any]:
 
 
 def decoding(bench: Bench) -> list[Row]:
-    """Columns of a block of records, beside loops that make tuples of it."""
+    """Columns of a block of records, beside loops that make the tuples that a Python source would yield of it."""
     from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block
 
     count = min(bench.count(MESSAGES), 200_000)
@@ -114,6 +115,13 @@ def decoding(bench: Bench) -> list[Row]:
 
         return run
 
+    def moment(timestamp_ms: int) -> datetime:
+        return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+
+    def six(place: int) -> object:
+        _, _, _, queue_id, _, queue_offset, at, _, born, _, stored, _, reconsumed, _, _ = header(view, place)
+        return queue_id, queue_offset, at, moment(stored), moment(born), reconsumed
+
     def tags_and_keys(place: int) -> object:
         _, _, _, _, at, end = codec.frame(view, place, len(view))
         properties = codec.decode_properties(bytes(view[at:end]))
@@ -122,13 +130,14 @@ def decoding(bench: Bench) -> list[Row]:
     def whole(place: int) -> object:
         record = codec.decode_record(view, place, check_body=False)
         properties = codec.decode_properties(record.properties_raw)
-        return record, properties, properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY")
+        times = moment(record.store_timestamp_ms), moment(record.born_timestamp_ms)
+        return record, properties, *times, properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY")
 
     assert set(everything) <= set(COLUMNS)
     rates = bench.interleave(
         {
             "header": columns(HEADER),
-            "header loop": loop(lambda place: header(view, place)),
+            "header loop": loop(six),
             "tags": columns(("tags", "keys")),
             "tags loop": loop(tags_and_keys),
             "all": columns(everything),
@@ -229,8 +238,6 @@ def peers(path: str, count: int) -> dict[str, Any]:
                 )  # fmt: skip
 
         def records(self, number: int) -> Iterator[tuple[Any, ...]]:
-            from datetime import UTC, datetime
-
             with MessageStore.open(path, read_only=True) as store:
                 begin = count // tasks * number // QUEUES
                 for queue_id in range(QUEUES):
@@ -459,6 +466,96 @@ def writing(bench: Bench) -> list[Row]:
     ]  # fmt: skip
 
 
+def row_writer() -> Any:
+    """A data source that takes rows one by one and stages the same records by the plain encoder; it commits nothing."""
+    from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
+
+    class Writer(DataSourceWriter):
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+            os.makedirs(self.path, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+                for number, row in enumerate(iterator):
+                    message = Message(
+                        row["topic"], bytes(row["body"]), tags=row["tags"], keys=row["keys"],
+                        unique_key=row["uniqueKey"], properties=dict(row["properties"]),
+                    )  # fmt: skip
+                    file.write(
+                        codec.encode_record(
+                            codec.Record(
+                                topic=message.topic, queue_id=number % 4, body=message.body,
+                                body_crc=codec.body_checksum(message.body), born_timestamp_ms=START_MS,
+                                properties_raw=codec.encode_properties(message.properties),
+                            )
+                        )
+                    )  # fmt: skip
+            return WriterCommitMessage()
+
+    class Source(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "peer_rows"
+
+        def writer(self, schema: Any, overwrite: bool) -> DataSourceWriter:
+            return Writer(self.options["path"])
+
+    return Source
+
+
+def writing_by_spark(bench: Bench) -> list[Row]:
+    """A frame appended to a store, beside a writer that gets its rows one by one."""
+    if not bench.has("pyspark"):
+        return []
+    from pyspark.sql import functions as F  # noqa: N812
+
+    spark = started()
+    spark.dataSource.register(row_writer())
+    text = F.col("id").cast("string")
+
+    def frame(rows: int) -> Any:
+        made = spark.range(rows, numPartitions=4).select(
+            F.lit("Orders").alias("topic"),
+            F.lpad(text, 512, "0").cast("binary").alias("body"),
+            F.lit("rest").alias("tags"),
+            F.concat(F.lit("key"), F.lpad(text, 8, "0")).alias("keys"),
+            F.lpad(text, 32, "0").alias("uniqueKey"),
+            F.create_map(
+                F.lit("amount"), (F.col("id") % 1000).cast("string"),
+                F.lit("region"), F.element_at(F.array(*map(F.lit, ("eu", "us", "cn", "jp"))), F.pmod("id", F.lit(4))
+                                              .cast("int") + 1),
+            ).alias("properties"),
+        ).cache()  # fmt: skip
+        made.count()
+        return made
+
+    count = bench.count(400_000)
+    frames = {"rocketmq": (frame(count), count), "peer_rows": (frame(max(1, count // 8)), max(1, count // 8))}
+    config = StoreConfig(commitlog_file_size=512 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
+
+    def run(source: str) -> Run:
+        rows_frame, rows = frames[source]
+
+        def once(folder: Path) -> float:
+            path = str(folder / "store")
+            if source == "rocketmq":
+                MessageStore.open(path, config, background=False).close()
+            with Stopwatch() as watch:
+                rows_frame.write.format(source).mode("append").save(path)
+            return rows / watch.seconds
+
+        return once
+
+    rates = bench.interleave({name: run(name) for name in frames})
+    for rows_frame, _ in frames.values():
+        rows_frame.unpersist()
+    return [
+        compare("Spark, writing", "with Arrow, commit included", "a writer of rows, without a commit",
+                rates["rocketmq"], rates["peer_rows"], Target(4, 6.5), unit="rows/s"),
+    ]  # fmt: skip
+
+
 def memory(bench: Bench) -> list[Row]:
     """What a reader takes beside the interpreter and its libraries, in a process of its own."""
     import subprocess
@@ -498,6 +595,7 @@ ROWS: Final[dict[str, Measure]] = {
     "starts": starts,
     "reading": reading,
     "writing": writing,
+    "writing-by-spark": writing_by_spark,
     "memory": memory,
 }
 

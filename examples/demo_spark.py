@@ -13,23 +13,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
+from demo_screen import CONSOLE, answers, code, draw, say, step, table
 from librmq import MissingExtraError
 from librmq.verify import verify
-
-if isinstance(sys.stdout, TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # where output is not UTF-8
-CONSOLE = Console(highlight=False)
-CONSOLE.width = min(CONSOLE.width, 120)
 
 MOST = 8
 
@@ -67,21 +58,21 @@ def show(folder: Path, stores: list[str]) -> int:
     say("Workers map the logs and decode them to Arrow; no lock is taken, no body passes the driver.")
     messages = spark.read.format("rocketmq").load(stores).cache()
     counts = messages.groupBy("topic").pivot("store", [*stores]).count().orderBy("topic").collect()
-    table(("topic", "#broker", "#continued"), [tuple(row) for row in counts])
+    show_rows("topic", "#broker", "#continued", rows=[tuple(row) for row in counts])
 
     step(9, "The broker's filter as a column")
     expression = "TAGS IN ('demo', 'TagA') AND KEYS IS NOT NULL"
     code(f'messages.where(match_sql("properties", "{expression}"))')
     say("An SQL92 expression as consumers send it to a broker, as a native expression of Spark, with the same answers:")
     matching = messages.where(match_sql("properties", expression)).groupBy("tags").count().orderBy("tags").collect()
-    table(("tag", "#messages that match"), [tuple(row) for row in matching])
+    show_rows("tag", "#messages that match", rows=[tuple(row) for row in matching])
     messages.unpersist()
 
     step(10, "Who is behind")
     code("run(spark, 'backlog', [broker, continued])")
     behind = run(spark, "backlog", stores).where("lag > 0 and topic != 'SCHEDULE_TOPIC_XXXX'")
     rows = behind.groupBy("group", "topic").sum("lag").orderBy("sum(lag)", ascending=False).limit(MOST).collect()
-    table(("group", "topic", "#messages that wait"), [tuple(row) for row in rows])
+    show_rows("group", "topic", "#messages that wait", rows=[tuple(row) for row in rows])
 
     step(11, "Writing, all or nothing")
     target = folder / "written"
@@ -117,30 +108,11 @@ def show(folder: Path, stores: list[str]) -> int:
 # ------------------------------------------------------------------------------------------------ what is shown
 
 
-def step(number: int, title: str) -> None:
-    CONSOLE.print()
-    CONSOLE.print()
-    CONSOLE.print(Rule(f"[bold cyan]{number}[/bold cyan]  [bold]{title}[/bold]", align="left", style="dim"))
-
-
-def say(text: str) -> None:
-    CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
-
-
-def code(*lines: str) -> None:
-    CONSOLE.print()
-    for line in lines:
-        CONSOLE.print(Text(f"    {line}", style="green"), soft_wrap=True)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Rows; columns that begin with # hold numbers."""
-    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
-    for name in columns:
-        made.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left", overflow="ellipsis")
+def show_rows(*columns: str, rows: Sequence[Sequence[object]]) -> None:
+    made = table(*columns)
     for row in rows:
         made.add_row(*(Text(plain(value)) for value in row))
-    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
+    draw(made)
 
 
 def plain(value: object) -> str:
@@ -149,13 +121,6 @@ def plain(value: object) -> str:
         return f"{value:,}"
     text = repr(value)[1:-1] if isinstance(value, str) else "" if value is None else str(value)
     return text if len(text) <= 40 else text[:39] + "…"
-
-
-def answers(*rows: tuple[bool, str]) -> None:
-    made = Table.grid(padding=(0, 1))
-    for good, text in rows:
-        made.add_row("[bold green]yes[/]" if good else "[bold red]NO[/]", text)
-    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
 
 
 if __name__ == "__main__":

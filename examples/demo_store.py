@@ -17,32 +17,24 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.padding import Padding
 from rich.progress import track
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
+from demo_screen import CONSOLE, answers, code, draw, say, step, table
 from librmq import CommitLog, DiskFiles, ManualClock, Message, MessageStore, StoredMessage
+from librmq.damage import Damage
 from librmq.layout import recognise
-from librmq.verify import Damage, verify
+from librmq.verify import verify
 
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
 ABOUT = "Made by examples/demo_store.py, which makes this folder anew each time it runs."
 TOPIC, KEY = "OrderTopic", "key14"
 WANTED = 600  # messages that must have been acknowledged before the writer is killed
 TORN = 60  # bytes of a record that never became whole
-
-if isinstance(sys.stdout, TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # where output is not UTF-8
-CONSOLE = Console(highlight=False)
-CONSOLE.width = min(CONSOLE.width, 120)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -250,48 +242,6 @@ def change_a_byte(path: Path, message: StoredMessage) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
-
-
-def step(number: int, title: str) -> None:
-    CONSOLE.print()
-    CONSOLE.print()
-    CONSOLE.print(Rule(f"[bold cyan]{number}[/bold cyan]  [bold]{title}[/bold]", align="left", style="dim"))
-
-
-def say(text: str) -> None:
-    CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
-
-
-def code(*lines: str) -> None:
-    CONSOLE.print()
-    for line in lines:
-        CONSOLE.print(Text(f"    {line}", style="green"), soft_wrap=True)
-
-
-def answers(*rows: tuple[bool, str]) -> None:
-    made = Table.grid(padding=(0, 1))
-    for good, text in rows:
-        made.add_row("[bold green]yes[/]" if good else "[bold red]NO[/]", text)
-    draw(made)
-
-
-def table(*columns: str) -> Table:
-    """An empty table; columns that begin with # hold numbers, the last one takes what room there is."""
-    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
-    for name in columns:
-        number = name.startswith("#")
-        last = name == columns[-1]
-        made.add_column(
-            name.lstrip("#"),
-            justify="right" if number else "left",
-            no_wrap=not last,
-            overflow="ellipsis" if not last else "fold",
-        )
-    return made
-
-
-def draw(made: Table) -> None:
-    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
 
 
 def show_files(path: Path) -> None:

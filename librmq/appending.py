@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from librmq import codec
+from librmq.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
@@ -22,7 +23,7 @@ from librmq.flushing import Acknowledgement, GroupCommit
 from librmq.housekeeping import Housekeeping
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message import Message, StoredMessage
-from librmq.recovery import Parts
+from librmq.parts import Parts
 from librmq.topics import validate_topic
 
 __all__ = ["AppendResult", "Appends"]
@@ -34,6 +35,12 @@ _BATCH: Final = Dispatcher.BATCH
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
+# The same for a copy, which takes over as bytes what stays: the flag; sys flag, born time and born host; store host,
+# reconsume times and prepared offset.
+_pack_copy = {
+    hosts: struct.Struct(f">IIII4sqq{32 if hosts & 16 else 20}sq{32 if hosts & 32 else 20}si").pack
+    for hosts in (0, 16, 32, 48)
+}
 
 
 class AppendResult(NamedTuple):
@@ -56,6 +63,26 @@ class AppendResult(NamedTuple):
 _new_result = tuple.__new__
 
 
+class Copy(NamedTuple):
+    """A record that is to be appended once more, as `Appends.prepare_again` makes it."""
+
+    lane: Lane
+    size: int
+    flag: bytes
+    to_born_host: bytes
+    """Sys flag, born time and born host."""
+    from_store_host: bytes
+    """Store host, reconsume times and prepared offset."""
+    checksum: int
+    body_size: int
+    tail: bytes
+    """All from the body on."""
+    properties_raw: bytes
+    tags_code: int
+    unique_key: str | None
+    keys: str | None
+
+
 class Appends:
     """What `MessageStore` can do with a message that is to be stored; made by `MessageStore` alone. Thread-safe."""
 
@@ -66,6 +93,7 @@ class Appends:
     _compress_from: int
     _dispatcher: Dispatcher
     _host: bytes
+    _host_is_v6: bool
     _housekeeping: Housekeeping
     _lanes: dict[tuple[str, int], Lane]
     _largest_body: int
@@ -113,49 +141,53 @@ class Appends:
         """
         topic, body = message.topic, message.body
         properties: Mapping[str, str] = message.properties
+        waits_ms: int | None = None
         if properties_raw is None:
             if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
                 level = self.levels.cap(parse_level(properties["DELAY"]))
                 if level > 0:
                     properties = {**properties, "DELAY": str(level), "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
                     topic, queue_id = SCHEDULE_TOPIC, queue_id_of_level(level)
+                    waits_ms = self.levels.delay_ms(level)
             raw = codec.encode_properties(properties)
         else:
             raw = properties_raw
             properties = properties or codec.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
-        if len(body) >= self._compress_from and not sys_flag & codec.COMPRESSED:
+        body_size = len(body)
+        if body_size >= self._compress_from and not sys_flag & codec.COMPRESSED:
             body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
-        if len(body) > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
+            body_size = len(body)
+        if body_size > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
             raise self._too_long(body, raw)
         get = properties.get
         unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
         tags_code = codec.tags_code(tags) if tags else 0
+        if topic == SCHEDULE_TOPIC and waits_ms is None:
+            waits_ms = self._waits_ms(properties)
         stored_at = born_at = self._host
-        if store_host is not None:
-            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
-        if born_host is not None:
-            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
         counted = True
-        if sys_flag & _TRANSACTION_MASK:
+        if born_host is not None or store_host is not None or sys_flag or self._host_is_v6:
+            if store_host is not None:
+                stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
+            if born_host is not None:
+                born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
             if not is_indexed(sys_flag):
                 unique_key = keys = None
-        hosts_size = len(born_at) + len(stored_at)
-        if hosts_size > 16 or sys_flag & codec.HOSTS_V6:
-            sys_flag |= _host_flags(sys_flag, born_at, stored_at)
         checksum = zlib.crc32(body) & 0x7FFFFFFF
-        body_size = len(body)
-        topic_field = lane.topic_field
-        tail = b"".join((body, topic_field, _pack_short(len(raw)), raw))
-        size = 72 + hosts_size + len(tail)
+        tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
+        size = 72 + len(born_at) + len(stored_at) + len(tail)
         log, dispatcher = self.log, self._dispatcher
         try:
             with self._lock:
                 if not self._accepts:
                     raise self._refusal()
-                if len(dispatcher.records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
+                records = dispatcher.records
+                if len(records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
                     dispatcher.drain()
+                    records = dispatcher.records
                 now = self._now_ms()
                 physical_offset = log.end
                 if physical_offset + size > log.fits:
@@ -169,8 +201,8 @@ class Appends:
                 if not counted:
                     log.append(header + tail)
                 else:
-                    if topic == SCHEDULE_TOPIC:
-                        tags_code = self._deliver_timestamp_ms(properties, now, tags_code)
+                    if waits_ms is not None:
+                        tags_code = now + waits_ms  # when it is to be delivered
                     if lane.queue.ext is not None:  # before the record: should it fail, there is none without an entry
                         tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
                     log.append(header + tail)
@@ -179,7 +211,7 @@ class Appends:
                     if not pending:
                         dispatcher.lanes.append(lane)
                     pending.append(_pack_entry(physical_offset, size, tags_code))
-                dispatcher.records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+                records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset + size >= self._housekeeping.alarm:
@@ -230,6 +262,115 @@ class Appends:
             wait=False,
         )
 
+    def prepare_again(
+        self, record: StoredMessage, topic: str, queue_id: int, properties: Mapping[str, str], raw: bytes
+    ) -> Copy:
+        """The message of a record as `append_copies` takes it: for this queue of this topic, with these properties,
+        stored as ``raw``; all else stays as it is.
+
+        `MessageIllegalError` for what can't be appended, `RecordError` for a record that is none.
+        """
+        data = record.raw
+        begin, end, _, _, _, _ = record.frame
+        lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
+        body = data[begin:end]
+        raw_size = len(raw)
+        size = end + len(lane.topic_field) + 2 + raw_size
+        if raw_size > _LONGEST_PROPERTIES or size + codec.BLANK_SIZE > self.log.file_size:
+            raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
+        bits = data[39]
+        born_end = 68 if bits & codec.BORN_HOST_V6 else 56
+        get = properties.get
+        tags, unique_key, keys = get("TAGS"), get("UNIQ_KEY"), get("KEYS")
+        if bits & _TRANSACTION_MASK and not is_indexed(bits):
+            unique_key = keys = None
+        return _new_result(
+            Copy,
+            (
+                lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
+                zlib.crc32(body) & 0x7FFFFFFF, end - begin,
+                b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
+                codec.tags_code(tags) if tags else 0, unique_key, keys,
+            ),
+        )  # fmt: skip
+
+    def append_copies(self, copies: Sequence[Copy]) -> list[AppendResult]:
+        """Append what `prepare_again` made, side by side. Returns at once, whatever the durability.
+
+        The results are fewer than the copies where the disk got full on the way: those of the first, which were
+        written. Raises what `append` does, where none was.
+        """
+        results: list[AppendResult] = []
+        dispatcher = self._dispatcher
+        with self._lock:
+            if not self._accepts:
+                raise self._refusal()
+            if len(dispatcher.records) >= _BATCH:
+                dispatcher.drain()
+            now = self._now_ms()
+            while len(results) < len(copies):
+                try:
+                    self._append_to_file(copies[len(results) :], now, results)
+                except StoreIOError:
+                    if not results:
+                        raise
+                    break
+            if len(dispatcher.records) >= _BATCH:
+                with suppress(StoreIOError):  # these messages stand in the log; the next append is told
+                    dispatcher.drain()
+        if self._sync or (results and results[-1].physical_offset + results[-1].size >= self._housekeeping.alarm):
+            self._wake()
+        return results
+
+    def _append_to_file(self, copies: Sequence[Copy], now: int, results: list[AppendResult]) -> None:
+        """Append as many as fit into one file of the log, and add their results."""
+        log, dispatcher = self.log, self._dispatcher
+        physical_offset = log.claim(copies[0].size)
+        upto = physical_offset - physical_offset % log.file_size + log.file_size - codec.BLANK_SIZE
+        parts: list[bytes] = []
+        entries_of: dict[Lane, list[bytes]] = {}
+        entries: list[bytes] = []
+        last: Lane | None = None
+        next_queue_offset = 0
+        records: list[tuple[int, int, int, str | None, str | None]] = []
+        made: list[AppendResult] = []
+        for (
+            lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
+        ) in copies:  # fmt: skip
+            if physical_offset + size > upto:
+                break
+            if lane is not last:
+                last, entries = lane, entries_of.setdefault(lane, [])
+                next_queue_offset = lane.next_queue_offset + len(entries)
+            bits = to_born_host[3]
+            if bits & _TRANSACTION_MASK and not has_queue_entry(bits):
+                queue_offset = 0
+            else:
+                queue_offset = next_queue_offset
+                next_queue_offset += 1
+                if lane.queue.ext is not None:
+                    code = dispatcher.add_unit(lane, code, now, raw)
+                entries.append(_pack_entry(physical_offset, size, code))
+            parts += (
+                _pack_copy[bits & 48](
+                    size, _MAGIC, checksum, lane.queue_id, flag, queue_offset, physical_offset,
+                    to_born_host, now, from_store_host, body_size,
+                ),
+                tail,
+            )  # fmt: skip
+            records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+            made.append(_new_result(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
+            physical_offset += size
+        log.append(b"".join(parts))
+        for lane, entries in entries_of.items():
+            if entries:
+                if not lane.pending:
+                    dispatcher.lanes.append(lane)
+                lane.next_queue_offset += len(entries)
+                lane.pending += entries
+        dispatcher.records += records
+        results += made
+
     def append_batch(
         self,
         messages: Sequence[Message],
@@ -247,10 +388,12 @@ class Appends:
 
         ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
         `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
-        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.message.split_batch`
+        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.batch.split_batch`
         cuts what is larger.
         """
-        _check_batch(messages, sys_flag)
+        check_batch(messages)
+        if sys_flag & _TRANSACTION_MASK:
+            raise MessageIllegalError("a batch can't be part of a transaction")
         added = codec.encode_properties(properties) if properties else b""
         lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
         stored_at = self._host if store_host is None else codec.encode_host(store_host)
@@ -263,7 +406,7 @@ class Appends:
         for message in messages:
             body, found = message.body, message.properties
             raw = codec.encode_properties(found)
-            encoded_size += codec.BATCH_FIXED_SIZE + len(body) + len(raw)
+            encoded_size += BATCH_FIXED_SIZE + len(body) + len(raw)
             if properties:
                 raw = codec.join_properties(raw, added)
                 found = codec.decode_properties(raw)
@@ -367,9 +510,10 @@ class Appends:
             assert self._parts is not None
             return self._parts.lane(topic, queue_id)
 
-    def _deliver_timestamp_ms(self, properties: Mapping[str, str], now: int, tags_code: int) -> int:
+    def _waits_ms(self, properties: Mapping[str, str]) -> int | None:
+        """How long a message of the schedule topic waits by its level; None if it has none."""
         level = self.levels.cap(parse_level(properties.get("DELAY")))
-        return self.levels.deliver_timestamp_ms(level, now) if level > 0 else tags_code
+        return self.levels.delay_ms(level) if level > 0 else None
 
     def _too_long(self, body: bytes, raw: bytes) -> MessageIllegalError:
         if len(body) > self._largest_body:
@@ -383,19 +527,3 @@ def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
     if sys_flag & codec.HOSTS_V6 & ~flags:
         raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
     return flags
-
-
-def _check_batch(messages: Sequence[Message], sys_flag: int) -> None:
-    """Refuse what no client would send as a batch and no broker would take."""
-    if not messages:
-        raise MessageIllegalError("a batch needs at least one message")
-    first = messages[0]
-    for message in messages:
-        if message.topic != first.topic:
-            raise MessageIllegalError(f"a batch has one topic, found {first.topic!r} and {message.topic!r}")
-        if message.properties.get("WAIT") != first.properties.get("WAIT"):
-            raise MessageIllegalError("a batch has one wait flag, found several")
-        if parse_level(message.properties.get("DELAY")) > 0:
-            raise MessageIllegalError("a batch can't be delayed")
-    if sys_flag & _TRANSACTION_MASK:
-        raise MessageIllegalError("a batch can't be part of a transaction")

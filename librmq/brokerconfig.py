@@ -161,6 +161,7 @@ class ConfigTable:
         self._files = files
         self._changes = 0
         self._versioned = versioned
+        self._written: dict[Any, tuple[object, brokerjson.Written]] = {}  # rows as the file has them
         self._stored: bytes | None = None  # what the file holds, None where that can't be read
         self._document = self._load()
         self.rows: Rows = self._document[name]
@@ -173,16 +174,35 @@ class ConfigTable:
     def remove(self, key: str | int) -> None:
         """Take a row away, which is there."""
         del self.rows[key]
+        self._written.pop(key, None)
         self._changes += 1
 
     def persist(self, now_ms: int) -> None:
         """Write the file if it would differ; durable when it returns. ``now_ms`` goes into a changed data version."""
+        self.write(self.snapshot(now_ms))
+
+    def snapshot(self, now_ms: int) -> bytes:
+        """What `persist` would write now."""
         if self._versioned and self._changes:
             version = self._document[_VERSION]
             version["counter"] += self._changes
             version["timestamp"] = now_ms
         self._changes = 0
-        data = brokerjson.dumps(self._document).encode()
+        document = self._document
+        if self._versioned:  # whose rows are put in place of one another, never changed
+            document = {**document, self._name: {key: self._as_written(key, row) for key, row in self.rows.items()}}
+        return brokerjson.dumps(document).encode()
+
+    def _as_written(self, key: object, row: object) -> brokerjson.Written:
+        known = self._written.get(key)
+        if known is None or known[0] is not row:
+            known = self._written[key] = row, brokerjson.written(row, 2)
+        return known[1]
+
+    def write(self, data: bytes) -> None:
+        """Write a snapshot if the file would differ; durable when it returns. The table may change meanwhile; one call
+        at a time.
+        """
         if data == self._stored:
             return
         self._files.make_folder(os.path.dirname(self._path))

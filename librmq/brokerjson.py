@@ -22,11 +22,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 from librmq.errors import MalformedError
 
-__all__ = ["ObjectKey", "dumps", "loads"]
+__all__ = ["ObjectKey", "Written", "dumps", "loads", "written"]
 
 _MAX_DEPTH: Final = 64
 
@@ -197,8 +198,23 @@ def dumps(value: Any) -> str:
     return "".join(parts)
 
 
+class Written(str):
+    """A value as `written` has written it: `dumps` takes it as it is."""
+
+    __slots__ = ()
+
+
+def written(value: Any, depth: int) -> Written:
+    """``value`` as it stands ``depth`` objects deep, for who writes it again and again."""
+    parts: list[str] = []
+    _write(value, depth, parts)
+    return Written("".join(parts))
+
+
 def _write(value: Any, depth: int, parts: list[str]) -> None:
-    if isinstance(value, str):
+    if type(value) is Written:
+        parts.append(value)
+    elif isinstance(value, str):
         parts.append(_quoted(value))
     elif value is None or isinstance(value, bool):
         parts.append({None: "null", True: "true", False: "false"}[value])
@@ -230,7 +246,13 @@ def _write_object(value: Mapping[Any, Any], depth: int, parts: list[str]) -> Non
         else:
             raise MalformedError(f"expected text, a number or an ObjectKey as a key, found {key!r:.80}")
         parts.append(":")
-        _write(element, depth + 1, parts)
+        kind = type(element)  # the usual values at once
+        if kind is int:
+            parts.append(repr(element))
+        elif kind is str:
+            parts.append(_quoted(element))
+        else:
+            _write(element, depth + 1, parts)
     parts.append(begin[:-1] + "}" if value else "}")
 
 
@@ -246,6 +268,7 @@ def _write_list(value: list[Any] | tuple[Any, ...], depth: int, parts: list[str]
     parts.append(begin[:-1] + "]")
 
 
+@lru_cache(maxsize=1024)  # names come again and again
 def _quoted(text: str) -> str:
     return '"' + _ESCAPED.sub(_escape, text) + '"'
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from contextlib import suppress
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "wait_async"]
 
 
 class Clock(Protocol):
@@ -68,3 +70,13 @@ class ManualClock:
     ) -> None:
         """Move the time forward."""
         self.move_to(self._now_ms + ms + round(1000 * (seconds + 60 * (minutes + 60 * (hours + 24 * days)))))
+
+
+async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
+    """As `Clock.wait`, and others in the event loop go on meanwhile."""
+    if isinstance(clock, ManualClock):
+        await asyncio.sleep(0)
+    else:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()

@@ -27,7 +27,7 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Files
 from librmq.keyindex import KeyIndex
 
-__all__ = ["ClosedState", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
+__all__ = ["ClosedState", "OpenQueue", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
 
 _log = logging.getLogger("librmq.store")
 
@@ -35,6 +35,9 @@ _VERSION: Final = 1
 _LARGEST_FILE: Final = 256 << 20
 
 QueueName = tuple[str, int]
+
+OpenQueue = Callable[[str, int], ConsumeQueue]
+"""From topic and queue id to the queue, opened; one that does not exist yet is empty."""
 
 
 class QueueState(NamedTuple):
@@ -76,7 +79,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     Iterating and counting open none; `opened` gives those that are open.
     """
 
-    def __init__(self, open_queue: Callable[[str, int], ConsumeQueue], known: Mapping[QueueName, QueueState]) -> None:
+    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState]) -> None:
         """``known`` are queues that need not be opened yet, as they were closed."""
         self._open_queue = open_queue
         self._known = dict(known)
@@ -104,6 +107,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
 
     def __delitem__(self, name: QueueName) -> None:
         del self._open[name]
+        self._known.pop(name, None)
 
     def __iter__(self) -> Iterator[QueueName]:
         return iter([*self._open, *(name for name in self._known if name not in self._open)])
@@ -136,6 +140,11 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
 
     A disk that has no room for it is no reason not to close cleanly: then there is none.
     """
+    states = {
+        name: state
+        for name, state in queues.states().items()
+        if state.max_offset or files.is_folder(layout.queue_folder(path, *name))
+    }
     last = log.last_write
     data = b"" if last is None else log.data_at(last, log.end - last)
     document = {
@@ -146,7 +155,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         "last_record_crc32": zlib.crc32(data),
         "index_files": len(index.files),
         "index_end": index.end_physical_offset,
-        "queues": [[*name, *state] for name, state in sorted(queues.states().items())],
+        "queues": [[*name, *state] for name, state in sorted(states.items())],
     }
     try:
         files.make_folder(os.path.dirname(_path(path)))

@@ -27,10 +27,6 @@ A blank, where the next record did not fit into a file::
 
     remaining length 4 | cb d4 31 94 | (left as it is)
 
-A message inside a batch, as clients send it::
-
-    size 4 | 0 4 | 0 4 | flag 4 | body length 4 | body | properties length 2 | properties
-
 Mirrors ``MessageDecoder``, ``CommitLog.MessageExtEncoder``, ``CommitLog.checkMessageAndReturnSize``,
 ``MessageSysFlag`` and ``MessageConst``. Everything here is a pure function of its arguments, and thread-safe.
 """
@@ -44,7 +40,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final
 
 from librmq.compression import COMPRESSED as COMPRESSED
 from librmq.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
@@ -162,8 +158,6 @@ _SHORT: Final = struct.Struct(">h")
 _LONG: Final = struct.Struct(">q")
 _BEFORE_HOSTS: Final = struct.Struct(">iIiiiqqiq")
 _AFTER_HOSTS: Final = struct.Struct(">iqi")  # reconsume times, prepared offset, body length
-_BATCH_HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
-BATCH_FIXED_SIZE: Final = _BATCH_HEADER.size + 2
 _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
 _SCHEDULE_TOPIC_BYTES: Final = SCHEDULE_TOPIC.encode()
 _SCHEDULE_TOPIC_SIZE: Final = len(SCHEDULE_TOPIC)
@@ -188,6 +182,17 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
         return "".join(parts).encode()
     except UnicodeEncodeError as error:
         raise MessageIllegalError(f"a property cannot be written as UTF-8: {error.reason}") from None
+
+
+def is_encoding_of(raw: bytes, properties: Mapping[str, str]) -> bool:
+    """Whether ``raw``, of which ``properties`` were decoded, is also what they are encoded as; False if in doubt."""
+    names = tuple(properties)
+    return raw.isascii() and raw.count(b"\2") == len(names) - 1 and _is_in_order(names)
+
+
+@lru_cache(maxsize=1024)
+def _is_in_order(names: tuple[str, ...]) -> bool:
+    return hash_map_order(names) == tuple(range(len(names)))
 
 
 _Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]]]
@@ -542,58 +547,3 @@ def store_timestamp_ms(raw: Raw, position: int = 0) -> int:
     """The store time of the record at ``position``, of which at least ``FIXED_SIZE`` bytes must be there."""
     at = position + host_ends(raw[position + SYS_FLAG_AT + 3])[0]
     return int(_LONG.unpack_from(raw, at)[0])
-
-
-# ---------------------------------------------------------------------------------------------------- batches
-
-
-class BatchItem(NamedTuple):
-    """One message of a batch, as clients send it."""
-
-    body: bytes
-    flag: int = 0
-    properties_raw: bytes = b""
-
-
-def encode_batch(items: Iterable[BatchItem]) -> bytes:
-    """Messages as one body. `MessageIllegalError` for properties that are too long, a flag over 32 bits."""
-    parts: list[bytes] = []
-    for body, flag, properties_raw in items:
-        size = BATCH_FIXED_SIZE + len(body) + len(properties_raw)
-        try:
-            parts += (
-                _BATCH_HEADER.pack(size, 0, 0, flag, len(body)),
-                body,
-                _SHORT.pack(len(properties_raw)),
-                properties_raw,
-            )
-        except struct.error as error:
-            raise MessageIllegalError(f"message {len(parts) // 4} of the batch is out of range: {error}") from None
-    return b"".join(parts)
-
-
-def decode_batch(raw: bytes) -> list[BatchItem]:
-    """The messages of a batch. `MessageIllegalError` says which one contradicts itself."""
-    items: list[BatchItem] = []
-    at = 0
-    while at < len(raw):
-        if at + BATCH_FIXED_SIZE > len(raw):
-            raise MessageIllegalError(f"batch: message {len(items)} is cut short at byte {len(raw)}")
-        size, _, _, flag, body_length = _BATCH_HEADER.unpack_from(raw, at)
-        end = at + size
-        body_at = at + _BATCH_HEADER.size
-        body_end = body_at + body_length
-        if body_length < 0 or not body_end + 2 <= end <= len(raw):
-            raise MessageIllegalError(
-                f"batch: message {len(items)} at byte {at} has {size} bytes with a body of {body_length}, "
-                f"{len(raw) - at} bytes are left"
-            )
-        (properties_length,) = _SHORT.unpack_from(raw, body_end)
-        if body_end + 2 + properties_length != end:
-            raise MessageIllegalError(
-                f"batch: message {len(items)} at byte {at} has {properties_length} bytes of properties, "
-                f"expected {end - body_end - 2}"
-            )
-        items.append(BatchItem(raw[body_at:body_end], flag, raw[body_end + 2 : end]))
-        at = end
-    return items

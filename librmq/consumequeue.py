@@ -192,9 +192,12 @@ class ConsumeQueue:
         Empty outside `min_offset` to `max_offset`. Nothing is checked: ``np.frombuffer(raw, ENTRY_DTYPE)``
         may show entries that are damaged.
         """
-        if not self.min_offset <= queue_offset < self.max_offset or count <= 0:
+        end = self.max_offset
+        if not self.min_offset <= queue_offset < end or count <= 0:
             return b""
-        return self._raw(queue_offset * ENTRY_SIZE, min(queue_offset + count, self.max_offset) * ENTRY_SIZE)
+        if queue_offset + count < end:
+            end = queue_offset + count
+        return self._raw(queue_offset * ENTRY_SIZE, end * ENTRY_SIZE)
 
     def blocks(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[int, Entries]]:
         """The entries from ``begin`` to ``end`` as ``(queue offset of the first, array)``.
@@ -284,12 +287,14 @@ class ConsumeQueue:
 
     def _raw(self, position: int, end: int) -> bytes:
         """The bytes from ``position`` to ``end``, at most to the end of the file; empty if it was deleted."""
-        self._check_open()
-        file = self._files.file_at(position)
+        if self._closed:
+            self._check_open()
+        files = self._files
+        at = position % files.file_size
+        file = files.mapped.get(position - at) or files.file_at(position)
         if file is None:
             return b""
-        at = position % file.size
-        return file.buffer[at : min(file.size, at + end - position)]
+        return file.buffer[at : at + end - position]  # which ends with its file
 
     def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         """The stored bytes of entries ``begin`` to ``end``, unchecked, a block of one file at a time."""

@@ -246,35 +246,28 @@ class DedupListener:
         return _Held(key, owner)
 
     def _finish(self, held: _Held) -> Generator[_Ask, Any, None]:
-        key, owner = held
-        if not owner:
-            return
         now_ms = self._clock.now_ms()
-        try:
-            done = yield self._ask("finish", key, owner, now_ms, now_ms + self._keep_ms)
-        except DedupStoreError as error:
-            self._count("unmarked")
-            _log.warning("%s: consumed, but could not be marked so: %s", key, error)
-            return
-        if done:
-            self._count("consumed")
-        else:
-            yield from self._tell_lost(held, "consumed")
+        ask = self._ask("finish", held.key, held.owner, now_ms, now_ms + self._keep_ms)
+        yield from self._end(held, ask, "consumed", "consumed", "marked so")
 
     def _release(self, held: _Held) -> Generator[_Ask, Any, None]:
-        key, owner = held
-        if not owner:
+        ask = self._ask("release", held.key, held.owner, self._clock.now_ms())
+        yield from self._end(held, ask, "released", "failed", "released")
+
+    def _end(self, held: _Held, ask: _Ask, counted: str, how: str, aim: str) -> Generator[_Ask, Any, None]:
+        """Tell the store how the consumption of what was claimed has ended."""
+        if not held.owner:
             return
         try:
-            done = yield self._ask("release", key, owner, self._clock.now_ms())
+            done = yield ask
         except DedupStoreError as error:
             self._count("unmarked")
-            _log.warning("%s: failed, but could not be released: %s", key, error)
+            _log.warning("%s: %s, but could not be %s: %s", held.key, how, aim, error)
             return
         if done:
-            self._count("released")
+            self._count(counted)
         else:
-            yield from self._tell_lost(held, "failed")
+            yield from self._tell_lost(held, how)
 
     def _tell_lost(self, held: _Held, how: str) -> Generator[_Ask, Any, None]:
         self._count("lost")

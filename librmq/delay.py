@@ -14,30 +14,29 @@ but only where something can be due: `DelaySchedule.run_due` says which look is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from librmq import codec
+from librmq.appending import AppendResult, Copy
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
 from librmq.errors import (
+    LASTING,
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
-    ReadOnlyError,
     RecordError,
-    StoreClosedError,
     StoreError,
 )
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message import StoredMessage
-from librmq.store import AppendResult, MessageStore
+from librmq.store import MessageStore
 from librmq.topics import HALF_TOPIC
 
-__all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings", "deliver"]
+__all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings"]
 
 _log = logging.getLogger("librmq.delay")
 
@@ -83,11 +82,11 @@ class DelayOffsets(Protocol):
         ...
 
 
-def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
-    """Write a message that waited to the topic and queue it was sent to; all else stays as it is.
+def _copied(store: MessageStore, waiting: StoredMessage) -> Copy:
+    """A message that waited as it goes to the topic and queue it was sent to; all else stays as it is.
 
-    Returns at once, whatever the store's durability. `MessageIllegalError` if it names no topic and queue, or one that
-    no message may be delivered to: half messages, which a transaction ends, and the schedule topic.
+    `MessageIllegalError` if it names no topic and queue, or one that no message may be delivered to: half messages,
+    which a transaction ends, and the schedule topic.
     """
     properties = waiting.properties
     topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
@@ -96,7 +95,10 @@ def deliver(store: MessageStore, waiting: StoredMessage) -> AppendResult:
         raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
     if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
         raise MessageIllegalError(f"nothing is delivered to {topic}")
-    return store.append_again(waiting, topic, queue_id, properties, raw=codec.encode_properties(properties))
+    raw = waiting.properties_raw
+    if not codec.is_encoding_of(raw, properties):
+        raw = codec.encode_properties(properties)
+    return store.prepare_again(waiting, topic, queue_id, properties, raw)
 
 
 class _Level:
@@ -138,14 +140,20 @@ class DelaySchedule:
         settings: DelaySettings | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        flush: Callable[[Callable[[Exception | None], int | None]], None] | None = None,
     ) -> None:
         """``start_ms`` is where the grid begins. ``delivered(message, result)`` is told of each delivery: the message
         as it waited, and where it went; it must not raise.
+
+        ``flush(done)`` has the store flushed while other things go on, and then ``done(error)`` called, which gives the
+        time in ms at which `run_due` wants to be called again; None flushes within `run_due`.
         """
         settings = settings or DelaySettings()
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
+        self._flush = flush
+        self._is_flushing = False
         self._first_look_ms = round(1000 * settings.first_look_s)
         self._every_ms = round(1000 * settings.look_every_s)
         self._retry_ms = round(1000 * settings.retry_s)
@@ -203,9 +211,9 @@ class DelaySchedule:
         if self._unsaved and self._save_every_ms is not None:
             if self._save_ms is None:
                 self._save_ms = now_ms + self._save_every_ms
-            if self._save_ms <= now_ms:
+            if self._save_ms <= now_ms and not self._is_flushing:
                 self._save_or_retry(now_ms)
-        if self._save_ms is not None and (next_ms is None or self._save_ms < next_ms):
+        if self._save_ms is not None and not self._is_flushing and (next_ms is None or self._save_ms < next_ms):
             next_ms = self._save_ms
         return next_ms
 
@@ -214,24 +222,60 @@ class DelaySchedule:
 
         Raises what `MessageStore.flush` does. Does nothing where nothing was delivered since.
         """
-        unsaved = [level for level in self._levels if level.next_offset != level.saved_offset]
-        if unsaved:
+        reached = self._reached()
+        if reached:
             self._store.flush()
-            for level in unsaved:
-                self._offsets.set_delay_offset(level.level, level.next_offset)
+        self._save(reached, now_ms)
+
+    def _reached(self) -> list[tuple[_Level, int]]:
+        """How far the levels have come whose progress is not saved."""
+        return [(level, level.next_offset) for level in self._levels if level.next_offset != level.saved_offset]
+
+    def _save(self, reached: Sequence[tuple[_Level, int]], now_ms: int) -> None:
+        """Write progress that the device has the messages of."""
+        if reached:
+            for level, queue_offset in reached:
+                self._offsets.set_delay_offset(level.level, queue_offset)
             self._offsets.persist(now_ms)
-            for level in unsaved:
-                level.saved_offset = level.next_offset
-        self._unsaved, self._save_ms = False, None
+            for level, queue_offset in reached:
+                level.saved_offset = queue_offset
+        self._unsaved, self._save_ms = bool(self._reached()), None
 
     def _save_or_retry(self, now_ms: int) -> None:
+        """Save now, or when the store has been flushed."""
+        if self._flush is None:
+            self._saved_or_told(lambda: self.save(now_ms))
+            return
+        reached = self._reached()
+
+        def flushed(error: Exception | None) -> int | None:
+            self._is_flushing = False
+
+            def save() -> None:
+                if error is not None:
+                    raise error
+                self._save(reached, self._last_ms)
+
+            try:
+                self._saved_or_told(save)
+            except StoreError as told:  # nobody waits for this: the next look meets it too
+                _log.error("the progress of the delay levels can't be saved any more: %s", told)
+                return None
+            if self._unsaved and self._save_ms is None and self._save_every_ms is not None:
+                self._save_ms = self._last_ms + self._save_every_ms
+            return self._save_ms
+
+        self._is_flushing = True
+        self._flush(flushed)
+
+    def _saved_or_told(self, save: Callable[[], None]) -> None:
         try:
-            self.save(now_ms)
-        except (FlushFailedError, StoreClosedError, ReadOnlyError):
+            save()
+        except LASTING:
             raise
         except StoreError as error:
             _log.error("the progress of the delay levels could not be saved: %s", error)
-            self._save_ms = now_ms + self._retry_ms
+            self._save_ms = self._last_ms + self._retry_ms
 
     def _look_for(self, due_ms: int) -> int:
         """The first look at or after a time."""
@@ -241,7 +285,7 @@ class DelaySchedule:
         """Deliver what is due in a level at a look, nothing if that is None; returns the next look to take."""
         try:
             return self._deliver_due(level, look_ms)
-        except (FlushFailedError, StoreClosedError, ReadOnlyError):
+        except LASTING:
             raise
         except StoreError as error:
             _log.error("delay level %d: looked at again in %d ms: %s", level.level, self._retry_ms, error)
@@ -258,17 +302,25 @@ class DelaySchedule:
             raw = queue.read(queue_offset, min(count, end - queue_offset))
             if not raw:
                 return None
+            due: list[tuple[int, int]] = []
+            next_look: int | None = None
             for physical_offset, size, code in ENTRY.iter_unpack(raw):
                 if size <= 0 or physical_offset < 0:
-                    queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
-                    return None
-                due_ms = self._due(level, queue, physical_offset, size, code)
+                    break
+                is_time = queue.ext is None and code >= _HASHES[1]  # the usual case, at once
+                due_ms = code if is_time else self._due(level, queue, physical_offset, size, code)
                 too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
                 if look_ms is None or (due_ms > look_ms and not too_far):
-                    return self._begin_ms if too_far else self._look_for(due_ms)
-                self._deliver(level, queue_offset, physical_offset, size)
-                level.next_offset = queue_offset = queue_offset + 1
-                self._unsaved = True
+                    next_look = self._begin_ms if too_far else self._look_for(due_ms)
+                    break
+                due.append((physical_offset, size))
+            self._deliver(level, queue_offset, due)
+            queue_offset += len(due)
+            if next_look is not None:
+                return next_look
+            if len(due) * ENTRY.size < len(raw):
+                queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
+                return None
             count = min(_LOOKED_AT, 2 * count)
         return self._last_ms
 
@@ -299,22 +351,48 @@ class DelaySchedule:
         stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
-    def _deliver(self, level: _Level, queue_offset: int, physical_offset: int, size: int) -> None:
-        """Deliver a message, or say why it is dropped; one that is gone with the log's begin is passed over."""
-        try:
-            message = self._read(physical_offset, size)
-            if message is None:
-                return
-            result = deliver(self._store, message)
-        except (MessageIllegalError, RecordError) as error:
-            _log.error(
-                "delay level %d: the message at queue offset %d, physical offset %d is dropped: %s",
-                level.level, queue_offset, physical_offset, error,
-                extra={"topic": SCHEDULE_TOPIC, "queue_id": level.queue_id, "queue_offset": queue_offset},
-            )  # fmt: skip
-            return
-        if self._delivered is not None:
-            self._delivered(message, result)
+    def _deliver(self, level: _Level, queue_offset: int, entries: Sequence[tuple[int, int]]) -> None:
+        """Deliver the messages of entries from ``queue_offset`` on, or say why one is dropped; those that are gone with
+        the log's begin are passed over.
+        """
+        waiting: list[StoredMessage] = []
+        copies: list[Copy] = []
+        places: list[int] = []
+        for place, (physical_offset, size) in enumerate(entries, queue_offset):
+            try:
+                message = self._read(physical_offset, size)
+                if message is not None:
+                    copies.append(_copied(self._store, message))
+                    waiting.append(message)
+                    places.append(place)
+            except (MessageIllegalError, RecordError) as error:
+                self._write(level, waiting, copies, places)
+                waiting, copies, places = [], [], []
+                _log.error(
+                    "delay level %d: the message at queue offset %d, physical offset %d is dropped: %s",
+                    level.level, place, physical_offset, error,
+                    extra={"topic": SCHEDULE_TOPIC, "queue_id": level.queue_id, "queue_offset": place},
+                )  # fmt: skip
+                level.next_offset = place + 1
+                self._unsaved = True
+        self._write(level, waiting, copies, places)
+        if entries:
+            level.next_offset = queue_offset + len(entries)
+            self._unsaved = True
+
+    def _write(
+        self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Copy], places: Sequence[int]
+    ) -> None:
+        """Append copies of messages that wait at these queue offsets; tells of each."""
+        done = 0
+        while done < len(copies):
+            results = self._store.append_copies(copies[done:])
+            self._unsaved = True
+            level.next_offset = places[done + len(results) - 1] + 1
+            if self._delivered is not None:
+                for message, result in zip(waiting[done:], results, strict=False):
+                    self._delivered(message, result)
+            done += len(results)
 
     def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
         """The record of an entry, None if it is gone; `RecordError` if it is none."""
@@ -322,4 +400,4 @@ class DelaySchedule:
             raw = self._store.log.read(physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
-        return None if raw is None else StoredMessage(raw)
+        return None if raw is None else StoredMessage.decoded(raw)

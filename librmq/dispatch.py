@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_FEW: Final = 40
+_FEW: Final = 16
 """Below so many records a loop is quicker than arrays."""
 
 BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
@@ -114,7 +114,7 @@ class Dispatcher:
     when there are `BATCH`.
     """
 
-    BATCH: Final = 64
+    BATCH: Final = 128
     """So many records are written together at most; more would make the append that writes them stand out."""
 
     def __init__(self, index: KeyIndex, bitmap_of: BitmapOf | None = None) -> None:
@@ -186,14 +186,12 @@ def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | No
     """Add the keys of many records (`Pending`) to an index."""
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)
-    keyed = [number for number, unique in enumerate(uniques) if unique]
-    own_keys = keys if len(keyed) == len(records) else [keys[number] for number in keyed]
-    if keyed and all(own_keys) and len(keyed) == sum(map(bool, keys)) and " " not in "".join(own_keys):
-        # The usual records, a unique id and one key each, or neither.
-        record_of_key = np.repeat(np.array(keyed, np.int64), 2)
+    if all(uniques) and all(keys) and " " not in "".join(keys):
+        # The usual records, a unique id and one key each.
+        record_of_key = np.repeat(np.arange(len(records)), 2)
         hashes = np.empty(len(record_of_key), np.int64)
-        hashes[::2] = index_key_hashes(prefix_hashes[record_of_key[::2]], [uniques[number] for number in keyed])
-        hashes[1::2] = index_key_hashes(prefix_hashes[record_of_key[::2]], own_keys)
+        hashes[::2] = index_key_hashes(prefix_hashes, uniques)
+        hashes[1::2] = index_key_hashes(prefix_hashes, keys)
     else:
         texts: list[str] = []
         owners: list[int] = []
@@ -202,5 +200,5 @@ def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | No
             texts += found
             owners += [number] * len(found)
         record_of_key = np.array(owners, np.int64)
-        hashes = index_key_hashes(prefix_hashes[record_of_key], texts) if texts else record_of_key
+        hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
     index.append_block(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)

@@ -44,8 +44,10 @@
 from __future__ import annotations
 
 from os import PathLike, fspath
+from typing import Final
 
 __all__ = [
+    "LASTING",
     "AllocationError",
     "BodyChecksumError",
     "BodyCompressionError",
@@ -301,3 +303,7 @@ class StoreIOError(StoreError, OSError):
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.call}: {self.strerror}"
+
+
+LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
+"""After these a store takes nothing more until it is opened anew; what else fails in it may succeed later."""

@@ -1,6 +1,7 @@
 """The file seam: everything a store does to files goes through one `Files` object.
 
-All writes to store files are slice assignments on a file's ``buffer``; opening, creating, allocating, flushing,
+All writes to store files are slice assignments on a file's ``buffer`` (many numbers at once may go into a plain mapping
+by numpy, but never past a subclass of it, which is to see each write); opening, creating, allocating, flushing,
 listing, renaming and deleting are methods of `Files`. Production maps real files (`DiskFiles`); tests and ephemeral
 stores use anonymous memory (`MemoryFiles`); wrappers that record or fail stand in `librmq.testing.files`.
 
@@ -114,6 +115,11 @@ class Files(Protocol):
     def touch(self, file: File, begin: int, end: int) -> None:
         """Make the pages of bytes ``begin`` to ``end`` ready for writing, where the system can: the first write to a
         page is slow. Call it off the path of those who must not wait, for a few pages at a time."""
+        ...
+
+    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
+        """Write much data at once, behind which blocks are, and let it go on its way to the device; what the file's
+        buffer shows follows. For some bytes an assignment to the buffer is quicker."""
         ...
 
     def no_read_ahead(self, file: File, begin: int, end: int) -> None:
@@ -365,6 +371,20 @@ class DiskFiles:
     def _advise(file: File, begin: int, end: int, advice: int) -> None:
         if sys.platform == "linux" and end > begin and file.writable:
             _advise()(file.buffer, begin, end - begin, advice)
+
+    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
+        if not sys.platform.startswith("linux"):  # elsewhere a mapping need not show what is written
+            file.buffer[at : at + len(data)] = data
+            return
+        with self._descriptor(file, "write") as descriptor:
+            if not 0 <= at <= file.size - len(data):
+                raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit {file.size}")
+            # Through the mapping pages would be made one by one, small ones, each zeroed before it is written.
+            done, view = 0, memoryview(data)
+            while done < len(data):
+                done += os.pwrite(descriptor, view[done:], at + done)
+            # Linux begins to write out what is said not to be needed; what is not out yet it keeps.
+            os.posix_fadvise(descriptor, at, len(data), os.POSIX_FADV_DONTNEED)
 
     def flush(self, file: File) -> None:
         with self._descriptor(file, "flush") as descriptor:
@@ -625,6 +645,9 @@ class MemoryFiles:
 
     def touch(self, file: File, begin: int, end: int) -> None:
         pass
+
+    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
+        file.buffer[at : at + len(data)] = data
 
     def no_read_ahead(self, file: File, begin: int, end: int) -> None:
         pass

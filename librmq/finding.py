@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from librmq import codec
 from librmq.errors import CorruptionError
 from librmq.message import StoredMessage
-from librmq.recovery import Parts
+from librmq.parts import Parts
 
 __all__ = ["find_by_id", "find_by_key"]
 

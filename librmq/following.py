@@ -8,56 +8,35 @@
     is free       what a recovery would make of them, in memory           looks whether anybody has been there
 
 Nothing is locked, and no byte of a file changes. Whoever begins to write, or ends, is noticed at the next refresh; what
-was given out before stays as it was.
-
-A writer acknowledges a record when it stands in the log, and brings queues and index up to date in batches. What they
-do not have yet is kept here, taken from the log: a queue's last entries, and the keys of the last records. It is let go
-when the files have it. Files come and go meanwhile: one of no length is not there yet, one that is gone was the oldest.
+was given out before stays as it was. The files beside a writer are in `librmq.liveparts`.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import struct
 import threading
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
-import numpy as np
-
-from librmq import codec, layout, recovery
-from librmq.checkpoint import Checkpoint, has_abort
+from librmq import layout, opening
+from librmq.checkpoint import has_abort
 from librmq.clock import Clock
-from librmq.closedstate import QueueName, QueueTable
-from librmq.commitlog import CommitLog
+from librmq.closedstate import QueueName
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeueext import ConsumeQueueExt
-from librmq.dispatch import BitmapOf, Dispatcher, derived_tags_code, has_queue_entry, is_indexed
-from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files import DiskFiles, Entry, File, Files
-from librmq.indexfile import IndexFile, IndexHeader, file_length
-from librmq.keyindex import KeyIndex
+from librmq.dispatch import BitmapOf
+from librmq.errors import CorruptionError, StoreIOError
+from librmq.files import DiskFiles, Files
 from librmq.levels import DelayLevels
-from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.message import StoredMessage
+from librmq.liveparts import ATTEMPTS, GLANCE, LiveParts
 from librmq.overlay import OverlayFiles
+from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
-from librmq.topics import validate_queue
 
 __all__ = ["Following"]
 
-_KEPT: Final = 4096
-"""So many entries of queues, and records with keys, are kept at most unless the writer is further behind."""
-_ATTEMPTS: Final = 20  # what is listed may be gone when it is opened: then all is listed again
-_LOG_FILES_MAPPED: Final = 32
-_GLANCE: Final = 128  # bytes of a record by which it is known again: all but its text
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
-_MAX_TIMESTAMP: Final = (1 << 63) - 1
 
 
 class Following:
@@ -65,7 +44,7 @@ class Following:
 
     config: StoreConfig
     """The settings, those that the files tell if none were given."""
-    parts: recovery.Parts
+    parts: Parts
     """As of the last `refresh`; replaced when somebody begins to write or ends, never closed."""
     version: int
     """How often there was something new."""
@@ -88,7 +67,7 @@ class Following:
         self._opened = opened
         self._guard = threading.Lock()
         self._holder: str | None = None
-        self._live: _Live | None = None
+        self._live: LiveParts | None = None
         self._marks: tuple[object, ...] = ()
         self._told: tuple[bool, ...] = ()
         self.version = 0
@@ -128,7 +107,7 @@ class Following:
             try:
                 found = read_queue(parts.log, parts.queues.find(name), queue_offset, max_messages, matching, transfer)
             except (StoreIOError, CorruptionError):  # of parts that are no longer right?
-                if attempt >= _ATTEMPTS or not (self.refresh() or self.version != version):
+                if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
                     raise
                 continue
             if looked or found.messages or found.status in _NOTHING_MORE:
@@ -151,15 +130,15 @@ class Following:
                 marks = self._look_at_marks()
                 told = self._told_kinds() if self._given is None else ()
                 config = self._given or layout.infer_config(self._path, self._files)
-                live = None if holder is None else _Live(self._path, config, self._files, self._clock)
+                live = None if holder is None else LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
                 changed = self._lock_holder() != holder or (live is None and self._look_at_marks() != marks)
             except (StoreIOError, CorruptionError):
                 # Somebody who writes makes and deletes files between our listing and opening them.
-                if attempt >= _ATTEMPTS or (holder is None and self._lock_holder() is None):
+                if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):
                     raise
                 continue
-            if not changed or attempt >= _ATTEMPTS:
+            if not changed or attempt >= ATTEMPTS:
                 break
         self.config, self.parts, self._live, self._holder = config, parts, live, holder
         self._told = told
@@ -167,15 +146,15 @@ class Following:
         self._opened(self)
         self.version += 1
 
-    def _recovered(self, config: StoreConfig) -> recovery.Parts:
+    def _recovered(self, config: StoreConfig) -> Parts:
         """The parts as a recovery would leave them, in memory; those of a store in memory as they are."""
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
         if not isinstance(files, DiskFiles):
-            return recovery.load(path, config, levels, files, self._clock, writable=False)
+            return opening.load(path, config, levels, files, self._clock, writable=False)
         overlay = OverlayFiles()
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
-        return recovery.load(
+        return opening.load(
             path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of
         )
 
@@ -187,7 +166,7 @@ class Following:
         if start is not None:
             with suppress(StoreIOError):  # gone: then the listing is another
                 at = log.end - start
-                behind = self._files.open(log.sequence.path(start)).buffer[at : at + _GLANCE]
+                behind = self._files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
         return *self._look_at_marks(), behind
 
     def _look_at_marks(self) -> tuple[object, ...]:
@@ -206,399 +185,3 @@ class Following:
         queues = (layout.queue_folder(path, *name) for name in layout.list_queues(path, files))
         folders = [os.path.join(path, layout.COMMITLOG)], [os.path.join(path, layout.INDEX)], queues
         return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)
-
-
-# --------------------------------------------------------------------------------------------- files that come and go
-
-
-def _without_unfinished(entries: list[Entry], size: int) -> list[Entry]:
-    """Entries without those of files at the end that do not have their length yet: they are just being made."""
-    end = len(entries)
-    while end and not entries[end - 1].is_folder and entries[end - 1].size < size:
-        end -= 1
-    return entries[:end]
-
-
-class _Sequence(MappedFileQueue):
-    """Files that another process makes and deletes; whatever is asked for that is not known is looked for again."""
-
-    __slots__ = ()
-
-    def _listed(self) -> list[Entry]:
-        return _without_unfinished(super()._listed(), self.file_size)
-
-    def _list(self) -> list[int]:
-        for attempt in itertools.count():
-            try:
-                return super()._list()
-            except (CorruptionError, StoreIOError):  # one may be gone in the midst of the listing
-                if attempt >= _ATTEMPTS:
-                    raise
-        raise AssertionError
-
-    def file_at(self, position: int) -> File | None:
-        start = self.start_of(position)
-        if start is None and position >= self.end:
-            self.refresh()
-            start = self.start_of(position)
-        if start is None:
-            return None
-        try:
-            return self.file(start)
-        except (StoreIOError, CorruptionError):
-            self.refresh()
-            if start in self.starts:
-                raise
-            return None
-
-
-class _Queue(ConsumeQueue):
-    """A queue whose last entries may not be in its files yet."""
-
-    __slots__ = ("_late",)
-
-    _late: tuple[int, bytes]
-    """A queue offset, and the entries from there on that stand in memory; one value, so that readers need no lock."""
-
-    def __init__(self, files: _Sequence, ext: _Sequence | None, log_end: int, first: int, late: list[bytes]) -> None:
-        """Take the files, up to what leads to the log below ``log_end``, and entries from queue offset ``first`` on."""
-        super().__init__(files, None)
-        self.ext = None if ext is None else ConsumeQueueExt(ext, None)
-        # The writer may be ahead of what is known of the log.
-        stored = range(self.min_offset, self.max_offset)
-        end = self.min_offset + bisect_left(stored, True, key=lambda at: sum(self._place(at * ENTRY_SIZE)) > log_end)
-        if late and end <= self.stored_begin:  # it has no file, or nothing in it
-            self.min_offset = end = first
-        elif late and first <= end:  # those in memory are sure to be whole
-            end = first
-            self.min_offset = min(self.min_offset, end)
-        self.max_offset = end
-        self.max_physic_offset = self._last_place()
-        self._late = end, b""
-        if first == end:
-            self.extend(late)
-
-    def extend(self, entries: list[bytes]) -> None:
-        """Add entries at the end that stand in memory only."""
-        if entries:
-            first, late = self._late
-            self._late = first, late + b"".join(entries)
-            physical_offset, size, _ = ENTRY.unpack(entries[-1])
-            self.max_physic_offset = physical_offset + size
-            self.max_offset += len(entries)
-
-    def catch_up(self) -> int:
-        """Let go of what the files have by now; returns how many entries are left in memory."""
-        first, late = self._late
-        self._files.unmap_all()  # a recovery may have deleted a file, and made another of its name
-        while late:
-            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), ENTRY_DTYPE)
-            kept = np.frombuffer(late, ENTRY_DTYPE, len(stored))
-            same = (stored["physical_offset"] == kept["physical_offset"]) & (stored["size"] == kept["size"])
-            count = len(same) if same.all() else int(same.argmin())
-            if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:
-                # It may be an address, or not be written to its last byte; it is if another follows.
-                count -= self._place((first + count) * ENTRY_SIZE)[1] <= 0
-            first, late = first + count, late[count * ENTRY_SIZE :]
-            if not count or count < len(stored):
-                break
-        self._late = first, late
-        return len(late) // ENTRY_SIZE
-
-    def follow_begin(self, log_begin: int) -> None:
-        """Leave out what is gone from the log."""
-        self._files.refresh()
-        self.advance(log_begin)
-
-    def _raw(self, position: int, end: int) -> bytes:
-        first, late = self._late
-        end = min(end, position - position % self.file_size + self.file_size)
-        middle = first * ENTRY_SIZE
-        if end <= middle:
-            return super()._raw(position, end)
-        self._check_open()
-        if position >= middle:
-            return late[position - middle : end - middle]
-        stored = super()._raw(position, middle)
-        return stored + late[: end - middle] if stored else stored
-
-
-class _Queues(QueueTable):
-    """The queues of a store that somebody writes to: those that have a folder, or entries in memory."""
-
-    def __init__(self, path: str, config: StoreConfig, files: Files, log: CommitLog) -> None:
-        super().__init__(self.open_queue, {})
-        self._path = path
-        self._config = config
-        self._files = files
-        self._log = log
-        self._pool = MappingPool(config.mapped_files)
-        self._guard = threading.RLock()  # of whoever opens a queue, or adds to it
-        self._late: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self._kept = 0
-
-    def open_queue(self, topic: str, queue_id: int) -> _Queue:
-        """The queue, opened anew; the caller holds the guard where somebody else may know of it."""
-
-        def sequence(size: int, *, ext: bool) -> _Sequence:
-            folder = layout.queue_folder(self._path, topic, queue_id, ext=ext)
-            return _Sequence(folder, size, self._files, self._pool, writable=False)
-
-        config = self._config
-        files = sequence(config.consumequeue_file_size, ext=False)
-        ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
-        queue = _Queue(files, ext, self._log.end, *self._late.pop((topic, queue_id), (0, [])))
-        queue.advance(self._log.begin)
-        return queue
-
-    def find(self, name: QueueName) -> ConsumeQueue | None:
-        queue = self._open.get(name)
-        if queue is None and name in self:
-            with self._guard:
-                queue = self._open.get(name)
-                if queue is None:
-                    queue = self._open[name] = self.open_queue(*name)
-        return queue
-
-    def __getitem__(self, name: QueueName) -> ConsumeQueue:
-        queue = self.find(name)
-        if queue is None:
-            raise KeyError(name)
-        return queue
-
-    def __contains__(self, name: object) -> bool:
-        if name in self._open or name in self._late:
-            return True
-        match name:
-            case (str() as topic, int() as queue_id):
-                with suppress(MessageIllegalError):
-                    validate_queue(topic, queue_id)
-                    return self._files.is_folder(layout.queue_folder(self._path, topic, queue_id))
-        return False
-
-    def __iter__(self) -> Iterator[QueueName]:
-        with self._guard:
-            known = {*self._open, *self._late}
-        return iter(sorted(known.union(layout.list_queues(self._path, self._files))))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def follow_begin(self) -> None:
-        """Leave out what is gone from the log, in queues that are open."""
-        with self._guard:
-            for queue in self._open.values():
-                assert isinstance(queue, _Queue)
-                queue.follow_begin(self._log.begin)
-
-    def publish(self, log_end: int, new: dict[QueueName, tuple[int, list[bytes]]]) -> None:
-        """Let the log end at ``log_end``, and give queues their ``new`` entries, each from a queue offset on."""
-        with self._guard:
-            self._log.end = log_end
-            for name, (first, entries) in new.items():
-                self._kept += len(entries)
-                queue = self._open.get(name)
-                if isinstance(queue, _Queue) and queue.max_offset == first:
-                    queue.extend(entries)
-                    continue
-                self._open.pop(name, None)  # the topic was made anew: it is looked at again when asked for
-                before = self._late.get(name)
-                if before is not None and before[0] + len(before[1]) == first:
-                    before[1].extend(entries)
-                else:
-                    self._late[name] = first, entries
-            if self._kept > _KEPT:
-                for name in list(self._late):
-                    self.find(name)
-                self._kept = sum(queue.catch_up() for queue in self._open.values() if isinstance(queue, _Queue))
-
-
-# ------------------------------------------------------------------------------------------------------- the key index
-
-
-class _Keys(NamedTuple):
-    """The keys of a record that the index may not have yet."""
-
-    physical_offset: int
-    store_timestamp_ms: int
-    topic: str
-    unique_key: str | None
-    keys: str | None
-
-
-class _IndexFile(IndexFile):
-    """An index file that another process writes.
-
-    Entries are written before the slots that lead to them, and the header last: what a slot leads to is there.
-    """
-
-    __slots__ = ()
-
-    def _load(self) -> None:
-        super()._load()
-        self._announced = self.max_entries
-
-    @property
-    def header(self) -> IndexHeader:
-        for _ in range(_ATTEMPTS):  # a broker writes its fields one by one
-            with suppress(CorruptionError):
-                return super().header
-        return super().header
-
-
-class _Index(KeyIndex):
-    """The index files of a store that somebody writes to, and the keys of the records that they may not have yet."""
-
-    def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
-        self._list = []
-        self.late: deque[_Keys] = deque(maxlen=_KEPT)
-        super().__init__(folder, slots, entries, files, lambda: 0, False)
-
-    def _listed(self) -> list[Entry]:
-        return _without_unfinished(super()._listed(), file_length(self.max_slots, self.max_entries))
-
-    def _open_file(self, path: str) -> IndexFile:
-        for file in self._list:
-            if file.path == path:
-                return file
-        return _IndexFile.open(
-            path, self._files, slots=self.max_slots, entries=self.max_entries, on_map=self._bound_mapped
-        )
-
-    def refresh(self) -> None:
-        """List the files again."""
-        for attempt in itertools.count():
-            try:
-                self._list = self._open_all()
-                return
-            except StoreIOError:  # gone between listing and opening it
-                if attempt >= _ATTEMPTS:
-                    raise
-
-    def query(
-        self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
-    ) -> list[int]:
-        indexed = self.end_physical_offset  # of its record the last keys may still be missing
-        found = [
-            record.physical_offset
-            for record in reversed(list(self.late))
-            if record.physical_offset >= indexed
-            and record.topic == topic
-            and (key == record.unique_key or key in codec.split_keys(record.keys))
-            and begin_ms <= record.store_timestamp_ms <= end_ms
-        ][: max(max_results, 0)]
-        if len(found) < max_results:
-            try:
-                older = super().query(topic, key, begin_ms, end_ms, max_results)
-            except StoreIOError:  # a file that was deleted meanwhile
-                self.refresh()
-                older = super().query(topic, key, begin_ms, end_ms, max_results)
-            found += [place for place in older if place not in found][: max_results - len(found)]
-        return found
-
-
-# ---------------------------------------------------------------------------------------------- beside a writer
-
-
-class _Live:
-    """The parts of a store that somebody writes to. One thread at a time opens it and calls its methods."""
-
-    def __init__(self, path: str, config: StoreConfig, files: Files, clock: Clock) -> None:
-        self._path = path
-        self._files = files
-        self._levels = DelayLevels.parse(config.message_delay_level)
-        checkpoint = Checkpoint.open(os.path.join(path, layout.CHECKPOINT), files=files)
-        pool = MappingPool(_LOG_FILES_MAPPED)
-        folder = os.path.join(path, layout.COMMITLOG)
-        log = CommitLog(_Sequence(folder, config.commitlog_file_size, files, pool, writable=False))
-        self._log = log
-        self._index = _Index(os.path.join(path, layout.INDEX), config.max_hash_slot_num, config.max_index_num, files)
-        self._queues = _Queues(path, config, files, log)
-        self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
-        self._begin = log.begin
-        self.parts = recovery.Parts(
-            self._levels,
-            log,
-            self._queues,
-            self._index,
-            checkpoint,
-            Dispatcher(self._index),
-            self._queues.open_queue,
-            [],
-        )
-        self._find_end(recovery.vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
-
-    def _find_end(self, begin: int) -> None:
-        """Walk through the log from ``begin``, and take from it what queues and index may not have yet.
-
-        A record is indexed behind its entry, and in order: queues lack nothing below the last that is indexed.
-        """
-        log = self._log
-        found = log.walk(begin)
-        log.end = max(begin, min(self._index.end_physical_offset, found.physical_offset))
-        self._walk_on()
-        if found.last_record is not None and log.end < found.last_record:  # the index leads to no record
-            log.end = begin
-            self._walk_on()
-        if self._last is None and found.last_record is not None:
-            self._last = found.last_record, log.data_at(found.last_record, _GLANCE)
-
-    def has_lost_its_place(self) -> bool:
-        """List the log's files again; true if its end, as far as it is known, is no longer there: deleted, or cut."""
-        log = self._log
-        log.sequence.refresh()
-        for start in log.sequence.starts:
-            if start + log.file_size > log.end:  # a recovery may have deleted it, and made another of its name
-                log.sequence.unmap(start)
-        if log.begin > log.end or self._last is None:
-            return log.begin > log.end
-        place, raw = self._last
-        return log.data_at(place, len(raw)) != raw
-
-    def follow(self) -> bool:
-        """Take in what was written, and deleted, by the last listing; true if there is anything."""
-        log = self._log
-        self._index.refresh()
-        new = self._walk_on()
-        if log.begin != self._begin:
-            self._begin = log.begin
-            self._queues.follow_begin()
-            new = True
-        return new
-
-    def _walk_on(self) -> bool:
-        found = False
-        for count, (place, size, raw) in enumerate(self._log.follow(), 1):
-            self._note(place, size, raw)
-            found = True
-            self._last = place, raw[:_GLANCE]
-            if not count % _KEPT:
-                self._publish(place + size)
-        if found:
-            self._publish(place + size)
-        return found
-
-    def _publish(self, log_end: int) -> None:
-        new, self._new = self._new, {}
-        self._queues.publish(log_end, new)
-
-    def _note(self, place: int, size: int, raw: bytes) -> None:
-        """Keep what follows from a record."""
-        message = StoredMessage(raw)
-        topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
-        sys_flag = message.sys_flag
-        if has_queue_entry(sys_flag):
-            with suppress(MessageIllegalError, struct.error):  # damage: it has no place in any queue
-                validate_queue(topic, queue_id)
-                entry = ENTRY.pack(place, size, derived_tags_code(message, self._levels))
-                first, entries = self._new.get((topic, queue_id), (-1, []))
-                if entries and first + len(entries) == queue_offset:
-                    entries.append(entry)
-                else:
-                    self._new[topic, queue_id] = queue_offset, [entry]
-        if is_indexed(sys_flag):
-            get = message.properties.get
-            unique_key, keys = get(codec.PROPERTY_UNIQUE_KEY), get(codec.PROPERTY_KEYS)
-            if unique_key or keys:
-                self._index.late.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))

@@ -28,7 +28,7 @@ from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import validate_topic
-from librmq.txn import TransactionOffsets
+from librmq.txnhalves import TransactionOffsets
 
 __all__ = [
     "HOP_GROUP",

@@ -28,6 +28,7 @@ there. What one left that died before that is taken back when the file is next o
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -474,61 +475,69 @@ class IndexFile:
         keys, number = len(hashes), self.count
         if number + keys > self._reserved:
             self._reserve(number + keys)
-        buffer = self.file.buffer
+        buffer = (self._file or self._map()).buffer
         slots = hashes % self.max_slots
+        numbers = np.arange(number, number + keys)
+        before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots].astype(np.int64)
+        previous = np.where((before > 0) & (before <= numbers), before, 0)
         # Keys by slot, those of a slot in order: pairs sorted as single numbers are the quickest stable sort.
         shift = keys.bit_length()
         pairs = np.sort(slots << shift | np.arange(keys))
-        order, sorted_slots = pairs & (1 << shift) - 1, pairs >> shift
-        numbers = number + order
-        heads = np.flatnonzero(np.append(True, sorted_slots[1:] != sorted_slots[:-1]))
-        touched = sorted_slots[heads]
-        before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[touched]
-        before = np.where((before > 0) & (before <= numbers[heads]), before, 0)
-        previous = np.append(0, numbers[:-1])
-        previous[heads] = before
-        newest = numbers[np.append(heads[1:], keys) - 1]
+        ordered = pairs >> shift
+        again = ordered[1:] == ordered[:-1]
+        touched, newest = slots, numbers
+        if again.any():
+            order = pairs & (1 << shift) - 1
+            previous[order[1:][again]] = numbers[order[:-1][again]]
+            last = order[np.append(~again, True)]
+            touched, newest = slots[last], numbers[last]
 
         begin_timestamp, begin_physical = self._begin_timestamp, self._begin_physical
         first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
         if number <= 1:
             begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
-        entries = np.zeros(keys, _STORED_ENTRY)
+        end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
+        entries = np.empty(keys, _STORED_ENTRY)
         entries["hash"] = hashes
         entries["physical"] = physical
         if begin_timestamp > 0:
-            entries["time_diff"] = np.clip((timestamps - begin_timestamp) // 1000, 0, _MAX_INT)
+            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), _MAX_INT)
+        else:
+            entries["time_diff"] = 0
         entries["time_diff"][0] = first_seconds
-        entries["previous"][order] = previous
-        header = _pack_header(
-            begin_timestamp,
-            int(timestamps[-1]),
-            begin_physical,
-            int(physical[-1]),
-            self._slot_count + int(np.count_nonzero(before == 0)),
-            number + keys,
-        )
+        entries["previous"] = previous
+        slot_count = self._slot_count + keys - int(np.count_nonzero(previous))
         if number > 1:
             self._announced = number + keys
         try:
             position = self.entry_position(number)
             buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
-            self._write_slots(touched, newest)
-            buffer[:HEADER_SIZE] = header
-        finally:
+            self._write_slots(int(ordered[0]), int(ordered[-1]), touched, newest)
+            buffer[:HEADER_SIZE] = _pack_header(
+                begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
+            )
+            self._begin_timestamp, self._begin_physical = begin_timestamp, begin_physical
+            self.end_physical = end_physical
+            self._slot_count, self.count = slot_count, number + keys
+            self._dirty = True
+            self._announced = 0
+        except BaseException:
             self._load()
-        self._dirty = True
+            raise
 
-    def _write_slots(self, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Set ascending slots, in one piece where they lie close together."""
+    def _write_slots(self, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Set slots, all from ``first`` to ``last``, in one piece where they lie close together."""
         buffer = self.file.buffer
-        first, last = int(slots[0]), int(slots[-1])
         if last - first < 16 * len(slots):
             begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
             table = np.frombuffer(buffer[begin:end], ">i4").copy()
             table[slots - first] = numbers
             buffer[begin:end] = table.tobytes()
             return
+        if type(buffer) is mmap.mmap:
+            np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots] = numbers
+            return
+        # One that tells of its writes, or copies at the first, is to see each.
         packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
         for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
             buffer[position : position + 4] = number

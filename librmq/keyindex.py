@@ -22,7 +22,7 @@ from librmq.javahash import index_key_hash
 
 __all__ = ["KeyIndex"]
 
-_BLOCK = 240
+_BLOCK = 80
 """From how many keys on arrays are quicker than a loop."""
 _MAPPED: Final = 32
 """How many files of a folder are kept mapped."""
@@ -252,8 +252,8 @@ class KeyIndex:
         physical = np.asarray(physical_offsets, np.int64)[record_of_key]
         times = np.asarray(timestamps, np.int64)[record_of_key]
         hashes = np.asarray(key_hashes, np.int64)
-        keep = physical >= np.maximum(np.maximum.accumulate(physical), tail.end_physical)
-        if not keep.all():
+        if len(hashes) and (physical[0] < tail.end_physical or (physical[1:] < physical[:-1]).any()):
+            keep = physical >= np.maximum(np.maximum.accumulate(physical), tail.end_physical)
             record_of_key, physical = record_of_key[keep], physical[keep]
             times, hashes = times[keep], hashes[keep]
         begin, keys = 0, len(hashes)

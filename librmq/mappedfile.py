@@ -249,6 +249,12 @@ class MappedFileQueue:
         self.reserve(start, begin, end)
         self._files.touch(self.file(start), begin, end)
 
+    def put(self, start: int, at: int, data: bytes | bytearray) -> None:
+        """Write much data into the file at ``start`` at once."""
+        self.reserve(start, at, at + len(data))
+        self._files.put(self.file(start), at, data)
+        self._dirty.add(start)
+
     def no_read_ahead(self, start: int, begin: int) -> None:
         """`Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
         self._files.no_read_ahead(self.file(start), begin, self.file_size)

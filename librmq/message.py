@@ -6,12 +6,11 @@ Mirrors ``Message``, ``MessageExt`` and ``MessageQueue``; the properties' names 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 from librmq.codec import (
-    BATCH_FIXED_SIZE,
     BODY_CRC_AT,
     BORN_HOST_AT,
     BORN_HOST_V6,
@@ -36,7 +35,6 @@ from librmq.codec import (
     decode_host,
     decode_properties,
     decompress_body,
-    encode_properties,
     find_property,
     frame,
     host_ends,
@@ -58,7 +56,7 @@ DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
 
 _INT: Final = struct.Struct(">i")
-_unpack_int = _INT.unpack_from
+_unpack_body = struct.Struct(">39xB44xi").unpack_from  # the low byte of the sys flag, the body's length
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(">iq")
@@ -162,26 +160,6 @@ class Message:
         return f"Message({self.topic!r}, {_shown(self.body)}, properties={self.properties!r}, flag={self.flag})"
 
 
-def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterator[list[Message]]:
-    """Cut ``messages`` into batches of at most ``max_size`` bytes as a client encodes them, in order.
-
-    `MessageIllegalError` for a message that is larger by itself.
-    """
-    batch: list[Message] = []
-    total = 0
-    for message in messages:
-        size = BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(message.properties))
-        if size > max_size:
-            raise MessageIllegalError(f"a message of {size} bytes does not fit into a batch of {max_size}")
-        if total + size > max_size:
-            yield batch
-            batch, total = [], 0
-        batch.append(message)
-        total += size
-    if batch:
-        yield batch
-
-
 def _user_properties(properties: Mapping[str, str]) -> dict[str, str]:
     try:
         stored = dict(properties)
@@ -262,6 +240,17 @@ class StoredMessage:
         if len(raw) < FIXED_SIZE:
             raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {len(raw)} bytes")
         self.raw = raw
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> Self:
+        """The same with its properties decoded at once, which is quicker where they will be asked for.
+
+        `RecordError` for what is no record.
+        """
+        message = cls(raw)
+        message._frame = _, _, _, _, begin, end = frame(raw, 0, len(raw))
+        message._properties = decode_properties(raw[begin:end])
+        return message
 
     @property
     def frame(self) -> tuple[int, int, int, int, int, int]:
@@ -359,10 +348,9 @@ class StoredMessage:
         `BodyCompressionError` if it cannot be restored; `MissingExtraError` for lz4, zstd without the extra.
         """
         raw = self.raw
-        if not raw[39] & 49:  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
-            end = 88 + _unpack_int(raw, 84)[0]
-            if 88 <= end < len(raw) - 2:
-                return raw[88:end]
+        flags, length = _unpack_body(raw)
+        if not flags & 49 and 0 <= length < len(raw) - 90:
+            return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 
     def decompressed_body(self, limit: int) -> bytes:

@@ -26,7 +26,8 @@ from librmq.store import MessageStore
 from librmq.timer import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.topics import HALF_TOPIC
-from librmq.txn import EndedHalves, TransactionSettings, progress
+from librmq.txn import TransactionSettings
+from librmq.txnhalves import EndedHalves, progress
 
 __all__ = ["Kind", "Pending", "pending"]
 

@@ -10,7 +10,7 @@ Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the code
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar, dataclass_transform
 
@@ -301,7 +301,9 @@ class PullResponse:
     next_offset: int
     min_offset: int
     max_offset: int
-    messages: tuple[StoredMessage, ...] = ()
+    messages: Sequence[StoredMessage] = ()
+    is_held: bool = False
+    """The broker calls `PullMessage.notify` when it is worth asking again: with HELD, or as `PullMessage.stay` says."""
 
 
 @_value
@@ -324,6 +326,8 @@ class PullMessage(Request[PullResponse]):
     commit_offset: int | None = None
     """Progress of the group in this queue, to be stored, unless None."""
     notify: Callable[[], None] | None = None
+    stay: bool = False
+    """Keep ``notify`` even if messages were found, for those that come behind them, unless they are there already."""
 
 
 @_value
@@ -423,6 +427,14 @@ class DeleteTopic(Request[None]):
     """Forget a topic: its queue counts and permission. Its messages stay until retention, for one made of its name."""
 
     topic: str
+
+
+@_value
+class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
+    """Delete the queue files of topics that do not exist, where the log has none of their messages any more.
+
+    The queues: topic, queue id.
+    """
 
 
 @_value

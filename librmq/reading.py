@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from librmq.codec import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
+from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
 from librmq.consumequeueext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.message import StoredMessage
 
@@ -113,12 +114,11 @@ def read_queue(
         return ReadResult(GetStatus.OFFSET_OVERFLOW_ONE, [], queue_offset, low, high)
     if queue_offset > high:
         return ReadResult(GetStatus.OFFSET_OVERFLOW_BADLY, [], high, low, high)
+    if matching is None:
+        result = _read_all(log, queue, queue_offset, max_messages, transfer, low, high)
+        if result is not None:
+            return result
     limit = max(_LEAST_LOOKED_AT // ENTRY_SIZE, max_messages)
-    result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
-    if matching is None and _read_all(
-        log, queue.read(queue_offset, max(max_messages, 1)), max_messages, transfer, result
-    ):
-        return result
     entries = np.frombuffer(queue.read(queue_offset, limit), ENTRY_DTYPE)
     if not len(entries):
         following = queue.next_file_offset(queue_offset)
@@ -128,43 +128,48 @@ def read_queue(
     return result
 
 
-def _read_all(log: CommitLog, entries: bytes, max_messages: int, transfer: Transfer, result: ReadResult) -> bool:
-    """Read without a filter; false when the log does not have all of them where they are looked for."""
-    # The path of every pull: as a rule all entries point into one file and fit into one answer, which is found
-    # on the way.
-    found = list(ENTRY.iter_unpack(entries))
-    if not found:
-        return False
-    log_end, file_size = log.end, log.file_size
-    begin = found[0][0]
+def _read_all(
+    log: CommitLog, queue: ConsumeQueue, queue_offset: int, max_messages: int, transfer: Transfer, low: int, high: int
+) -> ReadResult | None:
+    """Read without a filter; None unless all is as usual: the other way finds it, or an error that says what is there.
+
+    As a rule all entries point into one file, and at records of the usual magic.
+    """
+    # The path of every pull: what is done for each message counts.
+    entries = np.frombuffer(queue.read(queue_offset, max(max_messages, 1)), ENTRY_DTYPE)
+    if not len(entries):
+        return None
+    log_end, file_size, sequence = log.end, log.file_size, log.sequence
+    places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
+    begin = places[0]
     most, most_bytes = transfer.limits(log_end, begin)
-    del found[min(most, max_messages) :]
+    most = min(most, max_messages)
+    if len(places) > most:
+        del places[most:], sizes[most:]
+        if not places:
+            return ReadResult(GetStatus.FOUND, [], queue_offset, low, high)
+    total = sum(sizes)
+    while total > most_bytes and len(sizes) > 1:
+        total -= sizes.pop()
+        places.pop()
     start = begin - begin % file_size
-    file = log.sequence.file_at(start) if log.begin <= begin < log_end else None
-    if file is None:
-        return False
-    buffer, new, messages = file.buffer, object.__new__, result.messages
-    upto = min(file_size, log_end - start)
-    total = 0
-    for physical_offset, size, _ in found:
-        total += size
-        if total > most_bytes and messages:
-            total -= size
-            break
+    file = sequence.mapped.get(start) or sequence.file_at(start)
+    if file is None or min(sizes) < FIXED_SIZE or places != sorted(places):
+        return None
+    limit = min(start + file_size, log_end)
+    if places[-1] + max(sizes) > limit < max(map(add, places, sizes)):
+        return None
+    buffer, new, unpack, magic = file.buffer, object.__new__, _unpack_size_and_magic, MESSAGE_MAGIC
+    messages = []
+    for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
-        end = at + size
-        if at < 0 or end > upto:
-            return False  # in another file: the other way finds it
-        raw = buffer[at:end]
-        if size < FIXED_SIZE or _unpack_size_and_magic(raw) != (size, MESSAGE_MAGIC):
-            raw = log.read(physical_offset, size) or b""  # another magic, or an error that says what is there
+        raw = buffer[at : at + size]
+        if unpack(raw) != (size, magic):
+            return None
         message = new(StoredMessage)
         message.raw = raw
         messages.append(message)
-    result.status = GetStatus.FOUND
-    result.next_offset += len(messages)
-    result.total_size = total
-    return True
+    return ReadResult(GetStatus.FOUND, messages, queue_offset + len(messages), low, high, total)
 
 
 def _read_matching(

@@ -1,343 +1,42 @@
-"""What is true after opening: where the log ends, and queues and index that agree with it.
+"""A recovery: where the log ends, and queues and index that agree with it.
 
-After a clean exit the last three files of the log are walked; after an unclean one (the abort marker stands) the walk
-begins at the newest file whose first record the checkpoint vouches for, and what it passes is dispatched again. The
-first record that can't be read ends the log; what lies behind is cut, and kept aside (`librmq.salvage`). Mirrors
-4.9.4's ``recoverNormally`` and ``recoverAbnormally``, but never loses keys that the log still has, indexes each key
-once, and does not cut sound records for a damage that no crash explains, unless it is told to.
+What the walk at opening passes (`librmq.opening`) is dispatched again after an unclean exit. The first record that
+can't be read ends the log; what lies behind is cut, and kept aside (`librmq.salvage`). Mirrors 4.9.4's
+``recoverNormally`` and ``recoverAbnormally``, but never loses keys that the log still has, indexes each key once, and
+does not cut sound records for a damage that no crash explains, unless it is told to.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
-from librmq import codec, layout, salvage
-from librmq.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
+from librmq import codec, salvage
 from librmq.clock import Clock
-from librmq.closedstate import ClosedState, QueueTable, read_closed_state
+from librmq.closedstate import QueueTable
 from librmq.commitlog import CommitLog, LogEnd
-from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.dispatch import BitmapOf, Dispatcher, Lane, has_queue_entry
+from librmq.consumequeue import ConsumeQueue
+from librmq.damage import Damage
+from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.files import Files, make_folders
+from librmq.files import Files
 from librmq.indexfile import IndexFile
 from librmq.javahash import java_decode
-from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
-from librmq.mappedfile import MappingPool
 from librmq.message import StoredMessage
-from librmq.reconcile import Damage, GapError, OpenQueue, first_at, reconcile
+from librmq.parts import Parts
+from librmq.queuecheck import GapError, first_at
+from librmq.reconcile import reconcile
 from librmq.topics import validate_queue
 
-__all__ = ["Parts", "clear_leftovers", "load", "settle", "vouched_for"]
+__all__ = ["Recovery"]
 
-_T = TypeVar("_T")
-
-_QUEUE_DIGITS: Final = 20  # of the names of files
-_INDEX_DIGITS: Final = 17
 _SECTOR: Final = 512
 _UNWRITTEN: Final = 16  # zeros at the end of a sector by which it is told that it was never written; headers have 15
 
 
-@dataclass(slots=True)
-class Parts:
-    """The opened parts of a store."""
-
-    levels: DelayLevels
-    log: CommitLog
-    queues: QueueTable
-    index: KeyIndex
-    checkpoint: Checkpoint
-    dispatcher: Dispatcher
-    open_queue: OpenQueue
-    cuts: list[Damage]
-    """What was found and cut."""
-    lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
-
-    def queue(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """A queue, made when first needed."""
-        queue = self.queues.get((topic, queue_id))
-        if queue is None:
-            queue = self.queues[topic, queue_id] = self.open_queue(topic, queue_id)
-        return queue
-
-    def lane(self, topic: str, queue_id: int) -> Lane:
-        """The lane of a queue, made when first needed."""
-        lane = self.lanes.get((topic, queue_id))
-        if lane is None:
-            lane = self.lanes[topic, queue_id] = Lane(topic, queue_id, self.queue(topic, queue_id))
-        return lane
-
-    def close(self) -> None:
-        """Close every part."""
-        self.log.close()
-        self.index.close()
-        self.checkpoint.close()
-        for queue in self.queues.opened():
-            queue.close()
-
-
-def clear_leftovers(path: str, files: Files) -> list[Damage]:
-    """Delete files that a crash left without what precedes them; all that was in them can be made again.
-
-    Of the log those of length zero at its end; of queues and units those of length zero, and beside a missing one; of
-    the index all of length zero.
-    """
-    log = os.path.join(path, layout.COMMITLOG)
-    found = _empty_at_end(log, files)
-    log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
-    for ext in (False, True):
-        for topic, queue_id in layout.list_queues(path, files, ext=ext):
-            folder = layout.queue_folder(path, topic, queue_id, ext=ext)
-            found += _beside_missing(folder, files, 0 if ext else log_begin)
-    folder = os.path.join(path, layout.INDEX)
-    found += [name for name, size in _numbered(folder, files) if not size]
-    checkpoint = os.path.join(path, layout.CHECKPOINT)
-    if files.size(checkpoint) == 0:
-        found.append(checkpoint)
-    for file in found:
-        files.delete(file)
-    what = "a file of length zero, or beside one that is missing, as a crash leaves it"
-    return [Damage(file, 0, "size", what) for file in found]
-
-
-def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
-    """Path and length of the files that are named by numbers, the smallest first."""
-    return [
-        (os.path.join(folder, entry.name), entry.size)
-        for entry in files.list(folder)
-        if entry.name.isascii() and entry.name.isdigit() and not entry.is_folder
-    ]
-
-
-def _empty_at_end(folder: str, files: Files) -> list[str]:
-    backwards = reversed(_numbered(folder, files))
-    return [path for path, _ in itertools.takewhile(lambda found: not found[1], backwards)]
-
-
-def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
-    """The files of a sequence that a crash left beside one that is missing or of length zero.
-
-    Where the last entry before the gap is of a message that is gone from the log, they are those before it, which were
-    about to go; else those behind it, the last first.
-    """
-    found = _numbered(folder, files)
-    if len({size for _, size in found if size}) > 1:
-        return []  # no crash does that
-    gone: list[str] = []
-    for number, (path, size) in enumerate(found):
-        before, length = found[number - 1] if number else (path, 0)
-        if size and int(os.path.basename(path)) == int(os.path.basename(before)) + length:
-            continue
-        place, entry_size, _ = ENTRY.unpack(files.open(before).buffer[-ENTRY.size :]) if size else (0, 0, 0)
-        if not (entry_size > 0 and place < log_begin):
-            return gone + [path for path, _ in reversed(found[number:])]
-        gone = [path for path, _ in found[:number]]
-    return gone
-
-
-def load(
-    path: str,
-    config: StoreConfig,
-    levels: DelayLevels,
-    files: Files,
-    clock: Clock,
-    *,
-    writable: bool,
-    thorough: bool = False,
-    lenient: bool = False,
-    living: bool = False,
-    bitmap_of: BitmapOf | None = None,
-) -> Parts:
-    """Open the parts of the store in ``path``; if ``writable``, bring them to agree.
-
-    ``thorough`` looks at all of the log instead of what the last exit calls for, and makes queues, index and checkpoint
-    again whose files have a wrong length or an impossible header. A store that is only read is left as it is: its log
-    ends where a recovery would end it.
-
-    ``lenient`` is for a look at what a recovery would give, in an `OverlayFiles`: the log ends at the first damage,
-    whatever is behind it, which stays. ``living`` is for a store that this process had open until now: it is no crash
-    that left a record as it is.
-
-    `CorruptionError` for what no crash explains, sound records behind a damage among it, unless ``thorough``: a store
-    that is refused is left as it was.
-    """
-    clean = not has_abort(files, path)
-    cuts: list[Damage] = []
-    mend = cuts if writable and thorough else None
-    place = os.path.join(path, layout.CHECKPOINT)
-    checkpoint = _opened(lambda: Checkpoint.open(place, files=files, writable=writable), files, mend, [place])
-
-    closed = read_closed_state(path, files) if clean and not thorough else None
-    trusted: ClosedState | None = None
-
-    def scan_from(log: CommitLog) -> int:
-        nonlocal trusted
-        if thorough:
-            return log.begin
-        if closed is not None and closed.agrees_with(log):
-            trusted = closed
-            return closed.log_end
-        return log.third_last_file() if clean else vouched_for(log, checkpoint)
-
-    log = CommitLog.open(
-        os.path.join(path, layout.COMMITLOG),
-        config.commitlog_file_size,
-        files=files,
-        writable=writable,
-        scan_from=scan_from,
-    )
-    pool = MappingPool(config.mapped_files)
-
-    def open_queue(topic: str, queue_id: int) -> ConsumeQueue:
-        folder, ext_folder = (layout.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True))
-        return _opened(
-            lambda: ConsumeQueue.open(
-                folder,
-                config.consumequeue_file_size,
-                files=files,
-                pool=pool,
-                writable=writable,
-                ext_folder=ext_folder if config.enable_consumequeue_ext else None,
-                ext_file_size=config.consumequeue_ext_file_size,
-            ),
-            files,
-            mend,
-            [folder, ext_folder],
-            _QUEUE_DIGITS,
-        )
-
-    folder = os.path.join(path, layout.INDEX)
-    index = _opened(
-        lambda: KeyIndex.open(
-            folder,
-            slots=config.max_hash_slot_num,
-            entries=config.max_index_num,
-            files=files,
-            now_ms=clock.now_ms,
-            writable=writable,
-        ),
-        files,
-        mend if clean or not writable else cuts,
-        [folder],
-        _INDEX_DIGITS,
-        only=None if thorough else "header",  # a crash may leave one half written
-    )
-    names = layout.list_queues(path, files)
-    lost = trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index))
-    if lost:  # something went since the store was closed
-        trusted = None
-        log.found_end = log.walk(log.third_last_file())
-        log.last_write = log.found_end.last_record
-    queues = QueueTable(open_queue, trusted.queues if trusted is not None else {})
-    if trusted is None:
-        for name in names:
-            queues[name] = open_queue(*name)
-    else:
-        log.last_write = trusted.last_record
-    parts = Parts(levels, log, queues, index, checkpoint, Dispatcher(index, bitmap_of), open_queue, cuts)
-    if writable and trusted is not None:
-        set_abort(files, path)
-    elif writable:
-        run = _Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living)
-        end, cut = run.cut_at()
-        set_abort(files, path)  # only now: a store that is refused is left as it was
-        make_folders(files, log.sequence.folder)  # by which it is known as a store
-        try:
-            run.run(end, cut)
-        except CorruptionError:
-            if clean:  # refused after all: nothing was cut, and what was mended is as true as before
-                clear_abort(files, path)
-            raise
-    if writable:
-        checkpoint.lower(clock.now_ms())
-    else:
-        for queue in queues.opened():
-            queue.serve_from(log.begin)
-    return parts
-
-
-def settle(path: str, config: StoreConfig, files: Files, clock: Clock) -> tuple[int, int]:
-    """Recover all of the store in ``path``, flush it and mark it as closed; returns where its log begins and ends.
-
-    For a store that nobody else knows of yet: no lock is taken.
-    """
-    set_abort(files, path)
-    parts = load(
-        path, config, DelayLevels.parse(config.message_delay_level), files, clock, writable=True, thorough=True
-    )
-    found = parts.log.begin, parts.log.end
-    parts.close()
-    clear_abort(files, path)
-    return found
-
-
-def _opened(
-    open_part: Callable[[], _T],
-    files: Files,
-    mend: list[Damage] | None,
-    places: Sequence[str],
-    digits: int = 0,
-    *,
-    only: str | None = None,
-) -> _T:
-    """Open a part that is derived from the log; if ``mend``, one whose files can't be its is removed, and noted there.
-
-    ``places`` are its files and folders, in which its files have names of so many ``digits``. Where there are others
-    too, it is refused, and nothing is removed; so it is for another kind of damage than ``only``, if that is given.
-    """
-    try:
-        return open_part()
-    except CorruptionError as error:
-        if mend is None or error.kind != (only or error.kind) or (error.kind == "name" and digits != _QUEUE_DIGITS):
-            raise
-        gone = []
-        for place in places:
-            if not files.is_folder(place):
-                gone.append(place)
-                continue
-            for entry in files.list(place):
-                named = entry.name.isascii() and entry.name.isdigit() and len(entry.name) == digits
-                if entry.is_folder or (not named and digits == _QUEUE_DIGITS):
-                    raise
-                if named:
-                    gone.append(os.path.join(place, entry.name))
-        for file in gone:
-            files.delete(file)
-        mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be made again"))
-        return open_part()
-
-
-def vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
-    """Where the newest file starts whose first record is no younger than the checkpoint, else the oldest one."""
-    for start in reversed(log.sequence.starts):
-        stored = log.first_store_timestamp_ms(start)
-        if stored and stored <= checkpoint.min_timestamp_ms:
-            return start
-    return log.begin
-
-
-def _lacks_entries(log: CommitLog, queues: QueueTable) -> bool:
-    """Whether a queue lacks the entry of its last record among those of the last three files."""
-    last: dict[tuple[bytes, int], tuple[int, int]] = {}
-    for physical_offset, _, raw in log.scan(log.third_last_file(), check_body=False):
-        if raw is not None and has_queue_entry(int.from_bytes(raw[36:40], "big")):
-            _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, len(raw))
-            queue_id, queue_offset = int.from_bytes(raw[12:16], "big"), int.from_bytes(raw[20:28], "big", signed=True)
-            last[raw[topic_at:topic_end], queue_id] = queue_offset, physical_offset
-    for (topic, queue_id), (queue_offset, physical_offset) in last.items():
-        queue = queues.find((java_decode(topic), queue_id))
-        if queue is None or (queue_offset >= queue.max_offset and physical_offset >= queue.max_physic_offset):
-            return True
-    return False
-
-
-class _Recovery:
+class Recovery:
     """One recovery of the parts of a store that is opened for writing."""
 
     def __init__(
@@ -353,7 +52,7 @@ class _Recovery:
         lenient: bool,
         living: bool,
     ) -> None:
-        """``lost``: queues or index are known to lack something, wherever it is; the last two: see `load`."""
+        """``lost``: queues or index are known to lack something, wherever it is; the last two: as for opening."""
         self._path = path
         self._files = files
         self._clock = clock
@@ -641,6 +340,21 @@ class _Recovery:
                 continue
             parts.cuts += found
             return
+
+
+def _lacks_entries(log: CommitLog, queues: QueueTable) -> bool:
+    """Whether a queue lacks the entry of its last record among those of the last three files."""
+    last: dict[tuple[bytes, int], tuple[int, int]] = {}
+    for physical_offset, _, raw in log.scan(log.third_last_file(), check_body=False):
+        if raw is not None and has_queue_entry(int.from_bytes(raw[36:40], "big")):
+            _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, len(raw))
+            queue_id, queue_offset = int.from_bytes(raw[12:16], "big"), int.from_bytes(raw[20:28], "big", signed=True)
+            last[raw[topic_at:topic_end], queue_id] = queue_offset, physical_offset
+    for (topic, queue_id), (queue_offset, physical_offset) in last.items():
+        queue = queues.find((java_decode(topic), queue_id))
+        if queue is None or (queue_offset >= queue.max_offset and physical_offset >= queue.max_physic_offset):
+            return True
+    return False
 
 
 def _names_no_queue(raw: bytes, known: set[tuple[bytes, bool]]) -> str | None:

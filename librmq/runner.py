@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.errors import EndlessLoopError, NotIdleError, RunnerClosedError, RunnerError
@@ -35,6 +35,11 @@ _NEVER: Final = 1 << 62
 _SLICE_MS: Final = 5
 """So long a thread takes one step after the other; then others get the lock."""
 _YIELD_S: Final = 0.0005
+_WATCH_S: Final = 0.001
+_MANY: Final = 32
+"""Listeners are swift when so many begin within `_WATCH_S`,"""
+_FEW: Final = 10
+"""and are not when it is fewer than that."""
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
 
 
@@ -109,8 +114,12 @@ class Work:
 class Runner:
     """What all runners share: the heap of steps, the work that is ready and the work that runs."""
 
+    now_ms: Callable[[], int]
+    """The time of day in milliseconds since 1970 (UTC)."""
+
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.now_ms = clock.now_ms
         self.lock = threading.RLock()
         self.ready: deque[Work] = deque()
         """Work that waits for its turn."""
@@ -120,10 +129,6 @@ class Runner:
         self._count = itertools.count()
 
     # ---- the six names
-
-    def now_ms(self) -> int:
-        """The time of day in milliseconds since 1970 (UTC)."""
-        return self.clock.now_ms()
 
     def wake(self, step: Step, at: int = 0) -> None:
         """Let ``step`` be due at ``at`` (ms since 1970; 0: at once), unless it is due earlier. Under the lock."""
@@ -163,7 +168,7 @@ class Runner:
         except BaseException as raised:
             self._escaped(work, raised)
             return
-        if asyncio.iscoroutine(result):
+        if result is not None and asyncio.iscoroutine(result):
             self._launch(work, result)
         else:
             self._finish(work, result, error)
@@ -176,9 +181,12 @@ class Runner:
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         with self.lock:
-            self.running.discard(work)
-            if work.owner is None or not work.owner.dead:
-                work.done(result, error)
+            self._apply(work, result, error)
+
+    def _apply(self, work: Work, result: object, error: Exception | None) -> None:
+        self.running.discard(work)
+        if work.owner is None or not work.owner.dead:
+            work.done(result, error)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         raise NotImplementedError
@@ -198,19 +206,30 @@ class ThreadRunner(Runner):
     """Runs by threads: one that sleeps until the next due time, and workers, made on demand, for steps and user code.
 
     Thread-safe. `close` ends all of them. Of no use in a child process after a fork.
+
+    A worker is *parked* (it waits for its turn), *looking* (awake, and it looks at steps and ready work before it
+    parks), or in user code. Whoever makes something due rouses a worker only if none is looking. Where listeners are
+    swift, a worker that leaves ready work behind rouses nobody either, since waking a thread takes longer than what it
+    would do: the clock thread then sees to it, every millisecond, that the work does not wait for a listener that is
+    swift no more.
     """
 
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:
         super().__init__(clock or SystemClock())
         self._clock_turn = threading.Condition(self.lock)
-        self._worker_turn = threading.Condition(self.lock)
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._parked: list[threading.Lock] = []  # of each parked worker the lock that it waits for; the last goes first
+        self._looking = 0
         self._workers = 0
+        self._holder_looks = False  # whoever holds the lock is a thread of ours that looks again before it waits
         self._sleeps_until = 0  # 0 while the clock thread is awake
+        self._begun = 0  # how often a worker has begun with user code
+        self._is_swift = False
+        self._is_watched = False  # by the clock thread, which has
+        self._seen_begun = 0  # seen so many then
+        self._many_since = 0.0  # when the last `_MANY` began
         self._stopping = False
-        self._mine = threading.local()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock_runs = False
         _runners.add(self)
@@ -221,83 +240,12 @@ class ThreadRunner(Runner):
         thread.start()
 
     def _signal(self, at: int) -> None:
-        if self._stopping or getattr(self._mine, "takes_turns", False):
-            return  # this thread looks again before it waits
+        if self._holder_looks or self._stopping:
+            return
         if at > 0 and at > self.now_ms():
-            if not self._clock_runs:
-                self._clock_runs = True
-                self._start(self._run_clock, "clock")
-            elif at < self._sleeps_until:
-                self._clock_turn.notify()
-        elif self._idle:
-            self._worker_turn.notify()
-        elif self._workers > len(self.running):
-            pass  # one of them is about to look again
-        elif len(self._threads) < self._max_threads:
-            self._workers += 1
-            self._start(self._run_worker, f"worker-{self._workers}")
-        elif not self.ready and self._clock_runs:
-            self._clock_turn.notify()  # every worker is in user code: steps go on
-
-    def _run_steps(self) -> Step | None:
-        """Take the due steps, for a slice of time; gives the next one, which may be due by then."""
-        begin = self.now_ms()
-        while (top := self._top()) is not None and (top.at or 0) <= (now := self.now_ms()):
-            if now - begin > _SLICE_MS:
-                break  # a long backlog: others want the lock too
-            heapq.heappop(self._heap)
-            try:
-                top.go(self)
-            except Exception:
-                _log.exception("%s: librmq's own step has failed", top.label)
-        return top
-
-    def _run_clock(self) -> None:
-        mine = self._mine
-        with self.lock:
-            while not self._stopping:
-                mine.takes_turns = True
-                top = self._run_steps()
-                mine.takes_turns = False
-                if self.ready:
-                    self._signal(0)
-                at = _NEVER if top is None else top.at or 0
-                self._sleeps_until = at
-                self._clock_turn.wait(None if top is None else max(_YIELD_S, (at - self.now_ms()) / 1000))
-                self._sleeps_until = 0
-
-    def _run_worker(self) -> None:
-        mine = self._mine
-        mine.is_worker = True
-        while True:
-            with self.lock:
-                while True:
-                    if self._stopping:
-                        return
-                    mine.takes_turns = True
-                    top = self._run_steps()
-                    mine.takes_turns = False
-                    if top is not None and top.at is not None:
-                        self._signal_clock(top.at)
-                    if self.ready:
-                        break
-                    if top is not None and (top.at or 0) <= self.now_ms():
-                        self._worker_turn.wait(_YIELD_S)
-                        continue
-                    self._idle += 1
-                    self._worker_turn.wait()
-                    self._idle -= 1
-                work = self.ready.popleft()
-                self.running.add(work)  # so that this worker counts as busy
-                if self.ready:
-                    self._signal(0)  # somebody else for the rest
-            self.perform(work)
-
-    def _escaped(self, work: Work, error: BaseException) -> None:
-        """Of a thread of ours nobody takes it: it is a failure of the listener like any other."""
-        failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._finish(work, None, failure)
+            self._signal_clock(at)
+        elif not self._looking:
+            self._rouse()
 
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
@@ -306,14 +254,128 @@ class ThreadRunner(Runner):
         elif at < self._sleeps_until:
             self._clock_turn.notify()
 
-    def _finish(self, work: Work, result: object, error: Exception | None) -> None:
-        mine = self._mine
-        before = getattr(mine, "takes_turns", False)
-        mine.takes_turns = getattr(mine, "is_worker", False)  # a worker looks at what is ready itself
-        try:
-            super()._finish(work, result, error)
-        finally:
-            mine.takes_turns = before
+    def _rouse(self) -> None:
+        """Have one more worker look."""
+        if self._parked:
+            self._looking += 1
+            self._parked.pop().release()
+        elif len(self._threads) < self._max_threads:
+            self._looking += 1
+            self._workers += 1
+            self._start(self._run_worker, f"worker-{self._workers}")
+        elif not self.ready and self._clock_runs:
+            self._clock_turn.notify()  # every worker is in user code: steps go on
+
+    def _run_steps(self) -> Step | None:
+        """Take the due steps, for a slice of time; gives the next one, which may be due by then."""
+        begin = now = self.now_ms()
+        while (top := self._top()) is not None and (top.at or 0) <= now:
+            if now - begin > _SLICE_MS:
+                break  # a long backlog: others want the lock too
+            heapq.heappop(self._heap)
+            try:
+                top.go(self)
+            except Exception:
+                _log.exception("%s: librmq's own step has failed", top.label)
+            now = self.now_ms()
+        return top
+
+    def _run_clock(self) -> None:
+        with self.lock:
+            while not self._stopping:
+                self._holder_looks = True
+                top = self._run_steps()
+                self._holder_looks = False
+                if self.ready and not self._looking and not self._is_watched:
+                    self._rouse()
+                wait_s = None
+                self._sleeps_until = _NEVER
+                if top is not None:
+                    self._sleeps_until = top.at or 0
+                    wait_s = max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000)
+                if self._is_watched:
+                    wait_s = _WATCH_S if wait_s is None else min(wait_s, _WATCH_S)
+                was_told = self._clock_turn.wait(wait_s)
+                self._sleeps_until = 0
+                if self._is_watched and not was_told:
+                    self._look_at_the_swift()
+
+    def _look_at_the_swift(self) -> None:
+        """See whether what was left to a worker in user code is taken."""
+        if not self.ready:
+            self._is_watched = False
+        elif self._begun - self._seen_begun < _FEW:
+            self._is_watched = self._is_swift = False
+        self._seen_begun = self._begun
+
+    def _leave_ready_work(self) -> None:
+        """A worker is about to begin with user code, there is more, and no other is looking."""
+        if not self._is_swift:
+            self._rouse()
+        elif not self._is_watched:
+            self._is_watched, self._seen_begun = True, self._begun
+            if self._clock_runs:
+                self._clock_turn.notify()
+            else:
+                self._signal_clock(0)
+
+    def _run_worker(self) -> None:
+        turn = threading.Lock()
+        turn.acquire()
+        with self.lock:
+            work = self._next_work(turn)
+        while work is not None:
+            result: object = None
+            error: Exception | None = None
+            try:
+                result = work.call()
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:
+                error = _failure(work, raised)
+            is_under_way = result is not None and asyncio.iscoroutine(result)
+            if is_under_way:
+                self._launch(work, cast("Coroutine[Any, Any, object]", result))
+            with self.lock:
+                self._looking += 1
+                if not is_under_way:
+                    self._holder_looks = True
+                    try:
+                        self._apply(work, result, error)
+                    finally:
+                        self._holder_looks = False
+                work = self._next_work(turn)
+
+    def _next_work(self, turn: threading.Lock) -> Work | None:
+        """Take the due steps, and what is ready or will be; None when all ends."""
+        lock, ready = self.lock, self.ready
+        while not self._stopping:
+            self._holder_looks = True
+            top = self._run_steps()
+            self._holder_looks = False
+            if top is not None and top.at is not None:
+                self._signal_clock(top.at)
+            if ready and not (self._is_swift and self._looking > 1):
+                work = ready.popleft()
+                self.running.add(work)
+                self._looking -= 1
+                self._begun += 1
+                if not self._begun % _MANY:
+                    begin, self._many_since = self._many_since, self.clock.monotonic()
+                    self._is_swift |= self._many_since - begin < _WATCH_S
+                if ready and not self._looking:
+                    self._leave_ready_work()
+                return work
+            if not ready and top is not None and (top.at or 0) <= self.now_ms():
+                seconds = _YIELD_S
+            else:
+                seconds = -1
+                self._looking -= 1
+                self._parked.append(turn)
+            lock.release()
+            turn.acquire(timeout=seconds)
+            lock.acquire()
+        return None
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         async def run() -> None:
@@ -324,7 +386,7 @@ class ThreadRunner(Runner):
             except Exception as raised:
                 error = raised
             except BaseException as raised:
-                self._escaped(work, raised)
+                self._finish(work, None, _failure(work, raised))
                 raise
             self._finish(work, result, error)
 
@@ -362,7 +424,8 @@ class ThreadRunner(Runner):
         with self.lock:
             self._stopping = True
             self._clock_turn.notify_all()
-            self._worker_turn.notify_all()
+            while self._parked:
+                self._parked.pop().release()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         deadline = self.clock.monotonic() + timeout
@@ -371,6 +434,13 @@ class ThreadRunner(Runner):
                 thread.join(max(0.0, deadline - self.clock.monotonic()))
         with self.lock:
             return sorted(work.label for work in self.running)
+
+
+def _failure(work: Work, error: BaseException) -> RunnerError:
+    """Of a thread of ours nobody takes what is no `Exception`: it is a failure of the listener like any other."""
+    failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class _TimePasses:
@@ -456,20 +526,45 @@ class ManualRunner(Runner):
         return None if top is None else top.at
 
     def _take_turns(self, until_ms: int) -> None:
+        if type(self).pick is ManualRunner.pick:
+            self._take_usual_turns(until_ms)
+            return
         taken, at = 0, self.now_ms()
         while (turn := self.pick(self.options(until_ms))) is not None:
             if isinstance(turn, Step):
                 taken += 1
-                if taken > _MOST_STEPS_AT_ONCE:
-                    raise EndlessLoopError(f"{turn.label}: {taken:,} turns without time passing")
-                with self.lock:
-                    if self._heap and self._heap[0][2] is turn:
-                        heapq.heappop(self._heap)
-                    turn.go(self)
+                self._take_step(turn, taken)
             else:
                 turn.go(self)
             if self.now_ms() != at:
                 taken, at = 0, self.now_ms()
+
+    def _take_usual_turns(self, until_ms: int) -> None:
+        """Take the first of the `options` again and again, without making the others."""
+        heap, ready, clock = self._heap, self.ready, self.manual_clock
+        taken, now = 0, clock.now_ms()
+        while True:
+            top = self._top() if heap else None
+            at = _NEVER if top is None else top.at or 0
+            if top is not None and at <= now:
+                taken += 1
+                self._take_step(top, taken)
+            elif ready:
+                ready[0].go(self)
+            elif at <= until_ms:
+                clock.move_to(at)
+            else:
+                return
+            if clock.now_ms() != now:
+                taken, now = 0, clock.now_ms()
+
+    def _take_step(self, step: Step, taken: int) -> None:
+        if taken > _MOST_STEPS_AT_ONCE:
+            raise EndlessLoopError(f"{step.label}: {taken:,} turns without time passing")
+        with self.lock:
+            if self._heap and self._heap[0][2] is step:
+                heapq.heappop(self._heap)
+            step.go(self)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         try:
@@ -514,7 +609,7 @@ def _after_fork() -> None:
         runner.running.clear()
         runner.lock = threading.RLock()  # some thread of the parent may hold it
         runner._clock_turn = threading.Condition(runner.lock)
-        runner._worker_turn = threading.Condition(runner.lock)
+        runner._parked.clear()
     _runners.clear()
 
 

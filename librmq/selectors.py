@@ -133,7 +133,7 @@ class RoundRobin:
                 queue = queues[self.turn() % len(queues)]
                 if queue.broker_name != failed_broker:
                     return queue
-        return queues[self.turn() % len(queues)]
+        return queues[next(self._turns) % len(queues)]
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from librmq.errors import (
 from librmq.files import DiskFiles, Entry, FileLock, Files, copy_file, link_file, make_folders
 from librmq.mappedfile import file_name
 from librmq.message import StoredMessage
-from librmq.recovery import settle
+from librmq.opening import settle
 from librmq.salvage import Gap
 from librmq.topics import validate_queue
 

@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from librmq import codec, layout, recovery
+from librmq import codec, layout, opening
 from librmq.appending import AppendResult, Appends
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.clock import Clock, ManualClock, SystemClock
@@ -24,6 +24,7 @@ from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
+from librmq.damage import Damage
 from librmq.errors import (
     FlushFailedError,
     ReadOnlyError,
@@ -38,10 +39,11 @@ from librmq.housekeeping import Background, Housekeeping
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.message import StoredMessage
+from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
-from librmq.reconcile import Damage
 from librmq.retention import Retention
 from librmq.snapshot import Snapshot, snapshot
+from librmq.topics import is_system_topic
 from librmq.verify import Verdict, verify_parts
 
 if TYPE_CHECKING:
@@ -129,7 +131,7 @@ class MessageStore(Appends):
         self._background: Background | None = None
         self.recovered = []
         self._file_lock: FileLock | None = None
-        self._parts: recovery.Parts | None = None
+        self._parts: Parts | None = None
         self._following: Following | None = None
         self._temporary: TemporaryFolder | None = None
         kind = layout.check_kind(path, files, writable=not read_only)
@@ -140,7 +142,7 @@ class MessageStore(Appends):
                     make_folders(files, path)
                 self._file_lock = files.lock(layout.lock_path(path))
                 if thorough or has_abort(files, path):
-                    leftovers = recovery.clear_leftovers(path, files)
+                    leftovers = opening.clear_leftovers(path, files)
             if config is not None:
                 layout.check_config(path, config, files)
             if read_only:
@@ -160,6 +162,7 @@ class MessageStore(Appends):
         self.config = config
         self.levels = DelayLevels.parse(config.message_delay_level)
         self._host = codec.encode_host(codec.parse_host(config.store_host))
+        self._host_is_v6 = len(self._host) > 8
         self._largest_body = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._transfer = Transfer(config)
@@ -168,7 +171,7 @@ class MessageStore(Appends):
     def _load(self, *, thorough: bool = False, living: bool = False) -> None:
         """Open the parts and bring them to agree."""
         bitmaps = self.filters if self.config.enable_calc_filter_bitmap else None
-        parts = recovery.load(
+        parts = opening.load(
             self.path,
             self.config,
             self.levels,
@@ -195,7 +198,7 @@ class MessageStore(Appends):
             self.path, config, self.files, self.clock, None if bitmaps is None else bitmaps.bitmap, opened
         )
 
-    def _take(self, parts: recovery.Parts) -> None:
+    def _take(self, parts: Parts) -> None:
         self._parts = parts
         self.log = parts.log
         self.queues = parts.queues
@@ -476,6 +479,41 @@ class MessageStore(Appends):
                 if self._commit.failure is not None:  # meanwhile
                     self._accepts = False
 
+    def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
+        """Delete the files of queues whose topic is none of ``topics`` and of which the log has no message any more.
+
+        Topics of the broker's own are left alone. Gives the queues (topic, queue id); one that is written again starts
+        at queue offset 0. The original's ``cleanUnusedTopic`` deletes the queues of messages too that the log still
+        has: those stay here until retention has taken the messages, since a store that lacks them is damaged, and is
+        mended by the next recovery.
+        """
+        self._check_writable()
+        cleaned = []
+        for name in sorted(name for name in self.queues if name[0] not in topics and not is_system_topic(name[0])):
+            with self._deriving, self._lock:
+                if self._parts is None:
+                    raise self._unusable()
+                self._dispatcher.drain()
+                queue = self.queues.find(name)
+                if queue is None or queue.max_physic_offset > self.log.begin:
+                    continue
+                folders = [layout.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
+                if not any(map(self.files.is_folder, folders)):
+                    continue
+                queue.clear()
+                queue.flush()
+                for folder in folders:
+                    self.files.delete(folder)
+                    if not self.files.list(os.path.dirname(folder)):
+                        self.files.delete(os.path.dirname(folder))
+                lane = self._lanes.get(name)
+                if lane is None:
+                    del self.queues[name]
+                else:  # somebody may be about to append by it
+                    lane.next_queue_offset = 0
+            cleaned.append(name)
+        return cleaned
+
     def recover(self) -> list[Damage]:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
 
@@ -592,7 +630,7 @@ class MessageStore(Appends):
             if self._temporary is not None:
                 self._temporary.delete()
 
-    def _up_to_date(self) -> recovery.Parts:
+    def _up_to_date(self) -> Parts:
         """The parts, with everything in them that was acknowledged before the call."""
         self.refresh()
         self._drain()

@@ -11,8 +11,8 @@ and is put on from there ("rolled"): back to the timer topic.
 A message with TIMER_DEL_UNIQKEY, its value ``topic+uniqueKey``, delivers nothing, but keeps that message, if it is in
 the same slot, from being delivered: it has to name the same time.
 
-Mirrors 5.3.3's ``TimerMessageStore`` and ``HookUtils``; the files are in `librmq.timerfiles`. They come with the first
-message that waits: a 4.9 store without timers is left as it is.
+Mirrors 5.3.3's ``TimerMessageStore`` and ``HookUtils``; wheel and log are in `librmq.timerslots`, their formats in
+`librmq.timerfiles`. The files come with the first message that waits: a 4.9 store without timers is left as it is.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
-import numpy as np
-
 from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import (
+    LASTING,
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
-    ReadOnlyError,
     RecordError,
-    StoreClosedError,
     StoreError,
 )
 from librmq.files import Files
@@ -48,13 +44,11 @@ from librmq.timerfiles import (
     ROLL,
     SLOT_SIZE,
     UNIT_SIZE,
-    Slot,
     TimerCheckpoint,
-    TimerLog,
     TimerWheel,
-    Unit,
     timer_log_size,
 )
+from librmq.timerslots import TimerSlots
 from librmq.topics import HALF_TOPIC, validate_topic
 
 __all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "Timers", "delete_key", "is_timed"]
@@ -73,7 +67,6 @@ DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
 
 _QUEUE: Final = 0
 _NEVER_IN_THE_WHEEL: Final = (1 << 63) - 1
-_LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
 _BLANK_SLOTS: Final = 60
 _READ: Final = 32
 _INT32: Final = 1 << 31
@@ -241,8 +234,6 @@ class Timers:
         self._retry_at_ms: int | None = None
         self._changed = False
         self._emptying: _Emptying | None = None
-        self._slots = 2 * settings.slots_total
-        self._waiting = np.zeros(self._slots, np.bool_)  # which slots have something to deliver
         size = timer_log_size(store.path, self._files)
         if size is not None and size != settings.timer_log_file_size:
             raise ConfigError(f"timer_log_file_size: the files have {size} bytes, not {settings.timer_log_file_size}")
@@ -252,78 +243,27 @@ class Timers:
         self._write_ms = self._floor(now_ms)
         self._read_ms = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))  # the clock may be put back
         self._queue_offset = self._checkpoint.queue_offset
-        self._timer_log = TimerLog(store.path, settings.timer_log_file_size, files=self._files)
-        self._wheel = TimerWheel.open(store.path, self._slots, files=self._files)
-        if found is not None or self._wheel is not None or size is not None:
+        self._slots = TimerSlots(
+            store.path, 2 * settings.slots_total, self._precision_ms, settings.timer_log_file_size, self._files
+        )
+        if found is not None or self._slots.has_wheel or size is not None:
             self._recover()
 
     def _floor(self, time_ms: int) -> int:
         return time_ms - time_ms % self._precision_ms
 
-    # -------------------------------------------------------------------------------------------------------- opening
-
     def _recover(self) -> None:
-        """Cut the timer log where it is known to be on the device, and make the wheel agree with it."""
-        behind = self._timer_log.resume(self._checkpoint.log_position)
-        last, slots = self._slots_of_log()
-        if slots is None:
+        """Go on from the checkpoint, or from the begin where it can't be this log's."""
+        slots = self._slots
+        if not slots.recover(self._checkpoint.log_position, self._read_ms):
             _log.error("the timer's checkpoint and log do not belong together: all that is stored is delivered again")
-            self._timer_log.resume(0)
-            self._queue_offset, self._read_ms, slots = 0, self._write_ms, {}
-        elif behind:
+            self._queue_offset, self._read_ms = 0, self._write_ms
+            slots.recover(0, self._read_ms)
+        elif slots.was_cut and slots.last_unit is not None:
             # Somebody died: the original's queue offset may be ahead of the log that was flushed with it.
-            unit = None if last is None else self._timer_log.unit(last)
-            message = None if unit is None else self._message(unit.physical_offset, unit.message_size)
+            message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == TIMER_TOPIC:
                 self._queue_offset = min(self._queue_offset, message.queue_offset + 1)
-        wheel = self._wheel
-        if wheel is None:
-            if not slots:
-                return
-            wheel = self._wheel = TimerWheel.create(self._store.path, self._slots, files=self._files)
-        times = wheel.times()
-        for time in times[times >= self._read_ms // self._precision_ms].tolist():
-            if time not in slots:
-                wheel.clear(time)
-        for time, slot in slots.items():
-            if wheel.slot(time) != slot:
-                wheel.put(slot)
-            self._waiting[time % self._slots] = True
-
-    def _slots_of_log(self) -> tuple[int | None, dict[int, Slot] | None]:
-        """Where the last unit is, and the slots that the units make which are not emptied yet.
-
-        None for the latter if they do not fit into the wheel from the read time on.
-        """
-        longest_ms = self._slots * self._precision_ms
-        precision_ms, begin = self._precision_ms, self._read_ms // self._precision_ms
-        slots: dict[int, Slot] = {}
-        last = None
-        for position, block in self._timer_log.blocks(self._timer_log.end):
-            last = position + (len(block) - 1) * UNIT_SIZE
-            written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
-            sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < longest_ms)
-            if not sound.all():
-                _log.error("the timer log has %d units that can't be, from %d on", (~sound).sum(), position)
-            times = np.where(sound, written, 0) // precision_ms + np.where(sound, delays // precision_ms, 0)
-            waiting = np.flatnonzero(sound & (times >= begin))
-            if not len(waiting):
-                continue
-            if times[waiting].max() >= begin + self._slots:
-                return last, None
-            waiting = waiting[np.argsort(times[waiting], kind="stable")]
-            own, firsts = np.unique(times[waiting], return_index=True)
-            counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
-            lasts = np.append(firsts[1:], len(waiting)) - 1
-            places = position + waiting * UNIT_SIZE
-            for time, first, latest, count in zip(
-                own.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
-            ):
-                before = slots.get(time)
-                if before is not None:
-                    first, count = before.first, before.messages + count
-                slots[time] = Slot(time, first, latest, count, 0)
-        return last, slots
 
     # ------------------------------------------------------------------------------------------------------ putting
 
@@ -393,27 +333,15 @@ class Timers:
                     self._save_ms = now_ms + round(1000 * self._settings.save_every_s)
                 if self._save_ms <= now_ms:
                     self.save(now_ms)
-        except _LASTING:
+        except LASTING:
             raise
         except StoreError as error:
             self._retry_at_ms = now_ms + round(1000 * self._settings.retry_s)
             _log.error("the timer goes on at %d: %s", self._retry_at_ms, error)
             return self._retry_at_ms
-        next_slot_ms = self._next_slot_ms()
+        next_slot_ms = self._slots.next_ms(self._read_ms)
         dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, self._save_ms) if due is not None]
         return min(dues, default=None)
-
-    def _next_slot_ms(self) -> int | None:
-        """The time of the next slot that has something to deliver."""
-        begin = self._read_ms // self._precision_ms
-        at = begin % self._slots
-        ahead = int(self._waiting[at:].argmax()) if at < self._slots else 0
-        if not self._waiting[at + ahead]:
-            ahead = int(self._waiting[:at].argmax()) if at else 0
-            if not self._waiting[ahead]:
-                return None
-            ahead += self._slots - at
-        return (begin + ahead) * self._precision_ms
 
     def _empty_slots(self, now_ms: int) -> bool:
         """Deliver from all slots that have passed; false if there is more than one turn takes."""
@@ -421,7 +349,7 @@ class Timers:
         while True:
             emptying = self._emptying
             if emptying is None:
-                time_ms = self._next_slot_ms()
+                time_ms = self._slots.next_ms(self._read_ms)
                 if time_ms is None or time_ms >= self._write_ms:
                     self._read_ms = max(self._read_ms, self._write_ms)
                     return True
@@ -435,41 +363,23 @@ class Timers:
                 self._take(physical_offset, size, write_time_ms, magic, emptying.deleted, now_ms)
                 del units[-4:]
                 left -= 1
-            self._end_slot(emptying)
+            self._slots.empty(emptying.time_ms, emptying.last)
+            if self._read_ms == emptying.time_ms:  # else the clock was put back meanwhile
+                self._read_ms += self._precision_ms
             self._emptying = None
             self._changed = True
 
-    def _end_slot(self, emptying: _Emptying) -> None:
-        time = emptying.time_ms // self._precision_ms
-        slot = None if self._wheel is None else self._wheel.slot(time)
-        if slot is None or slot.last == emptying.last:
-            self._waiting[time % self._slots] = False
-        if self._read_ms == emptying.time_ms:  # else the clock was put back meanwhile
-            self._read_ms += self._precision_ms
-
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first; those that delete are read at once."""
-        units, deleted = array("q"), set()
-        slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)
-        position = -1 if slot is None else slot.last
-        while position >= 0:
-            unit = self._timer_log.unit(position)
-            if unit is None:
-                _log.error("the timer log has no unit at %d, which slot %d leads to", position, time_ms)
-                break
+        units, deleted, last = array("q"), set(), self._slots.last(time_ms)
+        for unit in self._slots.units(time_ms):
             if unit.magic & DELETE and not unit.magic & ROLL:
                 message = self._message(unit.physical_offset, unit.message_size)
                 if message is not None and DELETE_KEY in message.properties:
                     deleted.add(message.properties[DELETE_KEY])
             else:
                 units.extend((unit.physical_offset, unit.message_size, unit.write_time_ms, unit.magic))
-            if unit.previous >= position:
-                _log.error(
-                    "the unit at %d of the timer log leads to %d, which is not before it", position, unit.previous
-                )
-                break
-            position = unit.previous
-        return _Emptying(time_ms, -1 if slot is None else slot.last, units, deleted)
+        return _Emptying(time_ms, last, units, deleted)
 
     def _take(
         self, physical_offset: int, size: int, write_time_ms: int, magic: int, deleted: set[str], now_ms: int
@@ -573,20 +483,15 @@ class Timers:
             out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
         if DELETE_KEY in properties:
             magic |= DELETE
-        if self._wheel is None:
-            self._wheel = TimerWheel.create(self._store.path, self._slots, files=self._files)
-        time = out_ms // precision_ms
-        emptied = self._emptying is not None and self._emptying.time_ms == out_ms
-        slot = self._wheel.slot(time) if self._waiting[time % self._slots] and not emptied else None
-        position = self._timer_log.append(
-            Unit(
-                UNIT_SIZE, -1 if slot is None else slot.last, magic, write_ms, out_ms - write_ms,
-                message.physical_offset, message.size, string_hash(properties.get(codec.PROPERTY_REAL_TOPIC, "")), 0,
-            )
-        )  # fmt: skip
-        first, count = (position, 0) if slot is None else (slot.first, slot.messages)
-        self._wheel.put(Slot(time, first, position, count + (-1 if magic & DELETE else 1), 0))
-        self._waiting[time % self._slots] = True
+        self._slots.put(
+            out_ms,
+            write_ms,
+            magic,
+            message.physical_offset,
+            message.size,
+            string_hash(properties.get(codec.PROPERTY_REAL_TOPIC, "")),
+            afresh=self._emptying is not None and self._emptying.time_ms == out_ms,
+        )
 
     # ------------------------------------------------------------------------------------------------------- saving
 
@@ -596,17 +501,15 @@ class Timers:
         Raises what `MessageStore.flush` does.
         """
         self._save_ms = None
-        if self._wheel is None and not self._changed:
+        if not self._slots.has_wheel and not self._changed:
             return
         if not self._changed and self._checkpoint.read_time_ms == self._read_ms:
             return
         self._changed = False
         try:
-            read_ms, queue_offset, position = self._read_ms, self._queue_offset, self._timer_log.end
+            read_ms, queue_offset, position = self._read_ms, self._queue_offset, self._slots.log.end
             self._store.flush()
-            self._timer_log.flush()
-            if self._wheel is not None:
-                self._wheel.flush()
+            self._slots.flush()
             checkpoint = self._checkpoint
             if queue_offset != checkpoint.queue_offset:
                 checkpoint.version_counter += 1
@@ -617,12 +520,12 @@ class Timers:
         except BaseException:
             self._changed = True
             raise
-        self._timer_log.trim(read_ms - self._settings.window_ms)
+        self._slots.log.trim(read_ms - self._settings.window_ms)
 
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
         """What waits in the wheel, by slot: when it is due (ms), and the message."""
-        for time in sorted(self._wheel.times()[self._waiting].tolist() if self._wheel is not None else ()):
-            slot = self._begin_slot(time * self._precision_ms)
+        for time_ms in self._slots.times_ms():
+            slot = self._begin_slot(time_ms)
             for at in range(len(slot.units) - 4, -1, -4):
                 message = self._message(slot.units[at], slot.units[at + 1])
                 if message is not None:

@@ -184,7 +184,7 @@ class TransactionProducer(Producer):
         made = self._prepare(message, b"", {})
         made.properties[codec.PROPERTY_TRANSACTION_PREPARED] = "true"
         made.properties[codec.PROPERTY_PRODUCER_GROUP] = self.group
-        return made, self._send_in_turn(made, self._timeout_ms(None))
+        return made, self._send_in_turn(made, self._usual_timeout_ms)
 
     def _end(self, sent: SendResult, state: TransactionState) -> None:
         """Tell the broker, which asks where it does not hear."""

@@ -1,4 +1,4 @@
-"""Transactions: half messages that wait for their end, op messages that tell of it, and the check of those forgotten.
+"""Transactions: half messages that wait for their end, op messages that tell of it; when forgotten ones are checked.
 
 ::
 
@@ -9,9 +9,9 @@
     discard TRANS_CHECK_MAX_TIME_TOPIC/0    the half, given up
 
 A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is
-pending. A check pass goes through the halves in their order from where the last one ended; it asks a producer of the
-group what became of one that is due, and puts a copy back, which is pending from then on in its place. How far it has
-come is the progress of group ``CID_RMQ_SYS_TRANS`` in both queues.
+pending (`librmq.txnhalves`). A check pass (`librmq.txncheck`) goes through the halves in their order from where the
+last one ended; it asks a producer of the group what became of one that is due, and puts a copy back, which is pending
+from then on in its place.
 
 Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridge``, ``EndTransactionProcessor`` and
 ``DefaultTransactionalMessageCheckListener``.
@@ -20,60 +20,39 @@ Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridg
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import (
+    LASTING,
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
-    ReadOnlyError,
     RmqError,
-    StoreClosedError,
     TransactionRefusedError,
 )
-from librmq.javahash import java_int, java_long
+from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
-from librmq.reading import GetStatus, ReadResult
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.txncheck import CheckPass
+from librmq.txnhalves import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
 
-__all__ = [
-    "CHECK_GROUP",
-    "CheckBack",
-    "Checked",
-    "EndedHalves",
-    "TransactionOffsets",
-    "TransactionSettings",
-    "Transactions",
-]
+__all__ = ["CheckBack", "Checked", "TransactionSettings", "Transactions"]
 
 _log = logging.getLogger("librmq.txn")
 
-CHECK_GROUP: Final = "CID_RMQ_SYS_TRANS"
-"""The internal consumer group whose progress is that of the check."""
-
-_QUEUE: Final = 0  # of all three topics
-_OP_TAG: Final = "d"
-_OPS_READ: Final = 32
 _SAME_KEY: Final = 4096  # records that are looked at for the family of a half
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
-_LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
-"""Errors after which a store takes nothing more until it is opened anew."""
-
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
 _SPECIAL: Final = frozenset((codec.PROPERTY_DELAY, codec.PROPERTY_TRANSACTION_CHECK_TIMES))
-
-_CHECK_TIMES: Final = codec.PROPERTY_TRANSACTION_CHECK_TIMES
-_PREPARED_AT: Final = codec.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +83,6 @@ class TransactionSettings:
                 continue
             if type(value) is not int or not 0 < value < 1 << 31:
                 raise ConfigError(f"{name}: expected a number above 0, found {value!r}")
-
-
-class TransactionOffsets(Protocol):
-    """Where the progress of the check is kept; `librmq.brokerconfig.BrokerConfig` is one."""
-
-    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None: ...
-
-    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None: ...
 
 
 class CheckBack(NamedTuple):
@@ -145,80 +116,6 @@ class Checked(NamedTuple):
     asked: list[CheckBack]
     discarded: list[tuple[StoredMessage, int]]
     """The halves that were given up, with how often they had been checked."""
-
-
-class EndedHalves:
-    """Which of the halves from the check's progress on have ended: one bit each, read from the op queue.
-
-    Not thread-safe. Making one reads the op messages from the progress on; `add` tells of those written since.
-    """
-
-    def __init__(self, store: MessageStore, offsets: TransactionOffsets) -> None:
-        """`CorruptionError` as for `MessageStore.read`."""
-        self._store = store
-        self._base = progress(store, offsets, HALF_TOPIC) & ~7
-        self._bits = bytearray()
-        self._next_op = progress(store, offsets, OP_TOPIC)
-        self._catch_up()
-
-    def __contains__(self, queue_offset: int) -> bool:
-        """Whether the half at ``queue_offset`` has ended; false for what lies below the progress."""
-        at = queue_offset - self._base
-        return 0 <= at < 8 * len(self._bits) and bool(self._bits[at >> 3] & (1 << (at & 7)))
-
-    def add(self, queue_offset: int, op_offset: int) -> None:
-        """Note an op message that was just written for a half."""
-        if op_offset == self._next_op:
-            self._next_op += 1
-            self._mark(queue_offset)
-        else:  # somebody else wrote one
-            self._catch_up()
-
-    def forget_below(self, queue_offset: int) -> None:
-        """Let go of what the check has passed."""
-        gone = (queue_offset - self._base) >> 3
-        if gone > 0:
-            del self._bits[:gone]
-            self._base += 8 * gone
-
-    def _catch_up(self) -> None:
-        queue = self._store.queue(HALF_TOPIC, _QUEUE)
-        end = 0 if queue is None else queue.max_offset
-        while True:
-            found = self._store.read(OP_TOPIC, _QUEUE, self._next_op)
-            for op in found.messages:
-                queue_offset = _half_of(op)
-                if queue_offset is not None and queue_offset < end:  # an op may say anything
-                    self._mark(queue_offset)
-            if found.next_offset == self._next_op or found.status is GetStatus.NO_MESSAGE_IN_QUEUE:
-                return
-            self._next_op = found.next_offset
-
-    def _mark(self, queue_offset: int) -> None:
-        at = queue_offset - self._base
-        if at < 0:
-            return
-        if at >> 3 >= len(self._bits):
-            self._bits.extend(bytes((at >> 3) + 1 - len(self._bits)))
-        self._bits[at >> 3] |= 1 << (at & 7)
-
-
-def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> int:
-    """How far the check has come in the queue of a topic; where the queue begins if it never began."""
-    stored = offsets.consumer_offset(topic, CHECK_GROUP, _QUEUE)
-    if stored is not None and stored >= 0:
-        return stored
-    queue = store.queues.find((topic, _QUEUE))
-    return 0 if queue is None else queue.min_offset
-
-
-def _half_of(op: StoredMessage) -> int | None:
-    """The queue offset of the half that an op message tells of; −1 where it says none, None without the tag."""
-    if op.tags != _OP_TAG:
-        _log.error("the op message at %d has tag %r, and is passed over", op.physical_offset, op.tags)
-        return None
-    found = java_long(op.stored_body[:64].decode("utf-8", "replace"))
-    return -1 if found is None else found
 
 
 class _Recent(NamedTuple):
@@ -275,11 +172,11 @@ class Transactions:
         self._begin_ms = start_ms + self._interval_ms
         self._next_ms: int | None = None  # None while nothing is pending
         self._last_ms = start_ms
-        self._pass: _Pass | None = None
+        self._pass: CheckPass | None = None
         self._opened_at = store.log.end  # of older halves it is not known what happened before
         self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
         self._ended: EndedHalves | None = None
-        op_queue = store.queue(OP_TOPIC, _QUEUE)
+        op_queue = store.queue(OP_TOPIC, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
         self._recent: dict[int, _Recent] = {}  # by physical offset: the last halves, which need not be read again
 
@@ -300,9 +197,9 @@ class Transactions:
         }
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~codec.TRANSACTION_MASK
         if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
-            return self._store.append(half, _QUEUE, **fields)
+            return self._store.append(half, QUEUE, **fields)
         raw = codec.encode_properties(properties)
-        result = self._store.append(half, _QUEUE, **fields, properties_raw=raw)
+        result = self._store.append(half, QUEUE, **fields, properties_raw=raw)
         has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # which a record that is read does not have
         if not has_empty and len(raw) <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
@@ -322,7 +219,7 @@ class Transactions:
         recent = self._take_recent(physical_offset, queue_offset, group)
         if recent is not None:
             final = self._write_recent(physical_offset, recent)
-            self._append_op(physical_offset, queue_offset, _QUEUE)
+            self._append_op(physical_offset, queue_offset, QUEUE)
             return final
         half = self._half(physical_offset, queue_offset, group)
         if self._original or self._is_plain(half):
@@ -345,7 +242,7 @@ class Transactions:
         `TransactionRefusedError` if there is no such half, it is another group's, or the message was delivered.
         """
         if self._take_recent(physical_offset, queue_offset, group) is not None:
-            self._append_op(physical_offset, queue_offset, _QUEUE)
+            self._append_op(physical_offset, queue_offset, QUEUE)
             return
         half = self._half(physical_offset, queue_offset, group)
         if self._original or self._is_plain(half):
@@ -406,7 +303,7 @@ class Transactions:
             and half.queue_offset >= self._judged_below()
             and half.queue_offset not in self._ended_halves()
             and half.physical_offset not in self._without_op
-            and _CHECK_TIMES not in half.properties
+            and codec.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
         )
 
     def _judged_below(self) -> int:
@@ -497,7 +394,7 @@ class Transactions:
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
         message = Message(OP_TOPIC, str(queue_offset).encode())
-        message.properties = {codec.PROPERTY_TAGS: _OP_TAG, codec.PROPERTY_WAIT: "true"}
+        message.properties = {codec.PROPERTY_TAGS: OP_TAG, codec.PROPERTY_WAIT: "true"}
         result = self._store.append(message, queue_id)  # with sync durability the final message is waited for too
         self._without_op.discard(physical_offset)
         if result.queue_offset != self._next_op:  # somebody else has written some: of any half
@@ -540,7 +437,7 @@ class Transactions:
                 if not self._pass.judge(now_ms, self._settings.most_at_once):
                     return now_ms
                 self._finish()
-        except _LASTING:
+        except LASTING:
             raise
         except RmqError as error:
             _log.error("the check of half messages ends early: %s", error)
@@ -556,12 +453,38 @@ class Transactions:
         return max(self._begin_ms, now_ms + self._interval_ms - (now_ms - self._begin_ms) % self._interval_ms)
 
     def _has_new(self) -> bool:
-        queue = self._store.queue(HALF_TOPIC, _QUEUE)
+        queue = self._store.queue(HALF_TOPIC, QUEUE)
         return queue is not None and queue.max_offset > progress(self._store, self._offsets, HALF_TOPIC)
 
-    def _begin_pass(self, now_ms: int, settings: TransactionSettings, did: Checked | None = None) -> _Pass:
+    def _begin_pass(self, now_ms: int, settings: TransactionSettings, did: Checked | None = None) -> CheckPass:
+        """Begin a check pass; ``did`` collects what it does, unless it is None: it may be much."""
+
+        def ask(copy: StoredMessage, check_times: int) -> None:
+            question = CheckBack(copy.properties.get(codec.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
+            self._ask(question)
+            if did is not None:
+                did.asked.append(question)
+
+        def discarded(half: StoredMessage, check_times: int) -> None:
+            self._discarded(half, check_times)
+            if did is not None:
+                did.discarded.append((half, check_times))
+
         self._make_topic(HALF_TOPIC)
-        self._pass = _Pass(self, self._store, self._offsets, now_ms, settings, did)
+        hours = self._store.config.file_reserved_hours if settings.reserved_hours is None else settings.reserved_hours
+        self._pass = CheckPass(
+            self._store,
+            self._offsets,
+            now_ms,
+            timeout_ms=round(1000 * settings.timeout_s),
+            longest_ms=round(1000 * settings.longest_pass_s),
+            check_max=settings.check_max,
+            reserved_ms=hours * 3_600_000,
+            has_ended=lambda queue_offset: self._ended is not None and queue_offset in self._ended,
+            ask=ask,
+            discarded=discarded,
+            make_topic=self._make_topic,
+        )
         return self._pass
 
     def _finish(self) -> None:
@@ -573,215 +496,6 @@ class Transactions:
         if changed:
             self._store.flush()
             for topic, queue_offset in changed.items():
-                self._offsets.set_consumer_offset(topic, CHECK_GROUP, _QUEUE, queue_offset)
+                self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
             if self._ended is not None:
                 self._ended.forget_below(progress(self._store, self._offsets, HALF_TOPIC))
-
-    def put_back(self, half: StoredMessage, properties: Mapping[str, str]) -> StoredMessage:
-        """Append a copy of a half with these properties; returns it."""
-        result = self._store.append_again(half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0)
-        copy = self._store.message_at(result.physical_offset)
-        assert copy is not None
-        return copy
-
-    def give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> None:
-        """Move a half to the topic of those that were checked too often, or are too old."""
-        check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
-        _log.error(
-            "the half message at queue offset %d, for topic %s, is discarded after %d checks",
-            half.queue_offset, properties.get(codec.PROPERTY_REAL_TOPIC), check_times,
-            extra={"topic": HALF_TOPIC, "queue_id": half.queue_id, "queue_offset": half.queue_offset},
-        )  # fmt: skip
-        self._make_topic(CHECK_MAX_TIME_TOPIC)
-        try:
-            self._store.append_again(half, CHECK_MAX_TIME_TOPIC, _QUEUE, properties)
-        except MessageIllegalError as error:  # it stays where it is in the log
-            _log.error("the half message at physical offset %d can't be kept: %s", half.physical_offset, error)
-        self._discarded(half, check_times)
-
-    def has_ended(self, queue_offset: int) -> bool:
-        """Whether a half is known to have ended by a call of this object."""
-        return self._ended is not None and queue_offset in self._ended
-
-    def question(self, copy: StoredMessage, check_times: int) -> CheckBack:
-        """Ask about a copy that was put back."""
-        asked = CheckBack(copy.properties.get(codec.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
-        self._ask(asked)
-        return asked
-
-
-class _Pass:
-    """One check pass: half by half, from the progress to what the half queue held at the start."""
-
-    def __init__(
-        self,
-        owner: Transactions,
-        store: MessageStore,
-        offsets: TransactionOffsets,
-        start_ms: int,
-        settings: TransactionSettings,
-        did: Checked | None,
-    ) -> None:
-        """``did`` collects what is done, unless it is None: it may be much."""
-        self._owner = owner
-        self._store = store
-        self._offsets = offsets
-        self._start_ms = start_ms
-        self._timeout_ms = round(1000 * settings.timeout_s)
-        self._longest_ms = round(1000 * settings.longest_pass_s)
-        self._check_max = settings.check_max
-        hours = store.config.file_reserved_hours if settings.reserved_hours is None else settings.reserved_hours
-        self._reserved_ms = hours * 3_600_000
-        self._did = did
-        self._begin = self.queue_offset = progress(store, offsets, HALF_TOPIC)
-        queue = store.queue(HALF_TOPIC, _QUEUE)
-        self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
-        self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
-        self._op_of: dict[int, int] = {}  # by half: its op message, of those that were read and not used yet
-        self._done: set[int] = set()  # op messages that were used, behind `_op_end`
-        self._last_born_ms: int | None = None  # of the last op message of the last batch; None if that was empty
-        self._missed = False
-        if queue is not None:
-            self._fetch()
-
-    def progress(self) -> dict[str, int]:
-        """How far the pass has come, by topic, where that is further than before."""
-        found = {HALF_TOPIC: (self._begin, self.queue_offset), OP_TOPIC: (self._op_begin, self._op_end)}
-        return {topic: after for topic, (before, after) in found.items() if before != after}
-
-    def judge(self, now_ms: int, most: int) -> bool:
-        """Judge up to ``most`` halves; true if the pass is over."""
-        for _ in range(most):
-            if now_ms - self._start_ms > self._longest_ms or self.queue_offset >= self._end:
-                return True
-            op = self._op_of.pop(self.queue_offset, None)
-            if op is not None:
-                self._use(op)
-            else:
-                found = self._store.read(HALF_TOPIC, _QUEUE, self.queue_offset, 1)
-                if not found.messages:
-                    if self._missed or not _is_illegal(found):
-                        return True
-                    self._missed = True
-                    self.queue_offset = found.next_offset
-                    continue
-                if not self._handle(found.messages[0], now_ms):
-                    return True
-            self.queue_offset += 1
-        return False
-
-    def _handle(self, half: StoredMessage, now_ms: int) -> bool:
-        """Judge a half that has no op message; false if the pass ends before it."""
-        properties = dict(half.properties)
-        checked = properties.get(_CHECK_TIMES)
-        check_times = 1
-        if checked is not None:
-            parsed = java_int(checked)
-            check_times = -1 if parsed is None else parsed
-            if check_times >= self._check_max:
-                return self._give_up(half, properties)
-            check_times += 1
-        properties[_CHECK_TIMES] = str(check_times)
-        age_ms = now_ms - half.born_timestamp_ms
-        if age_ms > self._reserved_ms:
-            return self._give_up(half, properties)
-        if half.store_timestamp_ms >= self._start_ms:
-            return False
-        immunity_ms = self._timeout_ms
-        own = properties.get(codec.PROPERTY_CHECK_IMMUNITY_TIME)
-        if own is not None:
-            seconds = java_long(own)
-            if seconds is not None and seconds != -1:
-                immunity_ms = 1000 * seconds
-            if age_ms < immunity_ms and self._keep_immune(half, properties):
-                return True
-        elif 0 <= age_ms < immunity_ms:
-            return False
-        while not self._is_due(age_ms, immunity_ms):
-            held = self._last_born_ms
-            self._fetch()
-            op = self._op_of.pop(self.queue_offset, None)
-            if op is not None:
-                self._use(op)
-                return True
-            if held is None and self._last_born_ms is None:
-                break  # no op message in sight: the original would look again and again, until its time has come
-        if self._owner.has_ended(half.queue_offset):  # while the pass went on
-            self._find_op()
-            return True
-        copy = self._put_back(half, properties)
-        if copy is not None:
-            question = self._owner.question(copy, check_times)
-            if self._did is not None:
-                self._did.asked.append(question)
-        return True
-
-    def _find_op(self) -> None:
-        """Read on to the op message of the half that is judged."""
-        while self.queue_offset not in self._op_of:
-            self._fetch()
-            if self._last_born_ms is None:
-                return
-        self._use(self._op_of.pop(self.queue_offset))
-
-    def _is_due(self, age_ms: int, immunity_ms: int) -> bool:
-        if self._last_born_ms is None:
-            return age_ms > immunity_ms or age_ms <= -1
-        return self._last_born_ms - self._start_ms > self._timeout_ms or age_ms <= -1
-
-    def _keep_immune(self, half: StoredMessage, properties: dict[str, str]) -> bool:
-        """Put back a half whose own immunity is not over, unless it has ended; false if it can't be."""
-        first = properties.get(_PREPARED_AT)
-        if first is not None:
-            queue_offset = java_long(first)
-            if queue_offset is None or queue_offset == -1:
-                return False
-            op = self._op_of.pop(queue_offset, None)
-            if op is not None:
-                self._use(op)
-                return True
-        properties[codec.PROPERTY_WAIT] = "false"
-        properties.setdefault(_PREPARED_AT, str(half.queue_offset))
-        self._put_back(half, properties)
-        return True
-
-    def _put_back(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
-        try:
-            return self._owner.put_back(half, properties)
-        except MessageIllegalError as error:  # it was full to the brim
-            _log.error("the half message at queue offset %d can't be put back: %s", half.queue_offset, error)
-            self._give_up(half, half.properties)
-            return None
-
-    def _give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
-        self._owner.give_up(half, properties)
-        if self._did is not None:
-            self._did.discarded.append((half, java_int(properties.get(_CHECK_TIMES, "")) or 0))
-        return True
-
-    def _fetch(self) -> None:
-        """Read the next op messages."""
-        found = self._store.read(OP_TOPIC, _QUEUE, self._next_op, _OPS_READ)
-        self._last_born_ms = found.messages[-1].born_timestamp_ms if found.messages else None
-        if _is_illegal(found):
-            _log.error("the check finds no op message at %d, and goes on at %d", self._next_op, found.next_offset)
-            self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, _QUEUE, found.next_offset)
-        for op in found.messages:
-            half = _half_of(op)
-            if half is None or half < self._begin:
-                self._use(op.queue_offset)
-            else:
-                self._op_of[half] = op.queue_offset
-        if found.status is not GetStatus.NO_MESSAGE_IN_QUEUE:
-            self._next_op = found.next_offset
-
-    def _use(self, op_offset: int) -> None:
-        self._done.add(op_offset)
-        while self._op_end in self._done:
-            self._done.discard(self._op_end)
-            self._op_end += 1
-
-
-def _is_illegal(found: ReadResult) -> bool:
-    """Whether a read found nothing though the queue is not at its end there."""
-    return not found.messages and found.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)

@@ -19,14 +19,15 @@ from librmq.checkpoint import Checkpoint, has_abort
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
+from librmq.damage import Damage
 from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
-from librmq.reconcile import Damage, reconcile
+from librmq.reconcile import reconcile
 
-__all__ = ["Damage", "Verdict", "verify"]
+__all__ = ["Verdict", "verify"]
 
 _T = TypeVar("_T")
 

@@ -83,6 +83,16 @@ def from_disk(folder: Path) -> Contents:
     }
 
 
+def on_disk(found: Contents, folder: Path) -> None:
+    """Write contents into a real folder."""
+    for path, data in found.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if data is None:
+            (folder / path).mkdir(exist_ok=True)
+        else:
+            (folder / path).write_bytes(data)
+
+
 def died(files: MemoryFiles) -> MemoryFiles:
     """What a process leaves that dies now: the contents, without its lock."""
     return in_memory(contents(files))

@@ -6,10 +6,12 @@ Mirrors of ``AdminBrokerProcessor`` and ``QueryMessageProcessor`` what librmq ha
 from __future__ import annotations
 
 from librmq.broker.groups import Groups
+from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.topics import Topics
 from librmq.errors import CorruptionError
+from librmq.hops import HOP_TOPIC
 from librmq.message import StoredMessage
-from librmq.protocol import CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
+from librmq.protocol import CleanUnusedTopics, CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
 from librmq.store import MessageStore
 
 __all__ = ["Administration"]
@@ -18,8 +20,9 @@ __all__ = ["Administration"]
 class Administration:
     """The tables and messages of one broker. Changes are made under the runner's lock."""
 
-    def __init__(self, store: MessageStore, topics: Topics, groups: Groups) -> None:
+    def __init__(self, store: MessageStore, topics: Topics, groups: Groups, offsets: ConsumerOffsets) -> None:
         self._store = store
+        self._offsets = offsets
         self._topics = topics
         self._groups = groups
 
@@ -30,6 +33,13 @@ class Administration:
     def delete_topic(self, request: DeleteTopic) -> None:
         """Forget a topic."""
         self._topics.delete(request.topic)
+
+    def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
+        """Delete the queue files of topics that do not exist; groups' progress in them is forgotten with them."""
+        cleaned = self._store.clean_unused_topics(self._topics.known.keys() | {HOP_TOPIC})
+        for topic, queue_id in cleaned:
+            self._offsets.forget(topic, queue_id)
+        return tuple(cleaned)
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""

@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
@@ -27,7 +27,7 @@ from librmq.broker.locks import QueueLocks
 from librmq.broker.progress import Progress
 from librmq.broker.pulling import Pulling
 from librmq.broker.registry import Registry
-from librmq.broker.saving import DelayProgress, Saving
+from librmq.broker.saving import DelayProgress, Saving, Writing
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
@@ -55,6 +55,7 @@ from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     ChannelClosed,
+    CleanUnusedTopics,
     ConsumerIds,
     CreateTopic,
     DeleteTopic,
@@ -83,7 +84,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import Runner, Step, ThreadRunner
+from librmq.runner import Runner, Step, ThreadRunner, Work
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import Timers
 from librmq.topics import HALF_TOPIC
@@ -91,6 +92,8 @@ from librmq.topics import HALF_TOPIC
 __all__ = ["Broker"]
 
 R = TypeVar("R")
+_WRITE_AGAIN_MS: Final = 10_000
+"""After a failure that may pass."""
 
 
 class Broker:
@@ -215,11 +218,15 @@ class Broker:
     def _compose(self, tables: BrokerConfig, by_hand: bool, was_killed: bool, now_ms: int) -> None:
         self._by_hand = by_hand
         name, runner, config, store = self.name, self.runner, self.config, self.store
-        self._topics = Topics(tables.topics, config, name, self.cluster_name, runner.now_ms, self._changed)
-        self._groups = Groups(tables.groups, config.auto_create_group, runner.now_ms)
+        self._writing = Writing(None if by_hand else self._submit_writing)
+        self._write_again = Step(f"{name} writes its tables again", self._run_writing, self)
+        save = self._writing.save
+        self._topics = Topics(tables.topics, save, config, name, self.cluster_name, runner.now_ms, self._changed)
+        self._groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
         self._registry = Registry()
         self._saving = Saving(
             tables,
+            self._writing,
             self._registrations,
             round(1000 * config.save_offsets_every_s),
             runner.now_ms,
@@ -227,7 +234,14 @@ class Broker:
         )
         saving = Step(f"{name} saves progress", self._saving.run_due, self)
         self._offsets = self._saving.offsets
-        self._schedule = DelaySchedule(store, DelayProgress(tables), now_ms, config.delay, delivered=self._delivered)
+        self._schedule = DelaySchedule(
+            store,
+            DelayProgress(tables, self._writing),
+            now_ms,
+            config.delay,
+            delivered=self._delivered,
+            flush=None if by_hand else self._submit_flush,
+        )
         self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
         self._timers: Timers | None = None
         if config.timers is not None:
@@ -257,6 +271,7 @@ class Broker:
             self._wake_timers,
             self._wake_hops,
             self._wake_housekeeping if by_hand else None,
+            self._writing.write,
             self.metrics,
         )
         self._pulling = Pulling(
@@ -300,7 +315,7 @@ class Broker:
             self.metrics,
         )
         progress = Progress(store, topics, self._offsets, registry, name)
-        administration = Administration(store, topics, self._groups)
+        administration = Administration(store, topics, self._groups, self._offsets)
         locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
             SendMessage: sending.send,
@@ -322,9 +337,10 @@ class Broker:
             OffsetByTime: progress.by_time,
             ResetGroup: locked(progress.reset),
             TopicGroups: locked(progress.groups),
-            CreateTopic: locked(administration.create_topic),
-            DeleteTopic: locked(administration.delete_topic),
-            SetGroup: locked(administration.set_group),
+            CreateTopic: self._durable(administration.create_topic),
+            DeleteTopic: self._durable(administration.delete_topic),
+            CleanUnusedTopics: locked(administration.clean_unused_topics),
+            SetGroup: self._durable(administration.set_group),
             ViewMessage: administration.view_message,
             QueryMessages: administration.query_messages,
         }
@@ -406,6 +422,17 @@ class Broker:
 
         return handle
 
+    def _durable(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same, and what it changes in the tables is durable when it returns."""
+        handle = self._locked(handler)
+
+        def handle_and_write(request: Any) -> Any:
+            answer = handle(request)
+            self._writing.write()
+            return answer
+
+        return handle_and_write
+
     def _check_open(self) -> None:
         if self.dead:
             raise StoreClosedError(f"{self.store.path}: this handle {self._why_dead}")
@@ -419,8 +446,17 @@ class Broker:
         self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
 
     def delete_topic(self, topic: str) -> None:
-        """Forget a topic; what it holds stays in the log until retention."""
+        """Forget a topic; what it holds stays in the log until retention, and its queues' files until they are cleaned
+        (`clean_unused_topics`).
+        """
         self.call(DeleteTopic(topic))
+
+    def clean_unused_topics(self) -> list[tuple[str, int]]:
+        """Delete the queue files of topics that do not exist, and what groups' progress in them was, where the log has
+        none of their messages any more. Gives the queues: topic, queue id.
+        """
+        queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
+        return list(queues)
 
     def set_group(self, group: str, *, retry_max_times: int = 16) -> None:
         """Make a consumer group, or change how often it retries."""
@@ -475,7 +511,7 @@ class Broker:
         properties = waited.properties
         if properties["REAL_TOPIC"] == HOP_TOPIC:
             self._wake_hops()
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
         self._wake_housekeeping()
@@ -505,13 +541,33 @@ class Broker:
     def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
         arrived = self.store.message_at(result.physical_offset)
         if arrived is not None:
-            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result.size)
+            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result)
         self._wake_housekeeping()
 
     def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result.size)
+        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
         self._wake_housekeeping()
+
+    def _submit_writing(self) -> None:
+        def written(_: object, error: Exception | None) -> None:
+            if self._writing.written(error):
+                self.runner.wake(self._write_again, self.runner.now_ms() + _WRITE_AGAIN_MS)
+
+        self.runner.submit(Work(f"{self.name} writes its tables", self._writing.write, written, self))
+
+    def _run_writing(self, now_ms: int) -> None:
+        self._writing.submit()
+
+    def _submit_flush(self, done: Callable[[Exception | None], int | None]) -> None:
+        """Have the store flushed without the runner's lock, and then what the schedule does about it."""
+
+        def flushed(_: object, error: Exception | None) -> None:
+            due = done(error)
+            if due is not None:
+                self.runner.wake(self._delay, due)
+
+        self.runner.submit(Work(f"{self.name} flushes for its delays", self.store.flush, flushed, self))
 
     def _wake_housekeeping(self) -> None:
         """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""
@@ -542,6 +598,7 @@ class Broker:
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
         if self._end(was_killed=True):
+            self._writing.end()
             try:
                 self.store.abandon()
             finally:

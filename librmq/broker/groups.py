@@ -44,8 +44,16 @@ class Group:
 class Groups:
     """All groups of one broker."""
 
-    def __init__(self, table: ConfigTable, auto_create: bool, now_ms: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        table: ConfigTable,
+        save: Callable[[ConfigTable, int], None],
+        auto_create: bool,
+        now_ms: Callable[[], int],
+    ) -> None:
+        """``save(table, now_ms)`` has a table written."""
         self._table = table
+        self._save = save
         self._auto_create = auto_create
         self._now_ms = now_ms
         for name in _BROKERS_OWN:
@@ -83,6 +91,6 @@ class Groups:
             )
         old = self._table.rows.get(name) or group_row(name)
         self._table.set(name, {**old, "retryMaxTimes": retry_max_times})
-        self._table.persist(self._now_ms())
+        self._save(self._table, self._now_ms())
         found = self.known[name] = self._group(name)
         return found

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from librmq.broker.selection import Selection
+from librmq.store import AppendResult
 
 __all__ = ["Holds"]
 
@@ -41,6 +42,9 @@ class Holds:
         self._count = itertools.count()
         self.by_queue: dict[_QueueName, dict[_Holder, _Hold]] = {}
         """Only queues with holds are in it."""
+        self._ended_by: dict[
+            tuple[_QueueName, _Holder], tuple[Selection, AppendResult]
+        ] = {}  # until the client asks again
 
     def add(
         self,
@@ -50,7 +54,10 @@ class Holds:
         notify: Callable[[], None],
     ) -> None:
         """Hold a pull; an earlier one of the same client, group and queue is forgotten."""
-        self.by_queue.setdefault(queue, {})[holder] = _Hold(selection, notify)
+        held = self.by_queue.get(queue)
+        if held is None:
+            held = self.by_queue[queue] = {}
+        held[holder] = _Hold(selection, notify)
 
     def remove(self, queue: _QueueName, holder: _Holder) -> None:
         """Forget a pull, if it is held."""
@@ -58,17 +65,32 @@ class Holds:
         if held is not None and held.pop(holder, None) is not None and not held:
             del self.by_queue[queue]
 
+    def asked_again(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
+        """Forget a pull, if it is held; gives the message of this selection that has ended the hold, if one has."""
+        found = self._ended_by.pop((queue, holder), None)
+        if found is None:
+            self.remove(queue, holder)
+            return None
+        return found[1] if found[0] is selection else None
+
     def forget(self, client_id: str, group: str | None = None) -> None:
         """Forget what a client waits for, in a group or (None) in all of them."""
         for queue, held in list(self.by_queue.items()):
             for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
                 self.remove(queue, holder)
+        for queue, holder in list(self._ended_by):
+            if holder[0] == client_id and group in (None, holder[1]):
+                del self._ended_by[queue, holder]
 
-    def arrived(self, queue: _QueueName, properties: Mapping[str, str]) -> None:
+    def arrived(self, queue: _QueueName, properties: Mapping[str, str], message: AppendResult) -> None:
         """A message with these properties has come: answer the pulls that take it."""
-        for holder, hold in list(self.by_queue.get(queue, {}).items()):
+        held = self.by_queue.get(queue)
+        if held is None:
+            return
+        for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
                 self.remove(queue, holder)
+                self._ended_by[queue, holder] = hold.selection, message
                 hold.notify()
             elif not hold.is_passed:
                 hold.is_passed = True

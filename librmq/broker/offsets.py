@@ -20,9 +20,14 @@ _log = logging.getLogger("librmq.broker")
 class ConsumerOffsets:
     """The queue offset of the next message, by group, topic and queue."""
 
-    def __init__(self, table: ConfigTable, changed: Callable[[], None]) -> None:
-        """``changed()`` is called after a change that is not saved, once until `save`."""
+    def __init__(
+        self, table: ConfigTable, save: Callable[[ConfigTable, int], None], changed: Callable[[], None]
+    ) -> None:
+        """``save(table, now_ms)`` has a table written; ``changed()`` is called after a change that is not saved, once
+        until `save`.
+        """
         self._table = table
+        self._save = save
         self._changed = changed
         self._dirty = False
         self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table that were asked for
@@ -59,6 +64,17 @@ class ConsumerOffsets:
             self._dirty = True
             self._changed()
 
+    def forget(self, topic: str, queue_id: int) -> None:
+        """Forget how far groups have come in a queue that is gone."""
+        for group in self.groups(topic):
+            row = self._table.rows[f"{topic}@{group}"]
+            if row.pop(queue_id, None) is not None and not self._dirty:
+                self._dirty = True
+                self._changed()
+            if not row:
+                self._table.remove(f"{topic}@{group}")
+                self._of.pop((group, topic), None)
+
     def hold_back(self, end_of: Callable[[str, int], int]) -> None:
         """Put progress that is ahead of its queue's end back to it: after a crash of the machine messages may be gone
         of which it was known that they had been consumed, and those that come next get their queue offsets.
@@ -79,7 +95,7 @@ class ConsumerOffsets:
                     self.set(group, topic, queue_id, end)
 
     def save(self, now_ms: int) -> None:
-        """Write what has changed; durable when it returns."""
+        """Have written what has changed."""
         if self._dirty:
-            self._table.persist(now_ms)
+            self._save(self._table, now_ms)
             self._dirty = False

@@ -47,13 +47,15 @@ class Progress:
         stored = self._offsets.get(request.group, request.topic, request.queue_id)
         if stored is not None:
             return stored
-        queue = self._store.queue(request.topic, request.queue_id)
-        if queue is None:
-            return 0
-        if queue.min_offset > 0:
+        store = self._store
+        begin, end = store.queue_range(request.topic, request.queue_id)
+        if begin > 0:
             return None
-        first = queue.entry(0)
-        return None if first is not None and self._store.counts_as_on_disk(first.physical_offset) else 0
+        if not end or not store.counts_as_on_disk(store.log.begin):
+            return 0  # whatever stands there first
+        queue = store.queue(request.topic, request.queue_id)
+        first = None if queue is None else queue.entry(0)
+        return None if first is not None and store.counts_as_on_disk(first.physical_offset) else 0
 
     def update(self, request: UpdateOffset) -> None:
         """Store a group's progress."""
@@ -73,13 +75,11 @@ class Progress:
 
     def end(self, request: MaxOffset) -> int:
         """Behind the last message of a queue."""
-        queue = self._store.queue(request.topic, request.queue_id)
-        return 0 if queue is None else queue.max_offset
+        return self._store.queue_range(request.topic, request.queue_id)[1]
 
     def begin(self, request: MinOffset) -> int:
         """The first message of a queue."""
-        queue = self._store.queue(request.topic, request.queue_id)
-        return 0 if queue is None else queue.min_offset
+        return self._store.queue_range(request.topic, request.queue_id)[0]
 
     def by_time(self, request: OffsetByTime) -> int:
         """The message of a queue that was stored nearest to a time."""

@@ -6,6 +6,7 @@ Mirrors ``PullMessageProcessor``.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.groups import Groups
@@ -16,7 +17,7 @@ from librmq.broker.selection import Selection, parse_selection, registered_selec
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError
-from librmq.message import Message
+from librmq.message import Message, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -28,7 +29,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runner import Runner
-from librmq.store import GetStatus, MessageStore, ReadResult
+from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 from librmq.topics import OFFSET_MOVED_TOPIC
 
 if TYPE_CHECKING:
@@ -72,32 +73,70 @@ class Pulling:
     def pull(self, request: PullMessage) -> PullResponse:
         """Read, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
-        name = (topic, queue_id)
+        store, holds, notify = self._store, self._holds, request.notify
+        name, holder = (topic, queue_id), (request.client_id, request.group)
+        is_held = False
         with self._runner.lock:
             selection = self._check(request)
             if request.commit_offset is not None:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
-            if request.notify is not None:
-                # Before looking: who appends looks for holds without the lock, behind the append.
-                holder = request.client_id, request.group
-                self._holds.add(name, holder, selection, request.notify)
-                begin, end = self._store.queue_range(topic, queue_id)
-                if queue_offset == end:
-                    return PullResponse(PullStatus.HELD, end, begin, end)
-                self._holds.remove(name, holder)
-            result = self._store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
-        status = _status(result, queue_offset)
+            if notify is not None:
+                arrived = holds.asked_again(name, holder, selection)
+                if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
+                    response = self._give_last(request, arrived, selection, notify)
+                    if response is not None:
+                        return response
+                elif store.queue_range(topic, queue_id)[1] == queue_offset:
+                    # Before looking again: who appends looks for holds without the lock, behind the append.
+                    holds.add(name, holder, selection, notify)
+                    begin, end = store.queue_range(topic, queue_id)
+                    if queue_offset == end:
+                        return PullResponse(PullStatus.HELD, end, begin, end, (), True)
+                    holds.remove(name, holder)
+            result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+            status = _status(result, queue_offset)
+            if notify is not None and request.stay and status is PullStatus.FOUND:
+                end = result.next_offset
+                if end == result.max_offset:
+                    holds.add(name, holder, selection, notify)
+                    is_held = store.queue_range(topic, queue_id)[1] == end
+                    if not is_held:
+                        holds.remove(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._tell_moved(request, result.next_offset)
-        if result.messages and self._metrics is not None:
-            self._metrics.count("messages_out", len(result.messages), topic=topic, group=request.group)
-            self._metrics.count("bytes_out", result.total_size, topic=topic, group=request.group)
-        return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, tuple(result.messages))
+        if self._metrics is not None and result.messages:
+            self._count(request, len(result.messages), result.total_size)
+        return PullResponse(status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held)
+
+    def _give_last(
+        self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
+    ) -> PullResponse | None:
+        """The message that has ended a hold, straight from the log: its entry need not be written yet. Held again.
+
+        None where more have come, or the log does not have it: then the queue is read as usual.
+        """
+        raw = self._store.log.read(arrived.physical_offset, arrived.size)
+        if raw is None:
+            return None
+        name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
+        self._holds.add(name, holder, selection, notify)
+        begin, end = self._store.queue_range(request.topic, request.queue_id)
+        if end != arrived.queue_offset + 1:
+            self._holds.remove(name, holder)
+            return None
+        if self._metrics is not None:
+            self._count(request, 1, arrived.size)
+        return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
+
+    def _count(self, request: PullMessage, messages: int, size: int) -> None:
+        assert self._metrics is not None
+        self._metrics.count("messages_out", messages, topic=request.topic, group=request.group)
+        self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse what can't be read; else what the group takes."""
         name = request.topic
-        group = self._groups.get(request.group)
+        group = self._groups.known.get(request.group) or self._groups.get(request.group)
         if not group.consumes:
             raise BrokerError(ResponseCode.NO_PERMISSION, f"group {group.name!r} may not consume")
         topic = self._topics.known.get(name)
@@ -127,7 +166,10 @@ class Pulling:
                 f"group {group.name!r} does not subscribe to topic {name!r}, said the last heartbeat: do all its "
                 "instances subscribe to the same topics?",
             )
-        return self._selection_of(group.name, subscription)
+        found = self._selected.get((group.name, name))
+        return (
+            found[1] if found is not None and found[0] is subscription else self._selection_of(group.name, subscription)
+        )
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
         """What a group's subscription takes, made once."""

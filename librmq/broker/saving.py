@@ -1,27 +1,92 @@
-"""Writing down what has changed, some time after: consumers' progress and filters.
+"""Writing down what has changed: topics and groups at once, consumers' progress and filters some time after.
 
 Mirrors the schedule of ``BrokerController`` that has its tables persisted, but runs only where something has changed.
+Where threads take the turns, none of them waits for the disk under the runner's lock: `Writing` takes what a table
+holds under it, and writes that without.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.offsets import ConsumerOffsets
-from librmq.brokerconfig import BrokerConfig
+from librmq.brokerconfig import BrokerConfig, ConfigTable
 from librmq.errors import StoreIOError
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["DelayProgress", "Saving"]
+__all__ = ["DelayProgress", "Saving", "Writing"]
 
 _log = logging.getLogger("librmq.broker")
 
 _FILTERS_MS: Final = 10_000
 _AGAIN_MS: Final = 10_000  # after a failure that may pass
+
+
+class Writing:
+    """The files of one broker's tables: of what is to be written to one, the latest wins."""
+
+    def __init__(self, submit: Callable[[], None] | None) -> None:
+        """``submit()`` has `write` called soon, without the runner's lock, and then `written` under it; None writes
+        when `save` is called.
+        """
+        self._submit = submit
+        self._pending: dict[ConfigTable, bytes] = {}
+        self._is_submitted = False
+        self._one_at_a_time = threading.Lock()
+        self._is_over = False
+
+    def save(self, table: ConfigTable, now_ms: int) -> None:
+        """Write what a table holds now. Under the runner's lock.
+
+        It is durable when a `write` returns that was called later.
+        """
+        if self._submit is None:
+            table.persist(now_ms)
+        else:
+            self._pending[table] = table.snapshot(now_ms)
+            self.submit()
+
+    def submit(self) -> None:
+        """Have what is to be written be written. Under the runner's lock."""
+        if self._submit is not None and self._pending and not self._is_submitted:
+            self._is_submitted = True
+            self._submit()
+
+    def write(self) -> None:
+        """Return when all that was saved before the call is durable. Thread-safe.
+
+        `StoreIOError` if the disk refuses it: it is kept for the next time.
+        """
+        if not self._pending and not self._one_at_a_time.locked():
+            return
+        with self._one_at_a_time:
+            while self._pending and not self._is_over:
+                table, data = self._pending.popitem()
+                try:
+                    table.write(data)
+                except BaseException:
+                    self._pending.setdefault(table, data)  # unless it is outdated by now
+                    raise
+
+    def written(self, error: Exception | None) -> bool:
+        """What was submitted has ended; whether it is to be tried again some time later. Under the runner's lock."""
+        self._is_submitted = False
+        if error is None:
+            self.submit()
+            return False
+        _log.error("topics, groups, progress or filters could not be written: %s", error)
+        return True
+
+    def end(self) -> None:
+        """Return when nothing is being written; nothing will be any more."""
+        self._is_over = True
+        with self._one_at_a_time:
+            self._pending.clear()
 
 
 class Saving:
@@ -30,14 +95,16 @@ class Saving:
     def __init__(
         self,
         tables: BrokerConfig,
+        writing: Writing,
         registrations: Registrations,
         offsets_after_ms: int,
         now_ms: Callable[[], int],
         wake: Callable[[int], None],
     ) -> None:
         """``wake(at_ms)`` has `run_due` called by then."""
-        self.offsets = ConsumerOffsets(tables.offsets, self._offsets_changed)
+        self.offsets = ConsumerOffsets(tables.offsets, writing.save, self._offsets_changed)
         self._tables = tables
+        self._writing = writing
         self._registrations = registrations
         self._offsets_after_ms = offsets_after_ms
         self._now_ms = now_ms
@@ -77,18 +144,20 @@ class Saving:
         """Save whatever has changed, in every table."""
         self.offsets.save(now_ms)
         self._save_filters(now_ms)
+        self._writing.end()
         self._tables.persist(now_ms)
 
     def _save_filters(self, now_ms: int) -> None:
         self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
-        self._tables.filter_table.persist(now_ms)
+        self._writing.save(self._tables.filter_table, now_ms)
 
 
 class DelayProgress:
     """Where the delay schedule keeps how far it has come."""
 
-    def __init__(self, tables: BrokerConfig) -> None:
+    def __init__(self, tables: BrokerConfig, writing: Writing) -> None:
         self._tables = tables
+        self._writing = writing
 
     def delay_offset(self, level: int) -> int:
         return self._tables.delay_offset(level)
@@ -97,4 +166,4 @@ class DelayProgress:
         self._tables.set_delay_offset(level, queue_offset)
 
     def persist(self, now_ms: int) -> None:
-        self._tables.delays.persist(now_ms)
+        self._writing.save(self._tables.delays, now_ms)

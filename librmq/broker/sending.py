@@ -56,11 +56,13 @@ class Sending:
         timed: Callable[[], None],
         hops: Callable[[], None],
         stored: Callable[[], None] | None,
+        write_tables: Callable[[], None],
         metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
         ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``hops()`` of each of the
-        hop topic; ``stored()``, unless None, of each message at all.
+        hop topic; ``stored()``, unless None, of each message at all. ``write_tables()`` returns when new topics are
+        durable.
         """
         self._runner = runner
         self._store = store
@@ -76,6 +78,7 @@ class Sending:
         self._timed = timed
         self._hops = hops
         self._stored = stored
+        self._write_tables = write_tables
         self._metrics = metrics
         self._waits = store.config.durability == "sync"
         self._append = self._submit if self._waits else store.append
@@ -158,7 +161,7 @@ class Sending:
             wait=False,
         )
         for message, result in zip(request.messages, results, strict=True):
-            self.arrived(first.topic, queue_id, message.properties, result.size)
+            self.arrived(first.topic, queue_id, message.properties, result)
         if self._stored is not None:
             self._stored()
         status = self._flushed(results[-1], first.properties.get(_WAIT))
@@ -176,7 +179,9 @@ class Sending:
 
     def _for_send(self, name: str, default_queues: int) -> Topic:
         with self._runner.lock:
-            return self._table.for_send(name, default_queues)
+            topic = self._table.for_send(name, default_queues)
+        self._write_tables()  # before its first message
+        return topic
 
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
         """Make a half message of one that a transaction decides about; gives its flags."""
@@ -287,21 +292,22 @@ class Sending:
             if self._metrics is not None:
                 self._metrics.count("delayed_in", level=str(self._store.levels.cap(level)))
         else:
-            self.arrived(topic, queue_id, properties, result.size)
+            self.arrived(topic, queue_id, properties, result)
         if self._stored is not None:
             self._stored()
 
     def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
 
-    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], size: int) -> None:
-        """Tell whoever waits for a message that it is in its queue; ``size`` is that of its record in bytes."""
+    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Tell whoever waits for a message that it is in its queue."""
         if self._metrics is not None:
             self._metrics.count("messages_in", topic=topic)
-            self._metrics.count("bytes_in", size, topic=topic)
-        if (topic, queue_id) in self._held:
+            self._metrics.count("bytes_in", result.size, topic=topic)
+        queue = topic, queue_id
+        if queue in self._held:
             with self._runner.lock:
-                self._holds.arrived((topic, queue_id), properties)
+                self._holds.arrived(queue, properties, result)
 
     def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""

@@ -68,14 +68,16 @@ class Topics:
     def __init__(
         self,
         table: ConfigTable,
+        save: Callable[[ConfigTable, int], None],
         settings: BrokerSettings,
         broker_name: str,
         cluster_name: str,
         now_ms: Callable[[], int],
         changed: Callable[[], None],
     ) -> None:
-        """``changed()`` is called after each change."""
+        """``save(table, now_ms)`` has a table written; ``changed()`` is called after each change."""
         self._table = table
+        self._save = save
         self._settings = settings
         self._now_ms = now_ms
         self._changed = changed
@@ -148,14 +150,14 @@ class Topics:
         if self.known.pop(name, None) is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         self._table.remove(name)
-        self._table.persist(self._now_ms())
+        self._save(self._table, self._now_ms())
         self._changed()
 
     def _put(self, name: str, read_queues: int, write_queues: int, permission: int) -> Topic:
         old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
         asked = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
         self._table.set(name, {**old, **asked})
-        self._table.persist(self._now_ms())
+        self._save(self._table, self._now_ms())
         topic = self.known[name] = self._topic(name)
         self._changed()
         return topic

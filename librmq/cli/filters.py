@@ -30,8 +30,8 @@ def filter_(arguments: argparse.Namespace, output: Output) -> int:
         return _answer(lambda case: commands.answer_case(case, dialect, strict=strict), output.row, output)
 
     def explain(case: Row) -> str:
-        commands.answer_case(case, dialect)  # refuses what is no case
-        return commands.explain_text(case["expr"], case.get("props"), dialect, strict=strict) + "\n"
+        expression, properties = commands.read_case(case)
+        return commands.explain_text(expression, properties, dialect, strict=strict) + "\n"
 
     return _answer(explain, _write, output)
 

@@ -20,10 +20,11 @@ from librmq.message import StoredMessage
 
 if TYPE_CHECKING:  # `dump` needs none of them
     from librmq.consumequeue import ConsumeQueue
+    from librmq.damage import Damage
     from librmq.salvage import Gap
     from librmq.snapshot import Snapshot
     from librmq.store import MessageStore, ReadResult
-    from librmq.verify import Damage, Verdict
+    from librmq.verify import Verdict
 
 __all__ = [
     "blank_row",

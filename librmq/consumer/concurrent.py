@@ -64,8 +64,11 @@ class ConcurrentDelivery(Delivery):
         return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
 
     def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
-        self._pulled.append(_Pulled(held, count))
-        self._begin(now_ms)
+        if count == 1 and not self._pulled and self.running < self.config.threads and not self.consumer.stopping:
+            self._deliver(held, held.messages.take(1), now_ms)  # the usual pull of a consumer that keeps up
+        else:
+            self._pulled.append(_Pulled(held, count))
+            self._begin(now_ms)
 
     def _begin(self, now_ms: int) -> None:
         pulled, most, batch = self._pulled, self.config.threads, self.config.batch_size
@@ -88,11 +91,14 @@ class ConcurrentDelivery(Delivery):
                     pulled.popleft()
                 if not messages:
                     continue
-            for message in messages:
-                message.consume_start_timestamp_ms = now_ms
-            if self._expiring.at is None:
-                self.runner.wake(self._expiring, next_on_grid(now_ms, self._started_ms, self._timeout_ms))
-            self.submit(held, messages, self._done)
+            self._deliver(held, messages, now_ms)
+
+    def _deliver(self, held: HeldQueue, messages: list[DeliveredMessage], now_ms: int) -> None:
+        for message in messages:
+            message.consume_start_timestamp_ms = now_ms
+        if self._expiring.at is None:
+            self.runner.wake(self._expiring, next_on_grid(now_ms, self._started_ms, self._timeout_ms))
+        self.submit(held, messages, self._done)
 
     def _done(
         self,
@@ -113,11 +119,13 @@ class ConcurrentDelivery(Delivery):
                 except ValueError as refused:
                     error = refused
             self._apply(held, messages, consumed, error)
-        self._begin(self.runner.now_ms())
+        if self._pulled:
+            self._begin(self.runner.now_ms())
 
     def _apply(self, held: HeldQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None) -> None:
         self.counts.consumed += consumed
-        self.count(held, consumed, "success")
+        if self.consumer.metrics is not None:
+            self.count(held, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]

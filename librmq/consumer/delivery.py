@@ -160,17 +160,8 @@ class Delivery:
             listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        broker_name = held.queue.broker_name
-        self.runner.submit(
-            Work(
-                f"{consumer.label} {held.label} {first.queue_offset}",
-                partial(self._call, listener, held, messages),
-                partial(done, held, messages, listener),
-                consumer.client,
-                loop=consumer.loop,
-                about=[(broker_name, message.physical_offset) for message in messages],
-            )
-        )
+        call, then = partial(self._call, listener, held, messages), partial(done, held, messages, listener)
+        self.runner.submit(_Call(consumer, held, messages, call, then))
 
     def ended(self) -> None:
         """A listener has ended."""
@@ -237,6 +228,37 @@ class Delivery:
             _log.info("%s: later: %s %s", label, where, error or "", extra=fields)
         else:
             _log.warning("%s: the listener failed on %s", label, where, exc_info=error, extra=fields)
+
+
+class _Call(Work):
+    """A call of a listener. What it is called and about is put together only for those who look."""
+
+    __slots__ = ("_consumer", "_held", "_messages")
+
+    def __init__(
+        self,
+        consumer: PushConsumer,
+        held: HeldQueue,
+        messages: list[DeliveredMessage],
+        call: Callable[[], object],
+        done: Callable[[Any, Exception | None], None],
+    ) -> None:
+        self.call = call
+        self.done = done
+        self.owner = consumer.client
+        self.loop = consumer.loop
+        self._consumer = consumer
+        self._held = held
+        self._messages = messages
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"{self._consumer.label} {self._held.label} {self._messages[0].queue_offset}"
+
+    @property
+    def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
+        broker_name = self._held.queue.broker_name
+        return [(broker_name, message.physical_offset) for message in self._messages]
 
 
 async def _after(result: Awaitable[object], after: list[Callable[[object, Exception | None], None]]) -> object:

@@ -86,14 +86,21 @@ class ProcessQueue:
 
     def put(self, messages: Sequence[StoredMessage], min_offset: int, max_offset: int) -> int:
         """Add what was pulled, in order of queue offsets; gives how many are new: what was held before is left out."""
-        if messages and messages[0].queue_offset <= self._largest:
-            messages = [message for message in messages if message.queue_offset > self._largest]
         if not messages:
             return 0
-        self._largest = messages[-1].queue_offset
+        first, largest = messages[0].queue_offset, self._largest
+        if len(messages) == 1 and first > largest:  # the usual pull of a consumer that keeps up
+            self._largest = first
+            self.size += _body_size(messages[0])
+        else:
+            if first <= largest:
+                messages = [message for message in messages if message.queue_offset > largest]
+                if not messages:
+                    return 0
+            self._largest = messages[-1].queue_offset
+            self.size += sum(map(_body_size, messages))
         self._waiting.extend(messages)
         self._bounds.append((self._largest, (min_offset, max_offset)))
-        self.size += sum(map(_body_size, messages))
         return len(messages)
 
     def take(self, most: int) -> list[DeliveredMessage]:

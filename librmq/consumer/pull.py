@@ -5,12 +5,15 @@ Nothing is pulled ahead: a poll asks the queues in turn, and waits at the broker
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from librmq.client import Client
+from librmq.clock import wait_async
 from librmq.consumer.config import PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
@@ -37,8 +40,23 @@ BREATH: Final = 0.0001
 _log = logging.getLogger("librmq.consumer")
 
 
+class _Arrival(threading.Event):
+    """Set by whoever has something new for a poll, which waits for it in a thread or in an event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def set(self) -> None:
+        super().set()
+        if self.awaited is not None:
+            loop, event = self.awaited
+            with suppress(RuntimeError):  # the loop was closed: nobody waits in it any more
+                loop.call_soon_threadsafe(event.set)
+
+
 class PullConsumer(Member[PullConsumerConfig]):
-    """One instance of a group that polls. Thread-safe, but one thread at a time polls.
+    """One instance of a group that polls. Thread-safe, but one thread or coroutine at a time polls.
 
     Either `subscribe`, and the group's queues are shared out among its instances, or `assign` queues. A message counts
     as consumed at the next poll or `commit` after the poll that gave it. ``settings`` are those of
@@ -61,7 +79,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
-        self._arrived = threading.Event()
+        self._arrived = _Arrival()
         self._polling = threading.Lock()
 
     def __repr__(self) -> str:
@@ -170,16 +188,10 @@ class PullConsumer(Member[PullConsumerConfig]):
         clock = self.runner.clock
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
         with self._polling:
-            if self.config.auto_commit:
-                with self.runner.lock:
-                    self._commit_polled()
+            self._begin_poll()
             while True:
-                self._arrived.clear()
-                with self.runner.lock:
-                    if self.stopping:
-                        return []
-                    messages, has_moved = self._pull_in_turn()
-                if messages:
+                messages, has_moved = self._look()
+                if messages or self.stopping:
                     return messages
                 remaining = deadline - clock.monotonic()
                 if has_moved and remaining >= 0:
@@ -188,10 +200,58 @@ class PullConsumer(Member[PullConsumerConfig]):
                 if remaining <= 0 or not clock.wait(self._arrived, remaining):
                     return []
 
+    async def poll_async(self, timeout: float | None = None) -> list[DeliveredMessage]:
+        """As `poll`, and others in the event loop go on while it waits. If it is cancelled no message is lost.
+
+        `ClientStateError` while another poll of this consumer goes on.
+        """
+        self._life.check_running("poll")
+        clock = self.runner.clock
+        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
+        if not self._polling.acquire(blocking=False):
+            raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
+        arrived = asyncio.Event()
+        self._arrived.awaited = asyncio.get_running_loop(), arrived
+        try:
+            self._begin_poll()
+            while True:
+                arrived.clear()
+                # No thread is of use here: what a look may wait for is a page of a mapped file, and the interpreter
+                # waits for that as a whole. So a look can't be interrupted either.
+                messages, has_moved = self._look()
+                if messages or self.stopping:
+                    return messages
+                remaining = deadline - clock.monotonic()
+                if has_moved and remaining >= 0:
+                    await asyncio.sleep(0)
+                elif remaining <= 0 or not await wait_async(clock, arrived, remaining):
+                    return []
+        finally:
+            self._arrived.awaited = None
+            self._polling.release()
+
     def __iter__(self) -> Iterator[DeliveredMessage]:
         """Messages, until a poll finds none in its time."""
         while messages := self.poll():
             yield from messages
+
+    async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
+        """Messages, until a poll finds none in its time; others in the event loop go on meanwhile."""
+        while messages := await self.poll_async():
+            for message in messages:
+                yield message
+
+    def _begin_poll(self) -> None:
+        """What was polled before counts as consumed, if so configured."""
+        if self.config.auto_commit:
+            with self.runner.lock:
+                self._commit_polled()
+
+    def _look(self) -> tuple[list[DeliveredMessage], bool]:
+        """Ask the queues, and have it told when there is something new."""
+        self._arrived.clear()
+        with self.runner.lock:
+            return ([], False) if self.stopping else self._pull_in_turn()
 
     def _pull_in_turn(self) -> tuple[list[DeliveredMessage], bool]:
         """Ask each queue once, up to the first that has something; and whether any went on without."""

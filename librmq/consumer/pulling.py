@@ -7,11 +7,11 @@ lock is missing, the consumer is paused) is woken by whoever ends the reason.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.held import HeldQueue
 from librmq.errors import BrokerError, RmqError
-from librmq.message import StoredMessage
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runner import Step
 from librmq.topics import RETRY_PREFIX
@@ -46,8 +46,8 @@ class Pulling:
     def start(self, held: HeldQueue) -> None:
         """Begin to pull."""
         wake = self._consumer.runner.wake
-        held.pull.run_due = lambda now_ms: self._pull_or_lose(held, now_ms)
-        held.notify = lambda: wake(held.pull)
+        held.pull.run_due = partial(self._pull_or_lose, held)
+        held.notify = partial(wake, held.pull)
         wake(held.pull)
 
     def share_limits(self) -> None:
@@ -61,10 +61,11 @@ class Pulling:
     def is_too_much(self, held: HeldQueue) -> bool:
         """Whether no more is pulled for now."""
         messages, config = held.messages, self._consumer.config
-        return (
-            len(messages) > self.max_messages
+        count = len(messages)
+        return count > 0 and (
+            count > self.max_messages
             or messages.size > self.max_bytes
-            or (not config.orderly and messages.span > config.max_span)
+            or (count > 1 and not config.orderly and messages.span > config.max_span)
         )
 
     def less_is_held(self, held: HeldQueue) -> None:
@@ -116,6 +117,7 @@ class Pulling:
                     None,
                     progress,
                     held.notify,
+                    not self._interval_ms,
                 )
             )
         except RmqError as error:
@@ -138,12 +140,14 @@ class Pulling:
         held.next_offset = response.next_offset
         if status is PullStatus.FOUND:
             self._found(held, response, now_ms)
+            if response.is_held and not self.is_too_much(held):
+                return self._idle(held, response, now_ms)
         else:
             self._passed_over(held)
         return now_ms + self._interval_ms
 
     def _found(self, held: HeldQueue, response: PullResponse, now_ms: int) -> None:
-        messages: tuple[StoredMessage, ...] | list[StoredMessage] = response.messages
+        messages = response.messages
         tag_filter = self._consumer.filters.get(held.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]

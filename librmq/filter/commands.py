@@ -12,7 +12,7 @@ from librmq.filter.lint import lint
 from librmq.filter.parser import Dialect, parse, refuse_rest
 from librmq.filter.sqlfilter import compiled
 
-__all__ = ["answer_bloom", "answer_case", "explain_text"]
+__all__ = ["answer_bloom", "answer_case", "explain_text", "read_case"]
 
 
 def answer_case(row: Any, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
@@ -20,16 +20,10 @@ def answer_case(row: Any, dialect: Dialect = "4.9", *, strict: bool = False) -> 
 
     With ``strict`` an expression that something follows does not compile. ``FilterError`` for a row that is no case.
     """
-    if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
-        raise FilterError("a case is an object with a text expr")
-    properties = row.get("props")
-    if properties is not None:
-        if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
-            raise FilterError("props are an object of texts, or null")
-        properties = {name: value for name, value in properties.items() if value is not None}
+    expression, properties = read_case(row)
     answer: dict[str, Any] = {name: row[name] for name in ("expr", "props") if name in row}
     try:
-        sql = compiled(row["expr"], dialect)
+        sql = compiled(expression, dialect)
         if strict:
             refuse_rest(sql.selector)
     except FilterSyntaxError:
@@ -38,7 +32,19 @@ def answer_case(row: Any, dialect: Dialect = "4.9", *, strict: bool = False) -> 
         result: bool | str | None = sql.evaluate(properties)
     except FilterEvaluationError as error:
         result = f"EVAL_ERROR:{error.java_name}"
-    return answer | {"result": result, "match": sql.matches(properties)}
+    return answer | {"result": result, "match": result is True}
+
+
+def read_case(row: Any) -> tuple[str, dict[str, str] | None]:
+    """The expression and the properties of a case ``{expr, props}``; ``FilterError`` for a row that is none."""
+    if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
+        raise FilterError("a case is an object with a text expr")
+    properties = row.get("props")
+    if properties is None:
+        return row["expr"], None
+    if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
+        raise FilterError("props are an object of texts, or null")
+    return row["expr"], {name: value for name, value in properties.items() if value is not None}
 
 
 def answer_bloom(row: Any) -> dict[str, Any]:

@@ -259,7 +259,15 @@ def cheapest_first(question: Question) -> Question:
     """The same question where only TRUE matters: on a chain of ANDs any other answer ends it, in whatever order."""
     if not isinstance(question, All):
         return question
-    return All(tuple(sorted(question.of, key=_cost)))
+    terms: list[Question] = []
+    pending: list[Question] = [question]
+    while pending:
+        term = pending.pop()
+        if isinstance(term, All):
+            pending.extend(reversed(term.of))
+        else:
+            terms.append(term)
+    return All(tuple(sorted(terms, key=_cost)))
 
 
 def _cost(question: Question) -> int:

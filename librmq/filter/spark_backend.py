@@ -24,6 +24,7 @@ except ImportError as error:
 from librmq.filter.columns import ColumnBackend, Condition
 from librmq.filter.javanumbers import DIGIT_ZEROS, digit_translation
 from librmq.filter.logic import (
+    All,
     Missing,
     NumberIs,
     OrderOf,
@@ -50,12 +51,12 @@ def to_column(question: Question, properties: Any) -> Any:
     ``properties`` is a column of maps, or a mapping from names to columns of texts. ``FilterError`` for an
     expression that grows too large: one with long chains of ORs in ANDs in ORs over terms that may fail.
     """
-    condition = _Spark(properties).condition(cheapest_first(question), "is_true")
+    condition = _Spark(properties).whole(question)
     if condition.size > LARGEST or condition.depth > DEEPEST:
         reason = f"{condition.size} expressions, {condition.depth} levels; at most {LARGEST} and {DEEPEST}"
         raise FilterError(f"the filter is too large for a Spark column: {reason}")
     # A name of its own: Spark's would be the whole expression.
-    return F.coalesce(condition.column(), F.lit(False)).alias("matches")
+    return condition.column().alias("matches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ def _of(make: Callable[..., Column], *parts: _Expression) -> _Expression:
 
     size = 1 + sum(part.size for part in parts)
     return _Expression(column, size, 1 + max((part.depth for part in parts), default=0))
+
+
+def _never_null(condition: _Expression) -> _Expression:
+    return _of(lambda condition: F.coalesce(condition, F.lit(False)), condition)
 
 
 def _balanced(join: Callable[[Column, Column], Column], parts: list[_Expression]) -> _Expression:
@@ -109,6 +114,24 @@ class _Spark(ColumnBackend[_Expression]):
         self._properties = properties
         self._texts: dict[str, _Expression] = {}
 
+    def whole(self, question: Question) -> _Expression:
+        """Where a whole question is TRUE, never null: a chain of ANDs, the cheapest first, each of them never null.
+
+        Spark takes such a chain apart: what a term needs is read only where those before it hold, and what a source
+        can tell by itself, as Parquet's files can of a column that is one of some texts, it is asked first.
+        """
+        chain = cheapest_first(question)
+        terms: list[_Expression] = []
+        for term in chain.of if isinstance(chain, All) else (chain,):
+            condition = self.condition(term, "is_true")
+            if isinstance(term, TextIn) and isinstance(self._properties, Mapping):
+                terms += [_of(lambda text: text.isNotNull(), self.text(term.name)), condition]
+            elif isinstance(term, Missing):
+                terms.append(condition)
+            else:
+                terms.append(_never_null(condition))
+        return self.every(terms)
+
     def literal(self, value: bool) -> _Expression:
         return _of(lambda: F.lit(value))
 
@@ -119,7 +142,7 @@ class _Spark(ColumnBackend[_Expression]):
         return _balanced(lambda a, b: a | b, list(conditions)) if conditions else self.literal(False)
 
     def none(self, conditions: Sequence[_Expression]) -> _Expression:
-        return _of(lambda some: ~F.coalesce(some, F.lit(False)), self.some(conditions))
+        return _of(lambda some: ~some, _never_null(self.some(conditions)))
 
     def first(self, branches: Sequence[tuple[_Expression, bool]]) -> _Expression:
         def make(*conditions: Column) -> Column:
@@ -225,11 +248,10 @@ def _compared_integer(text: _Expression, compare: Callable[[Any, Any], Any], lit
     def make(text: Column) -> Column:
         number = text.try_cast(target)
         value = F.lit(int(literal)).cast(target)
-        is_integer = (number.cast("string") == text) | text.rlike(_INTEGER)
-        unusual = F.when(number.isNull(), compare(_unusual(text, target), value))
-        return F.when(compare(number, value), is_integer).otherwise(unusual)
+        holds = F.coalesce(compare(number, value), compare(_unusual(text, target), value))
+        return holds & ((number.cast("string") == text) | text.rlike(_INTEGER))
 
-    return _sized(make, text, mentions=6, own=14)
+    return _sized(make, text, mentions=5, own=14)
 
 
 _TYPES: Final[dict[type, str]] = {int: "int", JavaLong: "bigint"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
@@ -35,13 +35,20 @@ class Compiled:
     def __init__(self, expression: str, dialect: Dialect) -> None:
         self.selector: Final[Selector] = parse(expression, dialect)
         self.question: Final = reduce(self.selector.root)
-        self.matches: Final = compile_match(self.question)
+        self._answer_first = len(expression) > CACHED_LENGTH
+
+    @cached_property
+    def matches(self) -> Callable[[Mapping[str, str] | None], bool]:
+        return compile_match(self.question)
 
     @cached_property
     def _evaluate(self) -> object:
         return compile_evaluate(self.question)
 
     def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
+        if self._answer_first:  # making code of a long expression costs more than answering once without
+            self._answer_first = False
+            return interpreter.evaluate(self.selector, properties)
         try:
             return self._evaluate(properties)  # type: ignore[operator,no-any-return]
         except EvaluationRefusedError:

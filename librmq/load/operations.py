@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq import codec, layout
+from librmq.batch import BatchItem, encode_batch
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
@@ -42,7 +43,8 @@ from librmq.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
-from librmq.txn import CHECK_GROUP, Transactions, TransactionSettings
+from librmq.txn import Transactions, TransactionSettings
+from librmq.txnhalves import CHECK_GROUP
 
 __all__ = ["run"]
 
@@ -264,8 +266,8 @@ class _Operations:
             fields.check_separators(added)
             if parse_level(added.get(codec.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
                 raise MessageIllegalError("a batch can't be delayed")
-            encoded = codec.encode_batch(
-                codec.BatchItem(message.body, message.flag, codec.encode_properties(message.properties))
+            encoded = encode_batch(
+                BatchItem(message.body, message.flag, codec.encode_properties(message.properties))
                 for message in messages
             )
             return self._store.append_batch(messages, queue_id, properties=added, **origin)

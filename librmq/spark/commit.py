@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -40,7 +41,7 @@ from librmq.store import MessageStore
 
 __all__ = ["Staged", "commit", "discard", "job_folder"]
 
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 2 << 20
 _SECTOR: Final = 512
 _TOLD: Final = 64
 
@@ -88,7 +89,7 @@ def commit(path: str, job: str, staged: Sequence[Staged], folder: str, *, ordere
             return 0
         with closing(_Staging(folder, sorted(staged, key=lambda one: one.task), ordered)) as records:
             if len(records):
-                _bring_in(store, job, records)
+                _bring_in(store, job, records, folder)
                 if not keep_note:
                     files.delete(_note(path, job))
             elif keep_note:
@@ -185,32 +186,17 @@ class _Staging:
         return bytearray(b"".join([os.pread(self._raw[task].fileno(), size, at) for task, at, size in rows]))
 
 
-def _bring_in(store: MessageStore, job: str, records: _Staging) -> None:
-    """Write the records, show them, and what is derived from them."""
+def _bring_in(store: MessageStore, job: str, records: _Staging, folder: str) -> None:
+    """Write the records, show them, and what is derived from them; what was staged goes meanwhile."""
     log, now_ms = store.log, store.clock.now_ms()
     old_end = log.end
     lanes = [store._lane(*lane) for lane in records.lanes]
     first_offsets = np.array([lane.next_queue_offset for lane in lanes], np.int64)
     queue_offsets = first_offsets[records.lane] + _ranks(records.lane, len(lanes))
     places = _places(records.sizes, old_end, log.file_size)
-    begin, end = int(places[0]), int(places[-1] + records.sizes[-1])
-    shown: bytes | None = None
+    begin = int(places[0])
     try:
-        for first, upto in _chunks(places, records.sizes, log.file_size):
-            data = records.data(first, upto)
-            _fill_in(data, places[first:upto], queue_offsets[first:upto], now_ms)
-            if shown is None:
-                gate = min(len(data), _SECTOR - begin % _SECTOR)
-                shown = bytes(data[:gate])
-                _write_note(store, job, begin, end, bytes(data[:_TOLD]), len(records))
-                data[:gate] = bytes(gate)
-            if log.claim(len(data)) != int(places[first]):
-                raise CorruptionError(log.sequence.folder, int(places[first]), "record", "the log is not where it was")
-            start = log.sequence.start_of(int(places[first]))
-            if start is not None:  # page by page it would take twice as long
-                log.sequence.touch(start, int(places[first]) - start, int(places[first]) - start + len(data))
-            log.append(data)
-        assert shown is not None
+        shown = _write(store, job, records, places, queue_offsets, now_ms)
         log.flush()
         log.patch(begin, shown)  # within one sector: there or not
     except BaseException:
@@ -218,22 +204,59 @@ def _bring_in(store: MessageStore, job: str, records: _Staging) -> None:
         store.files.delete(_note(store.path, job))
         raise
     log.last_write = int(places[-1])
-    log.flush()
+
+    def settle() -> None:
+        log.flush()
+        records.close()
+        discard(folder)
+
     try:
+        with ThreadPoolExecutor(2) as beside:
+            tasks = [beside.submit(settle)]
+            if not store.config.enable_consumequeue_ext:
+                stored = np.full(len(places), now_ms, np.int64)
+                hashes = records.record_of_key, records.key_hashes
+                tasks.append(beside.submit(store.index.append_block, places, stored, *hashes))
+                _derive_queues(store, records, lanes, places)
+        for task in tasks:
+            task.result()
         if store.config.enable_consumequeue_ext:  # units with their bitmaps are made by recovery, one by one
             store.abandon()
             MessageStore.open(store.path, background=False).close()
         else:
-            _derive(store, records, lanes, places, queue_offsets, now_ms)
+            store._dispatcher.dispatched_timestamp_ms = now_ms
     except BaseException:
         store.abandon()  # the records are there: the next open makes what follows from them
         raise
 
 
-def _derive(
-    store: MessageStore, records: _Staging, lanes: list[LaneOfStore], places: Ints, queue_offsets: Ints, now_ms: int
-) -> None:
-    """Queue entries and keys of all records at once, as the store's own dispatcher writes them by the 64."""
+def _write(store: MessageStore, job: str, records: _Staging, places: Ints, queue_offsets: Ints, now_ms: int) -> bytes:
+    """Write the records but for the first bytes, which are returned."""
+    log, begin = store.log, int(places[0])
+    shown = b""
+    with ThreadPoolExecutor(1) as beside:  # it writes a chunk while the next one is made ready
+        written: Future[None] | None = None
+        for first, upto in _chunks(places, records.sizes, log.file_size):
+            data = records.data(first, upto)
+            _fill_in(data, places[first:upto], queue_offsets[first:upto], now_ms)
+            if written is None:
+                gate = min(len(data), _SECTOR - begin % _SECTOR)
+                shown = bytes(data[:gate])
+                end = int(places[-1] + records.sizes[-1])
+                _write_note(store, job, begin, end, bytes(data[:_TOLD]), len(records))
+                data[:gate] = bytes(gate)
+            else:
+                written.result()
+            if log.claim(len(data)) != int(places[first]):
+                raise CorruptionError(log.sequence.folder, int(places[first]), "record", "the log is not where it was")
+            written = beside.submit(log.append_block, data)
+        assert written is not None
+        written.result()
+    return shown
+
+
+def _derive_queues(store: MessageStore, records: _Staging, lanes: list[LaneOfStore], places: Ints) -> None:
+    """Queue entries of all records at once, as the store's own dispatcher writes them by the 64."""
     entries = np.empty(len(places), ENTRY_DTYPE)
     entries["physical_offset"], entries["size"], entries["tags_code"] = places, records.sizes, records.codes
     order = np.argsort(records.lane, kind="stable")
@@ -245,8 +268,6 @@ def _derive(
         lane.next_queue_offset += len(chosen)
         dispatcher.unflushed.add(lane.queue)
     dispatcher.entries += len(places)
-    store.index.append_block(places, np.full(len(places), now_ms, np.int64), records.record_of_key, records.key_hashes)
-    dispatcher.dispatched_timestamp_ms = now_ms
 
 
 def _ranks(lane: Ints, lanes: int) -> Ints:

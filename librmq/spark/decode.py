@@ -53,7 +53,8 @@ HEADER: Final = np.dtype(
 
 _MOST_COMPARED: Final = 24
 """Properties of a row that are held against each other by arrays; a row with more is read one by one."""
-_LAST_MS: Final = ((1 << 63) - 1) // 1000
+LAST_MS: Final = ((1 << 63) - 1) // 1000
+"""The last time that a timestamp of Spark's can be."""
 
 
 def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
@@ -451,7 +452,10 @@ def _number(name: str, kind: pa.DataType) -> tuple[pa.DataType, Callable[[Block]
 
 def _time(name: str) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
     def micros(block: Block) -> pa.Array:
-        return pa.array(np.clip(block.field(name), -_LAST_MS, _LAST_MS) * 1000).cast(TIMESTAMP)
+        values = block.field(name)
+        np.clip(values, -LAST_MS, LAST_MS, out=values)
+        values *= 1000
+        return pa.Array.from_buffers(TIMESTAMP, len(values), [None, pa.py_buffer(values)])
 
     return TIMESTAMP, micros
 

@@ -33,7 +33,7 @@ __all__ = ["Damage", "DataLossError", "Part", "PlannedStore", "QueueRange", "Sli
 QueueName = tuple[str, int]
 
 PARTITION_BYTES: Final = 64 << 20
-PARTITION_ENTRIES: Final = 1 << 20
+PARTITION_ENTRIES: Final = 1 << 19
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -22,12 +21,13 @@ import pyarrow as pa
 from librmq import codec, layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
-from librmq.errors import CorruptionError, RecordError, StoreIOError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import DiskFiles, File
 from librmq.mappedfile import file_name
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import Damage, DataLossError, Part, Slice
+from librmq.spark.starts import record_starts
 
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
@@ -53,8 +53,6 @@ _ENTRY_COLUMNS: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "s
 BATCH_ROWS: Final = 8192
 ENTRY_BATCH_ROWS: Final = 65_536
 BATCH_BYTES: Final = 16 << 20
-_SIZE_AND_MAGIC: Final = struct.Struct(">II")
-_MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
 _MOST_TOLD: Final = 1000
 
 
@@ -151,7 +149,9 @@ class _Task:
         elif self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         size = self._part.log_file_size
-        for chunk in _chunks(rows, size):
+        # Spark takes few large batches in less time; what is variable in length is better decoded by the cacheful.
+        most = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
+        for chunk in _chunks(rows, size, most):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
             self._forget()
         self._file = None
@@ -388,58 +388,27 @@ class _Task:
             gap_begins[gap_begins != gap_ends].tolist(), gap_ends[gap_begins != gap_ends].tolist(), strict=True
         ):
             if at < upto:
-                found.append(self._chain(at, upto, bad))
+                found += self._chain(at, upto, bad)
         every = np.sort(np.concatenate(found))
         empty = np.zeros(len(every), np.int64)
         return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
 
-    def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> Ints:
-        places: list[int] = []
+    def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> list[Ints]:
+        """The records from ``at`` to ``upto``, found in the log alone."""
+        found: list[Ints] = []
         size = self._part.log_file_size
         while at < upto:
             start = at - at % size
             raw = self._log_file(start)
-            if raw is None:
-                if not self._options.fail_on_data_loss:
-                    at = start + size
-                    continue
+            if raw is not None:
+                for places, wrong in record_starts(raw, at - start, min(upto - start, len(raw))):
+                    found.append(places + start)
+                    bad += [(start + place, why) for place, why in wrong]
+                    self._forget()
+            elif self._options.fail_on_data_loss:
                 raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} is gone")
-            assert self._file is not None
-            buffer, whole, limit = memoryview(self._file[1].buffer), len(raw), min(upto - start, len(raw))
-            place = at - start
-            unpack, found = _SIZE_AND_MAGIC.unpack_from, places.append
-            last, least, usual = min(limit, len(raw) - codec.FIXED_SIZE), codec.FIXED_SIZE, codec.MESSAGE_MAGIC
-            while place < limit:
-                while place < last:  # the usual record at once
-                    length, magic = unpack(buffer, place)
-                    if magic != usual or length < least or place + length > whole:
-                        break
-                    found(start + place)
-                    place += length
-                if place >= limit:
-                    break
-                if place + codec.BLANK_SIZE > len(raw):
-                    bad.append((start + place, "expected a record, found the end of the file"))
-                    place = limit
-                    break
-                length, magic = unpack(buffer, place)
-                if magic in _MAGICS and length >= codec.FIXED_SIZE and place + length <= len(raw):
-                    places.append(start + place)
-                    place += length
-                elif magic == codec.BLANK_MAGIC:
-                    place = limit if limit < len(raw) else len(raw)
-                elif not length and not magic and not self._file[2][place:limit].any():
-                    place = limit  # zeros behind the last record
-                else:
-                    try:
-                        codec.frame(buffer, place, len(raw))
-                        why = "expected a record"
-                    except RecordError as error:
-                        why = error.reason
-                    bad.append((start + place, why))
-                    place = limit
-            at = start + max(place, limit)
-        return np.array(places, np.int64)
+            at = start + size
+        return found
 
 
 def _in(values: pa.Array, wanted: list[str]) -> Mask:
@@ -456,7 +425,7 @@ def _candidates(codes: Ints, tags: TagFilter) -> Mask:
     return found
 
 
-def _chunks(rows: _Rows, file_size: int) -> Iterator[_Rows]:
+def _chunks(rows: _Rows, file_size: int, most: int) -> Iterator[_Rows]:
     """Rows cut where a file ends, or where a batch has rows or bytes enough."""
     if not len(rows):
         return
@@ -464,7 +433,7 @@ def _chunks(rows: _Rows, file_size: int) -> Iterator[_Rows]:
     weights = np.cumsum(np.clip(rows.sizes, 0, BATCH_BYTES))
     at, count = 0, len(rows)
     while at < count:
-        upto = min(count, at + BATCH_ROWS)
+        upto = min(count, at + most)
         before = weights[at - 1] if at else 0
         upto = min(upto, max(at + 1, int(np.searchsorted(weights, before + BATCH_BYTES, "right"))))
         changed = np.flatnonzero(starts[at:upto] != starts[at])

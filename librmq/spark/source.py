@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -132,18 +131,16 @@ class PushingReader(Reader):
 
 def plan_batch(options: ReadOptions) -> list[Part]:
     """The parts of a batch read."""
+    from librmq.spark.options import Wanted
     from librmq.spark.plan import PlannedStore
 
     parts: list[Part] = []
     least = -(-options.min_partitions // len(options.paths))
-    with ExitStack() as stack:
-        for path in options.paths:
-            wanted = options.wanted
-            if options.view == "log":
-                from librmq.spark.options import Wanted
-
-                wanted = Wanted(internal=True)  # all entries help to find the records between them
-            store = stack.enter_context(PlannedStore.open(path, wanted, options.mode))
+    wanted = options.wanted
+    # All entries help to find the records between them.
+    looked_at = Wanted(internal=True) if options.view == "log" else wanted
+    for path in options.paths:  # one at a time: of a hundred stores one is open
+        with PlannedStore.open(path, looked_at, options.mode) as store:
             parts += store.damage_parts()
             if options.view == "log":
                 parts += store.log_parts(least)

@@ -7,8 +7,10 @@ says in ``store`` whose row it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from librmq import layout
 from librmq.brokerconfig import BrokerConfig
@@ -16,11 +18,23 @@ from librmq.files import DiskFiles
 from librmq.levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.spark.options import ReadOptions, Wanted
 from librmq.spark.plan import PlannedStore
+from librmq.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["DELAY_GROUP", "filters", "log_files", "messages", "offsets", "paths_of", "queues"]
+__all__ = [
+    "DELAY_GROUP",
+    "filters",
+    "log_files",
+    "messages",
+    "offsets",
+    "paths_of",
+    "queues",
+    "timer_progress",
+    "timer_units",
+]
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -87,6 +101,44 @@ def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
             if entry.name.isdigit()
         ]
     return _frame(spark, rows, "store string, file string, begin bigint, size bigint")
+
+
+def timer_progress(spark: SparkSession, paths: Paths) -> DataFrame:
+    """store, done: up to which queue offset the messages of the timer topic were put into the wheel."""
+    files = DiskFiles()
+    rows = [(path, (TimerCheckpoint.read(path, files) or TimerCheckpoint()).queue_offset) for path in paths_of(paths)]
+    return _frame(spark, rows, "store string, done bigint")
+
+
+def timer_units(spark: SparkSession, paths: Paths) -> DataFrame:
+    """store, slot (its time in ms), magic, physicalOffset: what stands in slots of the wheel that are not emptied yet.
+
+    Tasks read it from the timer's log, one a store.
+    """
+    files = DiskFiles()
+    stores = [(path, size) for path in paths_of(paths) if (size := timer_log_size(path, files))]
+    schema = "store string, slot bigint, magic int, physicalOffset bigint"
+    logs = _frame(spark, stores, "store string, size bigint")
+    return logs.repartition(max(1, len(stores)), "store").mapInArrow(_units, schema)
+
+
+def _units(logs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    for one in (row for batch in logs for row in batch.to_pylist()):
+        checkpoint = TimerCheckpoint.read(one["store"], DiskFiles()) or TimerCheckpoint()
+        log = TimerLog(one["store"], one["size"], writable=False)
+        for _, block in log.blocks(checkpoint.log_position):
+            times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
+            waiting = times >= checkpoint.read_time_ms
+            yield pa.RecordBatch.from_pydict(
+                {
+                    "store": pa.repeat(one["store"], int(waiting.sum())),
+                    "slot": times[waiting],
+                    "magic": block["magic"][waiting].astype(np.int32),
+                    "physicalOffset": block["physical_offset"][waiting].astype(np.int64),
+                }
+            )
 
 
 def _frame(spark: SparkSession, rows: Iterable[tuple[Any, ...]], schema: str) -> DataFrame:

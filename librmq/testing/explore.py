@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
+from librmq.files import TemporaryFolder
 from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.kit import Kit
 from librmq.testing.process import LIBRARY
@@ -71,6 +72,8 @@ class Found:
     """How many decisions it had before it was made shorter."""
     trace: Trace
     """The run itself."""
+    on_disk: Attempt | None = None
+    """The same schedule once more with the store in a folder; None where it was not run so."""
 
     @property
     def seed(self) -> str:
@@ -117,6 +120,8 @@ class Exploration:
             lines += [f"  {decision}" for decision in found.decisions]
         if not found.trace.replayable:
             lines.append("listeners waited for each other under it: it may not come out the same again")
+        if found.on_disk is not None:
+            lines.append(_compared(found.error, found.on_disk))
         lines += ["what happened:", found.history]
         if found.decisions:
             lines.append(f"run it again with the seed {found.seed}")
@@ -177,7 +182,8 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
         label = chosen.get(place)
         return 0 if label is None or label not in labels else labels.index(label)
 
-    return Strategy(choose, any(place.kind == PAUSE for place, _ in decisions))
+    pausing = [place.usual for place, _ in decisions if place.kind == PAUSE]
+    return Strategy(choose, lambda label: any(usual.startswith(f"{label}: ") for usual in pausing))
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
@@ -208,7 +214,7 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
             faults += 1
         return index
 
-    return Strategy(choose, is_met(PAUSE))
+    return Strategy(choose, lambda label: is_met(PAUSE))
 
 
 def _drawn(seed: str, what: object) -> int:
@@ -285,16 +291,23 @@ def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, l
     result = Exploration()
     seen: set[tuple[Decision, ...]] = set()
 
-    def attempt(strategy: Strategy) -> Attempt:
+    def attempt(strategy: Strategy, on_disk: bool = False) -> Attempt:
         if not (result.runs + result.shrinking_runs) % _RUNS_A_COLLECTION:
             gc.collect(0)  # now, as nothing of a run is alive
         explorer = Explorer(strategy, ManualClock())
-        explorer.is_first, explorer.switches_at_lines = not result.runs, lines
+        explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, lines, on_disk
         error = run(explorer)
         trace = explorer.trace
         result.reached.update(place.kind for place, _ in trace.reached)
         result.chosen.update(decision.place.kind for decision in trace.decisions)
         return Attempt(trace, error)
+
+    def found(failed: Attempt, first_decisions: int = 0) -> Found:
+        trace, error = failed
+        assert error is not None
+        decisions = tuple(trace.decisions)
+        again = attempt(as_decided(decisions), on_disk=True) if replay is None else None
+        return Found(decisions, error, trace.history, result.runs, first_decisions, trace, again)
 
     def counted(strategy: Strategy) -> Attempt:
         made = attempt(strategy)
@@ -320,7 +333,7 @@ def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, l
 
     usual = counted(as_decided(replay or ()))
     if usual.error is not None:
-        result.found = _found(usual, 1)
+        result.found = found(usual)
     if usual.error is not None or replay is not None:
         return result
     for strategy in strategies(usual):
@@ -328,14 +341,13 @@ def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, l
             return result
         made = counted(strategy)
         if made.error is not None:
-            found = _shorten(made, usual, attempt, result)
-            result.found = _found(found, result.runs, len(made.trace.decisions))
+            result.found = found(_shorten(made, usual, attempt, result), len(made.trace.decisions))
             return result
     return result
 
 
 def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration) -> Attempt:
-    """The same failure with as few decisions as can be found; the last run is that which is given."""
+    """The same failure with as few decisions as can be found."""
     signature = failed.signature
     shortest = failed
     tried: set[tuple[Decision, ...]] = set()
@@ -375,10 +387,24 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
     return shortest
 
 
-def _found(attempt: Attempt, run: int, first_decisions: int = 0) -> Found:
-    trace, error = attempt
-    assert error is not None
-    return Found(tuple(trace.decisions), error, trace.history, run, first_decisions, trace)
+@contextmanager
+def explored_kit(explorer: Explorer, **settings: Any) -> Iterator[Kit]:
+    """The kit for one run, let go of at the end; in memory, or in a folder if the run is to be ``on_disk``.
+
+    Its store is looked at once, by the first run: the same broker writes all of them.
+    """
+    folder = TemporaryFolder() if explorer.on_disk and settings.get("path") is None else None
+    if folder is not None:
+        settings["path"] = folder.name
+    try:
+        kit = Kit(runner=explorer, check=explorer.is_first, **settings)
+        try:
+            yield kit
+        finally:
+            kit.abandon()
+    finally:
+        if folder is not None:
+            folder.delete()
 
 
 def explore(
@@ -392,18 +418,16 @@ def explore(
     """
 
     def run(explorer: Explorer) -> BaseException | None:
-        kit = Kit(runner=explorer, check=explorer.is_first, **settings)  # once is enough: the same broker writes all
-        try:
-            function(kit)
-            kit.close()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:
-            explorer.trace.history = str(kit.history())
-            return error
-        finally:
-            kit.abandon()
-        return None
+        with explored_kit(explorer, **settings) as kit:
+            try:
+                function(kit)
+                kit.close()
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:
+                explorer.trace.history = str(kit.history())
+                return error
+            return None
 
     result = search(run, runs, seed, read_seed(seed), lines=lines)
     if result.found is not None:
@@ -421,6 +445,15 @@ def _place(traceback: TracebackType | None) -> tuple[str, int]:
             place = file, traceback.tb_lineno
         traceback = traceback.tb_next
     return place
+
+
+def _compared(error: BaseException, on_disk: Attempt) -> str:
+    """What came of the same schedule with the store in a folder."""
+    if on_disk.error is None:
+        return "with its store on disk the same schedule does not fail: what differs is the disk, or chance"
+    if on_disk.signature == Attempt(on_disk.trace, error).signature:
+        return "it fails in the same way with its store on disk"
+    return f"with its store on disk the same schedule fails otherwise: {_short(on_disk.error)}"
 
 
 def _short(error: BaseException) -> str:

@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache
+from itertools import chain
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -72,8 +73,9 @@ class Strategy(NamedTuple):
     """Who decides. ``choose(place, labels)`` gives the index of a choice; 0 is the usual one."""
 
     choose: Callable[[Place, Sequence[str]], int]
-    pauses: bool = True
-    """Whether a listener may have to pause; if none has, they need no threads, which is faster."""
+    pauses: Callable[[str], bool] = lambda label: True
+    """Whether the listener's work of this label may have to pause; one that may not needs no thread, which is faster.
+    """
 
 
 @dataclass(slots=True)
@@ -107,15 +109,19 @@ class _Paused(Work):
 class Explorer(KitRunner):
     """A `KitRunner` whose choices are made by ``strategy``."""
 
+    settles_history = False  # of the run that fails it is read in time
+
     def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
         self.strategy = strategy
         self.trace = Trace()
         self.is_first = False
         """Of the runs of one test."""
+        self.on_disk = False
+        """Whether this run is the one whose store lies in a folder, if those of the others are in memory."""
         self.switches_at_lines = False
         """Whether a listener may pause at each line of its own file too."""
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._seen: dict[tuple[str, str], int] = {}
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
         self._dying: Process | None = None
@@ -131,8 +137,8 @@ class Explorer(KitRunner):
             return 0
         seen = self._seen
         key = kind, labels[0]
-        seen[key] += 1
-        place = Place(kind, labels[0], seen[key])
+        number = seen[key] = seen.get(key, 0) + 1
+        place: Place = tuple.__new__(Place, (kind, labels[0], number))
         self.trace.reached.append((place, tuple(labels)))
         index = self.strategy.choose(place, labels)
         if index:
@@ -163,23 +169,29 @@ class Explorer(KitRunner):
 
     def pick(self, options: Iterator[Turn]) -> Turn | None:
         """The turn to take; None ends the run."""
-        turns = self._alive(options)
+        usual_turn = next(options, None)
+        if isinstance(usual_turn, Step) and not isinstance(usual_turn.owner, Client) and not is_dead(usual_turn):
+            return None if self.failure is not None else usual_turn  # what a broker does by itself meets nobody
+        turns = [] if usual_turn is None else self._alive(chain((usual_turn,), options))
         while self.failure is None:
             first = turns[0] if turns else None
             if isinstance(first, Step):
                 if not isinstance(first.owner, Client):
-                    return first  # what a broker does by itself meets nobody
+                    return first
             else:
                 faults = self._possible_faults()
                 if faults:
                     usual = "idle" if first is None else first.label
-                    index = self.decide("fault", [usual, *(label for label, _ in faults)])
+                    index = self.decide("fault", [usual, *(label for label, _, _ in faults)])
                     if index:
-                        faults[index - 1][1]()
+                        _, fail, process = faults[index - 1]
+                        fail(process)
                         turns = self._alive(self.options(self._until_ms))
                         continue
                 if first is None:
                     return None
+            if len(turns) == 1:
+                return first
             offered = [
                 turn for turn in turns if not isinstance(turn, Step) or turn is first or isinstance(turn.owner, Client)
             ]
@@ -197,18 +209,19 @@ class Explorer(KitRunner):
                 self.drop(turn)
             options = self.options(self._until_ms)
 
-    def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
+    def _possible_faults(self) -> list[tuple[str, Callable[[Process], object], Process]]:
+        """What may fail now: label, what makes it fail, and which process."""
         kit = self.kit
-        found: list[tuple[str, Callable[[], object]]] = []
+        found: list[tuple[str, Callable[[Process], object], Process]] = []
         living = [process for process in kit.processes[1:] if not process.dead and process.clients]
         for process in living:
-            name = process.label
-            found.append((f"{FAULT}{name} dies", partial(kit.crash, process)))
+            dies, starts_again, is_lost, joins = _fault_labels(process.label)
+            found.append((dies, kit.crash, process))
             if not any(self._of(work, process) for work in self._pieces.values()):
-                found.append((f"{FAULT}{name} is started again", partial(kit.restart, process)))
-            found.append((f"{FAULT}{name} is lost to the broker", partial(kit.lose, process)))
+                found.append((starts_again, kit.restart, process))
+            found.append((is_lost, kit.lose, process))
             if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
-                found.append((f"{FAULT}another {name} joins", partial(kit.join, process)))
+                found.append((joins, kit.join, process))
         return found
 
     @staticmethod
@@ -221,7 +234,8 @@ class Explorer(KitRunner):
         """Run user code until it ends or pauses; where it may pause, in a thread of its own."""
         if self.switches_at_lines and work.about:
             work.call = self._with_points_at_lines(work.call)
-        if not self.strategy.pauses:
+        # Beside one that has paused it may have to wait for it, which only a thread can.
+        if not self._pieces and not self.strategy.pauses(work.label):
             self._inline = work
             try:
                 super().perform(work)
@@ -359,6 +373,16 @@ class Explorer(KitRunner):
                 except BaseException:
                     continue  # of user code in a run that is over: the test has its result
         return super().close(timeout)
+
+
+@lru_cache(maxsize=256)
+def _fault_labels(name: str) -> tuple[str, str, str, str]:
+    return (
+        f"{FAULT}{name} dies",
+        f"{FAULT}{name} is started again",
+        f"{FAULT}{name} is lost to the broker",
+        f"{FAULT}another {name} joins",
+    )
 
 
 def _distinct(labels: list[str]) -> list[str]:

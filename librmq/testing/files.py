@@ -145,6 +145,10 @@ class FailingFiles:
     def touch(self, file: File, begin: int, end: int) -> None:
         self._files.touch(file, begin, end)
 
+    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
+        self._called("put", file.path)
+        self._files.put(file, at, data)
+
     def no_read_ahead(self, file: File, begin: int, end: int) -> None:
         self._files.no_read_ahead(file, begin, end)
 

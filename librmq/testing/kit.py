@@ -478,7 +478,8 @@ class Kit:
     def abandon(self) -> None:
         """End all without a look at the store, as after a failure."""
         if not self._closed:
-            self._history.settle()
+            if self.runner.settles_history:
+                self._history.settle()
             self._end()
             self.broker.abandon()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from _pytest.runner import runtestprotocol
 
 from librmq.errors import InputError
 from librmq.testing.batons import end_threads
-from librmq.testing.explore import Exploration, read_seed, schedule_document, search
+from librmq.testing.explore import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import Kit
 
@@ -33,15 +34,23 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
         folder.mkdir()
         settings["path"] = folder
     explorer = node.stash.get(_EXPLORER, None)
-    # Under many schedules once is enough: the same broker writes all of them.
-    kit = node.stash[_KIT] = Kit(runner=explorer, check=explorer is None or explorer.is_first, **settings)
+    with _made(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
+        node.stash[_KIT] = kit
+        try:
+            yield kit
+            if node.stash.get(_ERROR, None) is None:
+                kit.close()
+        finally:
+            del node.stash[_KIT]
+
+
+@contextmanager
+def _made(settings: dict[str, Any]) -> Iterator[Kit]:
+    kit = Kit(**settings)
     try:
         yield kit
-        if node.stash.get(_ERROR, None) is None:
-            kit.close()
     finally:
         kit.abandon()
-        del node.stash[_KIT]
 
 
 def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:

@@ -31,6 +31,8 @@ class KitRunner(ManualRunner):
     """A `ManualRunner` that tells a `Kit` what user code does, and stops at the first failure."""
 
     kit: Kit
+    settles_history = True
+    """Whether what happened is to be read after the broker is gone."""
 
     def __init__(self, clock: ManualClock | None = None) -> None:
         super().__init__(clock)

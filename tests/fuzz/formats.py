@@ -31,6 +31,7 @@ _LONGEST: Final = 8192
 def record(data: bytes) -> None:
     """Bytes as a record, as properties, and as a batch of a client."""
     from librmq import codec
+    from librmq.batch import decode_batch
     from librmq.errors import MessageIllegalError, RecordError, RmqError
     from librmq.message import StoredMessage
 
@@ -49,7 +50,7 @@ def record(data: bytes) -> None:
     codec.decode_properties(data)
     codec.find_keys_and_tags(data)
     with suppress(RmqError):
-        codec.decode_batch(data)
+        decode_batch(data)
 
 
 def _look_at(message: Any) -> None:

@@ -7,6 +7,7 @@ from base64 import b64decode
 import pytest
 
 from librmq import codec
+from librmq.batch import BatchItem, decode_batch, encode_batch
 from librmq.compression import compression_type
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
 from librmq.javahash import hash_append, index_key_hash, string_hash, string_hashes
@@ -187,8 +188,8 @@ def test_commitlog_check(check_body: bool, suffix: str) -> None:
 def test_batch_encode() -> None:
     for row in encoding("batch_encode"):
         raw = bytes.fromhex(row["encoded_hex"])
-        items = codec.decode_batch(raw)
-        assert codec.encode_batch(items) == raw
+        items = decode_batch(raw)
+        assert encode_batch(items) == raw
         assert [(item.body, item.flag, codec.decode_properties(item.properties_raw)) for item in items] == [
             (b64decode(message["body_b64"]), message["flag"], message["properties"]) for message in row["messages"]
         ]
@@ -196,8 +197,8 @@ def test_batch_encode() -> None:
             Message("T", b64decode(message["body_b64"]), flag=message["flag"], properties=message["properties"])
             for message in row["messages"]
         ]
-        assert raw == codec.encode_batch(
-            codec.BatchItem(message.body, message.flag, codec.encode_properties(message.properties)) for message in made
+        assert raw == encode_batch(
+            BatchItem(message.body, message.flag, codec.encode_properties(message.properties)) for message in made
         )
 
 

@@ -1,23 +1,29 @@
-"""Pipelines over recorded stores, held against the same worked out in plain Python."""
+"""Pipelines over recorded stores, held against the same worked out in plain Python.
+
+In each of them a worker is killed in the midst of a task.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from librmq import MessageStore, StoredMessage
+from librmq import ManualClock, Message, MessageStore, StoreConfig, StoredMessage
 from librmq.brokerconfig import BrokerConfig
-from librmq.consumequeueext import is_ext_address
 from librmq.filter import SqlFilter
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import MessageQueue
+from librmq.pending import pending
 from librmq.rebalance import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
+from librmq.timer import Timers, TimerSettings
 from librmq.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
+from librmq.txn import Transactions
 from tests.reference import reference
 
 pytestmark = pytest.mark.spark
@@ -27,7 +33,7 @@ from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.spark.pipelines import run  # noqa: E402
 from librmq.spark.pipelines.reconciliation import reconcile  # noqa: E402
-from tests.spark import shared_session  # noqa: E402
+from tests.spark import killing, shared_session  # noqa: E402
 
 Name = tuple[str, str, int]
 
@@ -53,15 +59,19 @@ def stores() -> list[str]:
     return chosen
 
 
+@pytest.fixture(autouse=True)
+def a_worker_is_killed(tmp_path: Path) -> Iterator[None]:
+    with killing(tmp_path / "killed"):
+        yield
+
+
 class Plain:
     """The messages of the stores, by queue, with everything the pipelines ask for."""
 
     def __init__(self, paths: list[str]) -> None:
         self.queues: dict[Name, tuple[int, int]] = {}
         self.messages: dict[Name, dict[int, StoredMessage]] = {}
-        self.codes: dict[Name, dict[int, int]] = {}
         self.offsets: dict[tuple[str, str, str, int], int] = {}
-        self.delays: dict[tuple[str, int], int] = {}
         self.filters: list[tuple[str, str, str, str]] = []
         for path in paths:
             with MessageStore.open(path, read_only=True) as store:
@@ -69,22 +79,17 @@ class Plain:
                     name = path, topic, queue_id
                     self.queues[name] = queue.min_offset, queue.max_offset
                     self.messages[name] = {}
-                    self.codes[name] = {}
                     for at in range(queue.min_offset, queue.max_offset):
                         entry = queue.entry(at)
                         assert entry is not None
                         message = store.message_at(entry.physical_offset)
                         assert message is not None
                         self.messages[name][at] = message
-                        due = message.store_timestamp_ms + store.levels.delay_ms(queue_id + 1)
-                        self.codes[name][at] = due if is_ext_address(entry.tags_code) else entry.tags_code
             config = BrokerConfig.open(os.path.join(path, "config"))
             for key, rows in config.offsets.rows.items():
                 topic, _, group = key.rpartition("@")
                 for queue_id, found in rows.items():
                     self.offsets[path, group, topic, queue_id] = found
-            for level, found in config.delays.rows.items():
-                self.delays[path, level] = found
             self.filters += [
                 (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter
             ]
@@ -204,10 +209,21 @@ def test_what_if(stores: list[str], plain: Plain) -> None:
     assert checked
 
 
-def test_pending_transactions(stores: list[str], plain: Plain) -> None:
+def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -> None:
+    made = str(tmp_path / "made")
+    with MessageStore.open(made, StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
+        transactions = Transactions(store, BrokerConfig.open(os.path.join(made, "config")), 0)
+        halves = []
+        for number in range(4):
+            message = Message("H", b"x", unique_key=f"H{number}")
+            message.properties |= {"PGROUP": "P", "TRAN_MSG": "true"}
+            halves.append(transactions.prepare(message, 0))
+        transactions.commit(halves[1].physical_offset, halves[1].queue_offset, "P")
+        for body, tags in ((b"no number", "d"), (b"2", None), (b" 2", "d"), (b"77", "d"), (b"+3", "d")):
+            store.append(Message(OP_TOPIC, body, tags=tags))
     found = {
         (row["store"], row["queueOffset"], row["group"], row["topic"])
-        for row in run(shared_session(), "transactions", stores).collect()
+        for row in run(shared_session(), "transactions", [*stores, made]).collect()
     }
     ended = {(path, int(message.body)) for path, _, message in plain.of(OP_TOPIC)}
     wanted = {
@@ -215,20 +231,55 @@ def test_pending_transactions(stores: list[str], plain: Plain) -> None:
         for path, at, message in plain.of(HALF_TOPIC)
         if at >= plain.offsets.get((path, "CID_RMQ_SYS_TRANS", HALF_TOPIC, 0), 0) and (path, at) not in ended
     }
-    assert found == wanted
+    assert found == wanted | {(made, 0, "P", "H"), (made, 2, "P", "H")}
+    with MessageStore.open(made, read_only=True) as store:
+        assert [one.unique_key for one in pending(store, kind="half")] == ["H0", "H2"]
 
 
-def test_pending_timers(stores: list[str], plain: Plain) -> None:
-    found = {
-        (row["store"], row["level"], row["queueOffset"], row["topic"], millis(row["due"]))
-        for row in run(shared_session(), "timers", stores).collect()
-    }
-    wanted = {
-        (path, queue_id + 1, at, message.properties.get("REAL_TOPIC"), plain.codes[path, topic, queue_id][at])
-        for (path, topic, queue_id), messages in plain.messages.items() if topic == SCHEDULE_TOPIC
-        for at, message in messages.items() if at >= plain.delays.get((path, queue_id + 1), 0)
-    }  # fmt: skip
+def store_with_timers(path: Path) -> None:
+    """Timers in slots, put on from slot to slot, deleted, due, and on their way into the wheel."""
+    clock = ManualClock(1_700_000_000_000)
+    with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
+        settings = TimerSettings(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
+        timers = Timers.open(store, settings)
+
+        def put(seconds: int, key: str, **properties: str) -> None:
+            message = Message("T", b"x", unique_key=key)
+            message.properties |= {"TIMER_DELAY_SEC": str(seconds), **properties}
+            timers.put(message)
+
+        for seconds in (3, 10, 30, 30, 300, 300, 20):
+            put(seconds, f"K{seconds}")
+        put(30, "gone")
+        put(30, "delete", TIMER_DEL_UNIQKEY="T+gone")
+        put(20, "too late", TIMER_DEL_UNIQKEY="T+K300")
+        store.append(Message("D", b"x", delay_level=3, unique_key="D"))
+        timers.run_due(clock.now_ms())
+        clock.advance(ms=5000)
+        timers.run_due(clock.now_ms())
+        timers.save(clock.now_ms())
+        put(40, "late")
+        put(40, "later", TIMER_DEL_UNIQKEY="T+late")
+
+
+def test_pending_timers(stores: list[str], tmp_path: Path) -> None:
+    store_with_timers(tmp_path / "made")
+    others = [str(path / "store") for path in reference().folder.glob("timer-*") if (path / "store").is_dir()]
+    paths = [*stores, *others, str(tmp_path / "made")]
+    found = Counter(
+        (row["store"], row["kind"], row["topic"], millis(row["due"]), row["uniqueKey"], row["physicalOffset"])
+        for row in run(shared_session(), "timers", paths).collect()
+    )
+    wanted: Counter[tuple[Any, ...]] = Counter()
+    for path in paths:
+        with MessageStore.open(path, read_only=True) as store:
+            wanted.update(
+                (path, one.kind, one.topic, one.due_ms, one.unique_key, one.physical_offset)
+                for one in pending(store) if one.kind != "half"
+            )  # fmt: skip
     assert found == wanted
+    made = Counter(kind for path, kind, *_ in found.elements() if path == str(tmp_path / "made"))
+    assert made == {"delay": 1, "timer": 7}
 
 
 def test_dead_letters(stores: list[str], plain: Plain) -> None:

@@ -183,10 +183,10 @@ COLUMNS = (
 ARROW = (
     ("null is no match", "condition.fill_null(False) if condition.null_count else condition", "condition.fill_null(True)"),
     ("first", "still_open = self.every([still_open, self.none([condition])])", "pass"),
-    ("missing", 'pc.invert(present) if condition == "is_true" else present', "present"),
+    ("missing", 'self.none([present]) if condition == "is_true" else present', "present"),
     ("TRUE in any case", "pc.ascii_lower(self.text(question.name))", "self.text(question.name)"),
     ("negated orders", "operator = question.operator if condition == \"is_true\" else _NEGATED[question.operator]\n        if kind", "operator = question.operator\n        if kind"),
-    ("NaN above all", "return pc.or_kleene(pc.is_nan(numbers),", "return pc.and_kleene(pc.is_nan(numbers),"),
+    ("NaN above all", "return self.some([pc.is_nan(numbers),", "return self.every([pc.is_nan(numbers),"),
     ("both missing are the same", "pc.and_(left.is_null(), right.is_null())", "pc.and_(left.is_null(), right.is_valid())"),
     ("right missing is different", "pc.and_(left.is_valid(), right.is_null())", "pc.and_(left.is_null(), right.is_null())"),
     ("orders fail only with both", "return self.every([*both, self.some(", "return self.some([*both, self.some("),
@@ -208,11 +208,17 @@ ARROW = (
     ("minus zero", "return pc.if_else(pc.less(bits, 0), ", "return pc.if_else(pc.less(bits, -(2**63) + 1), "),
     ("NaN in orders", 'numbers = pc.if_else(pc.is_nan(numbers), float("nan"), numbers)', 'numbers = pc.if_else(pc.is_nan(numbers), float("-inf"), numbers)'),
     ("nothing under null maps", "present &= ~self._null_rows", "pass"),
+    ("usual texts", '_all_between(text, "-", "9")', '_all_between(text, "-", "x")'),
+    ("usual texts: all of them", "np.uint8)[begin:end]", "np.uint8)[begin:begin]"),
+    ("nulls compared", "pc.and_(found, numbers.is_valid()) if numbers.null_count else found", "found"),
+    ("one a row", "(entries >= self._begins[:-1]).all() and (entries < self._begins[1:]).all()", "True"),
+    ("one a row, and valid", "or self._null_rows is not None or self._values.null_count", ""),
     ("many texts", "found = pc.is_in(text, pa.array(texts, text.type))", "found = pc.is_in(text, pa.array(texts[:4], text.type))"),
 )
 
 SPARK = (
-    ("null is no match", "F.coalesce(condition.column(), F.lit(False))", "condition.column()"),
+    ("null is no match", "F.coalesce(condition, F.lit(False)), condition)", "condition, condition)"),
+    ("missing texts are no match", "terms += [_of(lambda text: text.isNotNull(), self.text(term.name)), condition]", "terms += [condition]"),
     ("first", "case = case.when(condition, F.lit(value))", "case = case.when(condition, F.lit(True))"),
     ("missing", "text.isNull() if is_true else text.isNotNull()", "text.isNull()"),
     ("TRUE in any case", 'compare(F.lower(text), "true")', 'compare(text, "true")'),
@@ -226,7 +232,8 @@ SPARK = (
     ("orders fail only with both", "return self.every([present, ", "return self.some([present, "),
     ("negated orders", "operator = question.operator if condition == \"is_true\" else _NEGATED[question.operator]\n", "operator = question.operator\n"),
     ("texts that are integers", 'F.when(number.cast("string") == text, number).otherwise(_unusual(text, target))', "number"),
-    ("blanks around an integer", 'is_integer = (number.cast("string") == text) | text.rlike(_INTEGER)', "is_integer = F.lit(True)"),
+    ("blanks around an integer", 'return holds & ((number.cast("string") == text) | text.rlike(_INTEGER))', "return holds"),
+    ("integers that Spark does not read", "F.coalesce(compare(number, value), compare(_unusual(text, target), value))", "compare(number, value)"),
     ("other digits", "F.translate(text, others, ascii_digits).try_cast(target)", "text.try_cast(target)"),
     ("infinities and NaN", ".when(text.rlike(_DOUBLE), number)", ".otherwise(number)"),
     ("minus zero", "return F.when(zeros, compare(*ranks)).otherwise(compare(a, b))", "return compare(a, b)"),
@@ -234,9 +241,10 @@ SPARK = (
 
 ARROW_TEXTS = (
     ("length", "self._lengths == len(data)", "self._lengths >= 0"),
-    ("first word", "found &= (self._words", "found |= (self._words"),
+    ("first word", "found &= words", "found |= words"),
     ("the rest", "found[alike] = pc.equal(", "found[alike] |= pc.equal("),
     ("slices", "self._starts - first if first else self._starts", "self._starts"),
+    ("ends", "data[-_WORD:] = 0", "data[:_WORD] = 0"),
 )
 
 NUMBERS = (

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from librmq import codec
+from librmq.batch import BatchItem, decode_batch, encode_batch
 from librmq.brokerjson import ObjectKey, dumps, loads
 from librmq.codec import Record, check_record, decode_record, encode_record, frame
 from librmq.errors import (
@@ -233,22 +234,22 @@ def test_a_message_that_is_taken_can_be_read_back(
 
 # --- batches, compression, ids, topics, JSON
 
-ITEMS = st.builds(codec.BatchItem, st.binary(max_size=50), INT32, st.binary(max_size=50))
+ITEMS = st.builds(BatchItem, st.binary(max_size=50), INT32, st.binary(max_size=50))
 
 
 @given(st.lists(ITEMS))
-def test_batches_there_and_back(items: list[codec.BatchItem]) -> None:
-    assert codec.decode_batch(codec.encode_batch(items)) == items
+def test_batches_there_and_back(items: list[BatchItem]) -> None:
+    assert decode_batch(encode_batch(items)) == items
 
 
 @given(st.lists(ITEMS, min_size=1, max_size=3), st.data())
-def test_a_damaged_batch_is_a_typed_error(items: list[codec.BatchItem], data: st.DataObject) -> None:
-    raw = bytearray(codec.encode_batch(items))
+def test_a_damaged_batch_is_a_typed_error(items: list[BatchItem], data: st.DataObject) -> None:
+    raw = bytearray(encode_batch(items))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
     damaged = bytes(raw[: data.draw(st.integers(0, len(raw)))])
     try:
-        read = codec.decode_batch(damaged)
+        read = decode_batch(damaged)
     except MessageIllegalError:
         return
     assert sum(22 + len(item.body) + len(item.properties_raw) for item in read) == len(damaged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -60,6 +61,46 @@ def test_columns_for_each_property() -> None:
     assert [row[0] for row in answers.collect()] == [True, False, True]
     # Deterministic columns may be grouped by, and pushed below other steps.
     assert frame.groupBy(column.alias("m")).count().count() == 2
+
+
+def test_columns_are_never_null() -> None:
+    from pyspark.sql import functions as F  # noqa: N812
+
+    from librmq.filter import SqlFilter
+    from tests.spark import shared_session
+
+    rows = [
+        ("7", "eu"),
+        (" 7", "eu"),
+        ("\u0667", "us"),
+        ("+7", "eu"),
+        ("3", "eu"),
+        ("x", "us"),
+        (None, "eu"),
+        ("7", None),
+    ]
+    frame = shared_session().createDataFrame(rows, "a string, r string")
+    columns = {"a": F.col("a"), "r": F.col("r")}
+    for text in ("a > 5 AND r IN ('eu', 'us')", "(r = 'eu' OR r = 'us') AND (a > 5 AND a < 9)", "r IN ('eu', 'us')"):
+        sql = SqlFilter(text)
+        answers = [row[0] for row in frame.cache().select(sql.to_column(columns)).collect()]
+        messages = [{name: value for name, value in zip("ar", row, strict=True) if value is not None} for row in rows]
+        assert answers == [sql.matches(message) for message in messages]
+    frame.unpersist()
+
+
+def test_what_a_source_can_tell_it_is_asked(tmp_path: Path) -> None:
+    from pyspark.sql import functions as F  # noqa: N812
+
+    from librmq.filter import SqlFilter
+    from tests.spark import shared_session
+
+    path = str(tmp_path / "rows")
+    shared_session().createDataFrame([("7", "eu"), (None, None)], "a string, r string").write.parquet(path)
+    stored = shared_session().read.parquet(path)
+    found = stored.where(SqlFilter("a > 5 AND r IN ('eu', 'us')").to_column({"a": F.col("a"), "r": F.col("r")}))
+    assert "PushedFilters: [IsNotNull(r), In(r, [eu,us])]" in found._jdf.queryExecution().executedPlan().toString()
+    assert found.count() == 1
 
 
 def test_long_chains_stay_shallow() -> None:

@@ -1,4 +1,4 @@
-"""Records, properties, batches, hosts, compressed bodies: made by hand, and every way to refuse them."""
+"""Records, properties, hosts, compressed bodies: made by hand, and every way to refuse them."""
 
 from __future__ import annotations
 
@@ -382,40 +382,6 @@ def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
     }
     assert names >= codec.RESERVED_PROPERTIES
     assert len(names) == 35
-
-
-# --- batches
-
-
-def test_a_batch_there_and_back() -> None:
-    items = [
-        codec.BatchItem(b"one", 1, b"a\x011"),
-        codec.BatchItem(b""),
-        codec.BatchItem(b"three" * 1000, -1),
-    ]
-    raw = codec.encode_batch(items)
-    assert codec.decode_batch(raw) == items
-    assert codec.decode_batch(b"") == []
-    for end in range(1, len(raw)):
-        if end not in (28, 50):  # where a message ends
-            with pytest.raises(MessageIllegalError):
-                codec.decode_batch(raw[:end])
-
-
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],
-)
-def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None:
-    raw = codec.encode_batch([codec.BatchItem(b"one")])
-    with pytest.raises(MessageIllegalError, match="batch: message 0"):
-        codec.decode_batch(patched(raw, at, struct.pack(">i", value)))
-
-
-def test_what_does_not_fit_a_batch_is_refused() -> None:
-    for item in (codec.BatchItem(b"", 2**31), codec.BatchItem(b"", 0, bytes(32_768))):
-        with pytest.raises(MessageIllegalError, match="message 1 of the batch is out of range"):
-            codec.encode_batch([codec.BatchItem(b""), item])
 
 
 # --- hosts and ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,19 +15,20 @@ from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
-from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError
+from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError, StoreIOError
 from librmq.files import MemoryFiles
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
-from librmq.store import AppendResult, MessageStore
+from librmq.store import AppendResult
 from librmq.topics import HALF_TOPIC
+from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
 
 NOW = DelaySettings(first_look_s=0, save_every_s=None)
 
 
-class Waiting:
-    """A store in memory with its schedule, and time that passes from one due look to the next."""
+class Waiting(ByTime):
+    """A store in memory with its schedule."""
 
     def __init__(
         self,
@@ -36,30 +38,18 @@ class Waiting:
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
     ) -> None:
-        self.files = files or MemoryFiles()
-        self.clock = ManualClock(at_ms)
-        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        super().__init__(config, files, at_ms)
         self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
         self.told: list[tuple[StoredMessage, AppendResult]] = []
         self.schedule = DelaySchedule(
             self.store, self.offsets, at_ms, settings, delivered=lambda *what: self.told.append(what)
         )
-        self.looks: list[int] = []
+
+    def run_due(self, now_ms: int) -> int | None:
+        return self.schedule.run_due(now_ms)
 
     def put(self, body: bytes = b"b", level: int = 1, **fields: Any) -> AppendResult:
         return self.store.append(Message("T", body, delay_level=level), 2, **fields)
-
-    def pass_to(self, at_ms: int) -> int | None:
-        """Let time pass up to ``at_ms`` after the start; returns when the schedule wants to look next."""
-        until = START_MS + at_ms
-        due = self.schedule.run_due(self.clock.now_ms())
-        while due is not None and due <= until:
-            assert due >= self.clock.now_ms()
-            self.clock.move_to(due)
-            self.looks.append(due - START_MS)
-            due = self.schedule.run_due(due)
-        self.clock.move_to(until)
-        return None if due is None else due - START_MS
 
     def delivered(self) -> list[tuple[bytes, int]]:
         """Bodies and times after the start of what was delivered, in order."""
@@ -71,7 +61,7 @@ def test_nothing_waits_nothing_is_due() -> None:
     assert waiting.pass_to(10_000) is None
     waiting.store.append(Message("T", b"b"))
     assert waiting.pass_to(20_000) is None
-    assert waiting.looks == []
+    assert waiting.runs == []
 
 
 @pytest.mark.parametrize(("put_at", "look_at"), [(0, 1000), (1, 1100), (50, 1100), (99, 1100), (100, 1100)])
@@ -84,7 +74,7 @@ def test_due_is_the_first_look_at_or_after_the_time(put_at: int, look_at: int) -
     assert waiting.delivered() == []
     assert waiting.pass_to(look_at) is None
     assert waiting.delivered() == [(b"b", look_at)]
-    assert waiting.looks == [look_at]
+    assert waiting.runs == [look_at]
 
 
 def test_the_first_look_comes_a_second_after_the_start() -> None:
@@ -130,6 +120,86 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
     assert [(message.physical_offset, result.queue_offset) for message, result in waiting.told] == [(0, 0)]
 
 
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT])
+def test_many_at_once_go_each_to_its_own_queue(config: StoreConfig) -> None:
+    """They are read and written many together; that they differ in everything, and log files end between, is nothing
+    to them.
+    """
+    waiting = Waiting(config)
+    for number in range(150):
+        message = Message(f"T{number % 3}", b"x" * (number * 7 % 300), keys=f"k{number}", flag=number, delay_level=1)
+        message.properties["ü" * (number % 4)] = "ä"
+        waiting.store.append(
+            message,
+            number % 2,
+            born_timestamp_ms=number,
+            born_host=("fe80::1" if number % 5 == 0 else "10.0.0.1", number),
+            store_host=("fe80::2" if number % 7 == 0 else "10.0.0.2", number),
+            sys_flag=codec.MULTI_TAGS if number % 11 == 0 else 0,
+            reconsume_times=number,
+        )
+    waiting.pass_to(1_000)
+    assert waiting.schedule.progress == {1: 150}
+    assert [waited.queue_offset for waited, _ in waiting.told] == list(range(150))
+    same = ("body", "flag", "born_timestamp_ms", "born_host", "store_host", "sys_flag", "reconsume_times", "keys")
+    for waited, result in waiting.told:
+        real = waiting.store.message_at(result.physical_offset)
+        assert real is not None
+        assert (real.topic, str(real.queue_id)) == (waited.properties["REAL_TOPIC"], waited.properties["REAL_QID"])
+        assert (real.queue_offset, real.size) == (result.queue_offset, result.size)
+        assert [getattr(real, name) for name in same] == [getattr(waited, name) for name in same]
+        assert real.properties_raw == codec.encode_properties(waited.properties)
+        assert waiting.store.find_by_key(real.topic, real.keys[0]) == [real]
+    for topic in ("T0", "T1", "T2"):
+        for queue_id in (0, 1):
+            found = list(waiting.store.messages(topic, queue_id))
+            assert [message.queue_offset for message in found] == list(range(25))
+    assert waiting.store.verify().sound
+
+
+@pytest.mark.parametrize("bits", [codec.TRANSACTION_PREPARED, codec.TRANSACTION_ROLLBACK])
+def test_what_a_transaction_has_not_committed_is_stored_where_nobody_sees_it(bits: int) -> None:
+    waiting = Waiting()
+    raw = codec.encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
+    result = waiting.store.append(Message(SCHEDULE_TOPIC, b"half"), 0, properties_raw=raw, sys_flag=bits)
+    waiting.put()
+    queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
+    assert queue is not None
+    queue.truncate_to(0)  # the store gives it no entry: here it gets that of another
+    queue.append(0, result.physical_offset, result.size, START_MS + 1_000)
+    waiting.pass_to(1_000)
+    assert waiting.delivered() == [(b"half", 1_000)]
+    assert list(waiting.store.messages("T", 2)) == []
+    is_found = len(waiting.store.find_by_key("T", "k"))
+    assert is_found == (bits == codec.TRANSACTION_PREPARED)
+
+
+def test_a_disk_that_gets_full_between_two_files_repeats_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = Waiting()
+    for number in range(40):
+        waiting.put(str(number).encode() * 100)
+    log, write = waiting.store.log, waiting.store.log.append
+    calls = 0
+
+    def append(data: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (6, 7):
+            raise StoreIOError("reserve", "commitlog", OSError(errno.ENOSPC, "no space left"))
+        write(data)
+
+    monkeypatch.setattr(log, "append", append)
+    waiting.pass_to(1_000)
+    written = len(waiting.told)
+    assert 0 < written < 40
+    assert waiting.schedule.progress == {1: written}
+    assert "looked at again in 10000 ms" in caplog.text
+    waiting.pass_to(11_000)
+    assert [body for body, _ in waiting.delivered()] == [str(number).encode() * 100 for number in range(40)]
+
+
 def test_a_thousand_messages_over_a_year() -> None:
     levels = " ".join(f"{days}d" for days in range(1, 366))
     waiting = Waiting(StoreConfig.tiny(message_delay_level=levels))
@@ -140,7 +210,7 @@ def test_a_thousand_messages_over_a_year() -> None:
         expected.append((level * 86_400_000, number))
     assert waiting.pass_to(366 * 86_400_000) is None
     assert waiting.delivered() == [(str(number).encode(), due) for due, number in sorted(expected)]
-    assert len(waiting.looks) == 365
+    assert len(waiting.runs) == 365
 
 
 def test_many_at_one_time_take_several_turns() -> None:
@@ -148,7 +218,7 @@ def test_many_at_one_time_take_several_turns() -> None:
     for number in range(25):
         waiting.put(str(number).encode())
     waiting.pass_to(1_000)
-    assert waiting.looks == [1_000] * 3
+    assert waiting.runs == [1_000] * 3
     assert [body for body, _ in waiting.delivered()] == [str(number).encode() for number in range(25)]
 
 
@@ -160,7 +230,7 @@ def test_progress_is_saved_after_a_while_and_not_lost() -> None:
     assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
     assert waiting.pass_to(11_000) is None
     assert waiting.files.read(f"{ROOT}/config/delayOffset.json") == b'{\n\t"offsetTable":{1:1,2:1\n\t}\n}'
-    assert waiting.looks == [1_000, 5_000, 11_000]
+    assert waiting.runs == [1_000, 5_000, 11_000]
     waiting.put()
     waiting.schedule.save(0)  # nothing to save
     waiting.pass_to(12_000)
@@ -352,7 +422,8 @@ def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplo
     waiting = Waiting()
     waiting.put()
     waiting.put(level=2)
-    monkeypatch.setattr(waiting.store, "append", failing(DiskFullError("full"), 1, waiting.store.append))
+    failed = failing(DiskFullError("full"), 1, waiting.store.append_copies)
+    monkeypatch.setattr(waiting.store, "append_copies", failed)
     assert waiting.pass_to(1_000) == 5_000
     assert "delay level 1: looked at again in 10000 ms: full" in caplog.text
     assert waiting.pass_to(11_000) is None
@@ -366,8 +437,57 @@ def test_a_save_that_fails_is_tried_again_later(
     waiting.put()
     monkeypatch.setattr(waiting.offsets, "persist", failing(DiskFullError("full"), 1, waiting.offsets.persist))
     assert waiting.pass_to(12_000) is None
-    assert waiting.looks == [1_000, 2_000, 12_000]
+    assert waiting.runs == [1_000, 2_000, 12_000]
     assert "could not be saved: full" in caplog.text
+
+
+class Flushes:
+    """Somebody who flushes a store while other things go on, and tells when it is asked to."""
+
+    def __init__(self) -> None:
+        self.done: list[Callable[[Exception | None], int | None]] = []
+
+    def __call__(self, done: Callable[[Exception | None], int | None]) -> None:
+        self.done.append(done)
+
+    def end(self, error: Exception | None = None) -> int | None:
+        return self.done.pop()(error)
+
+
+def flushed_apart(files: MemoryFiles | None = None) -> tuple[Waiting, Flushes]:
+    waiting, flushes = Waiting(files=files), Flushes()
+    waiting.schedule = DelaySchedule(
+        waiting.store, waiting.offsets, START_MS, dataclasses.replace(NOW, save_every_s=1), flush=flushes
+    )
+    return waiting, flushes
+
+
+def test_progress_is_written_when_what_it_vouches_for_was_flushed() -> None:
+    waiting, flushes = flushed_apart()
+    waiting.put()
+    assert waiting.pass_to(2_000) is None  # the flush has begun: nothing is due until it ends
+    waiting.put()
+    assert waiting.pass_to(3_000) is None
+    assert len(flushes.done) == 1
+    assert waiting.schedule.progress == {1: 2}
+    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
+    assert flushes.end() == START_MS + 4_000  # what came meanwhile is for the next time
+    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 1
+    waiting.pass_to(4_000)
+    assert flushes.end() is None
+    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
+
+
+def test_a_flush_apart_that_fails_is_tried_again_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    waiting, flushes = flushed_apart()
+    waiting.put()
+    waiting.pass_to(2_000)
+    assert flushes.end(StoreIOError("flush", "commitlog", OSError(errno.EIO, "no"))) == START_MS + 12_000
+    assert "could not be saved" in caplog.text
+    waiting.pass_to(12_000)
+    assert flushes.end(FlushFailedError(OSError())) is None
+    assert "can't be saved any more" in caplog.text
+    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
 
 
 def test_a_store_that_takes_nothing_any_more_is_told() -> None:

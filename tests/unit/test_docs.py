@@ -147,7 +147,7 @@ def test_every_document_is_listed() -> None:
 
 
 def test_every_example_is_run() -> None:
-    here = {"demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    here = {"demo_screen.py", "demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
     by_test_examples = {
         "broadcast_cache.py",
         "embed_broker.py",

@@ -16,7 +16,8 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files import DiskFiles, Entry, File, Files, MemoryFiles
-from librmq.following import _KEPT, Following, _Index, _Queue, _Queues
+from librmq.following import Following
+from librmq.liveparts import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
@@ -427,7 +428,7 @@ def test_in_the_midst_of_a_batch(config: StoreConfig, change: Callable[[Pair], N
         assert reader.queues["TopicA", queue_id].max_offset == 7
         assert len(reader.queues["TopicA", queue_id].entries()) == 7
     for queue in reader.queues.opened():
-        assert isinstance(queue, _Queue)
+        assert isinstance(queue, LiveQueue)
         queue.catch_up()
     tagged = reader.matching(tags="t")
     assert len(reader.read("TopicA", 0, 0, matching=tagged).messages) == 7
@@ -435,9 +436,9 @@ def test_in_the_midst_of_a_batch(config: StoreConfig, change: Callable[[Pair], N
 
 def late_entries(reader: MessageStore) -> int:
     """How many entries and keys a reader holds in memory."""
-    assert isinstance(reader.index, _Index)
-    assert isinstance(reader.queues, _Queues)
-    queues = [queue for queue in reader.queues.opened() if isinstance(queue, _Queue)]
+    assert isinstance(reader.index, LiveIndex)
+    assert isinstance(reader.queues, LiveQueues)
+    queues = [queue for queue in reader.queues.opened() if isinstance(queue, LiveQueue)]
     held = sum(len(queue._late[1]) // ENTRY_SIZE for queue in queues)
     return max(held + sum(len(entries) for _, entries in reader.queues._late.values()), len(reader.index.late))
 
@@ -452,10 +453,10 @@ def test_what_is_held_in_memory_is_bounded(config: StoreConfig) -> None:
         pair.writer.append_batch(batch, number % 3)
         pair.reader.refresh()
         most = max(most, late_entries(pair.reader))
-    assert _KEPT // 2 < most <= _KEPT + 300
+    assert KEPT // 2 < most <= KEPT + 300
     fresh = pair.open_reader()
     pair.writer.flush()
-    assert late_entries(fresh) <= _KEPT
+    assert late_entries(fresh) <= KEPT
     assert shown(fresh)[:3] == shown(pair.reader)[:3] == shown(pair.writer)[:3]
     for reader in (fresh, pair.reader):
         found = reader.read("TopicA", 0, 0)

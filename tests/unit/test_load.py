@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from librmq import codec
+from librmq.batch import decode_batch
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedError, StoreLockedError
 from librmq.filter import BROKER_BLOOM
@@ -154,7 +155,7 @@ def test_a_batch(load: Load) -> None:
     assert (one.properties_raw, two.properties_raw) == (b"TAGS\x01a\x02all\x01x", b"k\x01v\x02all\x01x")
     assert (one.flag, one.born_timestamp_ms, two.queue_offset) == (4, 9, 1)
     assert list(answer)[:3] == ["op", "batch_body_b64", "status"]
-    items = codec.decode_batch(base64.b64decode(answer["batch_body_b64"]))
+    items = decode_batch(base64.b64decode(answer["batch_body_b64"]))
     assert items == [(b"1", 4, b"TAGS\x01a"), (b"", 0, b"k\x01v")]
     assert answer["msg_id"] == f"{one.offset_id},{two.offset_id}"
     assert (answer["phys"], answer["wrote_bytes"], answer["msg_num"]) == (0, one.size + two.size, 2)

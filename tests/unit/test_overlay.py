@@ -20,21 +20,12 @@ from librmq.overlay import OverlayFiles
 from librmq.store import MessageStore
 from librmq.verify import verify
 from tests.crash.test_damage import spoil, subjects
-from tests.stores import SMALL, START_MS, Contents, contents, filled, from_disk
-
-
-def write_out(found: Contents, folder: Path) -> None:
-    for path, data in found.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        if data is None:
-            (folder / path).mkdir(exist_ok=True)
-        else:
-            (folder / path).write_bytes(data)
+from tests.stores import SMALL, START_MS, contents, filled, from_disk, on_disk
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_out({"a": b"aaaa", "b": b"bbbb", "f/c": b"cccc", "f/empty": b"", "f/g/d": b"dddd"}, tmp_path)
+    on_disk({"a": b"aaaa", "b": b"bbbb", "f/c": b"cccc", "f/empty": b"", "f/g/d": b"dddd"}, tmp_path)
     return tmp_path
 
 
@@ -123,7 +114,7 @@ def test_somebody_elses_lock_is_respected(tmp_path: Path) -> None:
 
 
 def test_a_store_is_gone_on_with_in_memory_only(tmp_path: Path) -> None:
-    write_out(filled(SMALL, 60), tmp_path)
+    on_disk(filled(SMALL, 60), tmp_path)
     before = from_disk(tmp_path)
     files = OverlayFiles()
     with MessageStore.open(tmp_path, SMALL, files=files, clock=ManualClock(START_MS + 10**9)) as store:
@@ -143,7 +134,7 @@ def test_what_would_be_recovered_is_what_is_recovered(seed: int, tmp_path: Path)
     for number in range(6):
         for which, subject in enumerate(subjects()):
             folder = tmp_path / f"{number}-{which}"
-            write_out(spoil(subject, rng).found, folder)
+            on_disk(spoil(subject, rng).found, folder)
             before = from_disk(folder)
             overlay = OverlayFiles()
             tried = outcome(folder, subject.config, overlay)

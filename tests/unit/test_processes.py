@@ -106,6 +106,148 @@ broker.close()
     )
 
 
+@pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
+def test_the_workers_of_a_prefork_pool_open_a_broker_each(tmp_path: Path, way: str) -> None:
+    """As Celery's or gunicorn's parent does: it loads the application, has opened a store and closed it, and forks; the
+    workers live at the same time, and each opens the first directory that is free.
+    """
+    run(
+        """
+import multiprocessing
+
+folders, way = sys.argv[1:3], sys.argv[3]
+
+with Broker.open(folders[0], store_config=StoreConfig.tiny()) as broker:  # when the application is loaded
+    broker.create_topic("tasks", 1)
+    parents = Producer(broker, "parent").start()
+    parents.send("tasks", b"from the parent")
+
+
+def worker(opened, ended):  # worker_process_init: with nothing of the parent's open
+    refused_by = []
+    for folder in folders:
+        try:
+            broker = Broker.open(folder, store_config=StoreConfig.tiny())
+            break
+        except StoreLockedError as error:
+            refused_by.append(str(error))
+    assert len(refused_by) == folders.index(folder), refused_by
+    try:
+        parents.send("tasks", b"by a handle of the parent's")
+    except RmqError:
+        pass
+    else:
+        raise AssertionError("a handle of the parent's works")
+    seen = []
+    done = threading.Event()
+    consumer = PushConsumer(broker, "workers", consume_from=ConsumeFrom.FIRST)
+
+    @consumer.subscribe("tasks")
+    def take(message):
+        seen.append(message.body)
+        if message.body == b"own":
+            done.set()
+
+    consumer.start()
+    Producer(broker, "worker").send("tasks", b"own")
+    assert done.wait(30)
+    consumer.shutdown()
+    assert sorted(seen) == sorted([b"from the parent", b"own"] if folder == folders[0] else [b"own"])
+    opened()
+    ended()
+    broker.close()  # worker_process_shutdown
+
+
+def with_pipes(call):
+    opened, ended = os.pipe(), os.pipe()
+
+    def child():
+        call(lambda: os.write(opened[1], b"x"), lambda: os.read(ended[0], 1))
+
+    def wait():
+        assert os.read(opened[0], 1) == b"x"
+
+    return child, wait, lambda: os.write(ended[1], b"x")
+
+
+ends, workers = [], []
+for _ in folders:
+    child, wait, end = with_pipes(worker)
+    if way == "multiprocessing":
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        workers.append(process)
+    else:
+        pid = os.fork()
+        if not pid:
+            try:
+                child()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(3)
+            os._exit(0)
+        workers.append(pid)
+    wait()  # it has its directory, and keeps it
+    ends.append(end)
+for end, one in zip(ends, workers):
+    end()
+    if way == "multiprocessing":
+        one.join(30)
+        assert one.exitcode == 0
+    else:
+        assert os.waitpid(one, 0)[1] == 0
+for folder in folders:  # all was closed in order
+    with Broker.open(folder) as broker:
+        assert broker.store.recovered == []
+        assert [message.body for message in broker.messages("tasks")][-1] == b"own"
+""",
+        tmp_path / "0",
+        tmp_path / "1",
+        way,
+    )
+
+
+def test_a_worker_gets_nothing_of_a_store_that_its_parent_holds(tmp_path: Path) -> None:
+    run(
+        """
+import multiprocessing
+
+broker = Broker.open(sys.argv[1], store_config=StoreConfig.tiny())
+producer = Producer(broker, "shop").start()
+reader = PullConsumer(broker, "report")
+broker.create_topic("tasks", 1)
+reader.assign(reader.queues("tasks"))
+reader.start()
+
+
+def worker():
+    refused(lambda: producer.send("tasks", b"1"), BrokerUnreachableError)
+    refused(lambda: broker.clean_unused_topics(), BrokerUnreachableError)
+    refused(lambda: broker.store.append(Message("tasks", b"1")), StoreClosedError)
+    assert reader.poll(0) == []  # told in the log, as an outage is
+    try:
+        Broker.open(sys.argv[1])
+    except StoreLockedError as error:
+        assert str(os.getppid()) in str(error), error
+    else:
+        raise AssertionError("two processes have one store")
+    with MessageStore.open(sys.argv[1], read_only=True) as looking:
+        assert [message.body for message in looking] == [b"0"]
+
+
+producer.send("tasks", b"0")
+process = multiprocessing.get_context("fork").Process(target=worker)
+process.start()
+process.join(60)
+assert process.exitcode == 0
+producer.send("tasks", b"2")
+reader.shutdown()
+broker.close()
+""",
+        tmp_path / "data",
+    )
+
+
 def test_a_forked_child_that_ends_leaves_a_temporary_store_alone() -> None:
     run(
         """

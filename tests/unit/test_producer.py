@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from librmq import selectors
+from librmq.batch import split_batch
 from librmq.broker import Broker
 from librmq.client import Client
 from librmq.clock import ManualClock
@@ -22,7 +23,7 @@ from librmq.errors import (
     NoRouteError,
     SendTimeoutError,
 )
-from librmq.message import Message, MessageQueue, split_batch
+from librmq.message import Message, MessageQueue
 from librmq.metrics import Metrics
 from librmq.producer import Producer, SendResult
 from librmq.protocol import (

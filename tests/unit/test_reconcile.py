@@ -11,11 +11,13 @@ import pytest
 from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
+from librmq.damage import Damage
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
-from librmq.reconcile import Damage, GapError, reconcile
+from librmq.queuecheck import GapError
+from librmq.reconcile import reconcile
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")

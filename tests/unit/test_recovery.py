@@ -13,12 +13,12 @@ from librmq import codec, salvage
 from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.damage import Damage
 from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.reconcile import Damage
-from librmq.recovery import vouched_for
+from librmq.opening import vouched_for
 from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
@@ -271,6 +271,7 @@ def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 120)
+    store.flush()  # what is deleted is settled
     retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
     retention.delete_before(3 * 4096)
     before = {name: queue.min_offset for name, queue in store.queues.items()}
@@ -377,9 +378,8 @@ def test_queues_and_index_are_made_again(config: StoreConfig, clean: bool, gone:
         }
 
 
-@configs
-def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
-    """The derived files of an earlier moment, and the log of a later one."""
+def two_moments(config: StoreConfig) -> tuple[Contents, Contents]:
+    """A store with 40 messages, still open, and the same with 80, closed."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, config, files=files, clock=clock)
@@ -388,7 +388,13 @@ def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
     early = contents(files)
     fill(store, clock, random.Random(2), 40)
     store.close()
-    late = contents(files)
+    return early, contents(files)
+
+
+@configs
+def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
+    """The derived files of an earlier moment, and the log of a later one."""
+    early, late = two_moments(config)
     mixed = {**early, **{path: data for path, data in late.items() if path.startswith("commitlog")}}
     for abort in (True, False):
         if not abort:
@@ -402,15 +408,7 @@ def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
 @configs
 def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
     """The log of an earlier moment, and the derived files of a later one."""
-    files = MemoryFiles()
-    clock = ManualClock(START_MS)
-    store = MessageStore.open(ROOT, config, files=files, clock=clock)
-    fill(store, clock, random.Random(1), 40)
-    store.flush()
-    early = contents(files)
-    fill(store, clock, random.Random(2), 40)
-    store.close()
-    late = contents(files)
+    early, late = two_moments(config)
     mixed = {path: data for path, data in late.items() if not path.startswith("commitlog/")}
     mixed |= {path: data for path, data in early.items() if path.startswith("commitlog/")}
     for abort in (False, True):
@@ -418,7 +416,7 @@ def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
         with opened(again, config) as store:
             assert len(served(store)) == 40
             assert "ahead" in kinds(store.recovered)["consumequeue"]
-            fill(store, clock, random.Random(3), 20)
+            fill(store, ManualClock(START_MS), random.Random(3), 20)
         assert verify(ROOT, config, again).sound
 
 

@@ -135,3 +135,49 @@ def test_by_hand_steps_run_at_their_times() -> None:
     assert seen == [1_000_100, 1_000_150, 1_000_200]
     assert runner.now_ms() == 1_010_099
     assert runner.next_due_ms() is None
+
+
+def test_work_that_waits_for_each_other_runs_at_once(runner: ThreadRunner) -> None:
+    together = threading.Barrier(8)
+    ended = threading.Semaphore(0)
+
+    def submit(call: Any, count: int) -> None:
+        with runner.lock:
+            for _ in range(count):
+                runner.submit(Work("work", call, lambda result, error: ended.release()))
+        for _ in range(count):
+            assert ended.acquire(timeout=30)
+
+    submit(lambda: together.wait(30), 8)
+    for _ in range(3):
+        submit(lambda: None, 2_000)  # swift listeners, of which one worker does all
+        submit(lambda: together.wait(30), 8)
+
+
+def test_swift_work_does_not_wait_for_one_that_blocks(runner: ThreadRunner) -> None:
+    behind = threading.Event()
+    ended = threading.Semaphore(0)
+    with runner.lock:
+        for call in [*[lambda: None] * 2_000, lambda: behind.wait(30), behind.set]:
+            runner.submit(Work("work", call, lambda result, error: ended.release()))
+    for _ in range(2_002):
+        assert ended.acquire(timeout=20)
+    assert behind.is_set()
+
+
+def test_a_worker_that_makes_steps_due_takes_them_itself(runner: ThreadRunner) -> None:
+    by: list[str] = []
+    ended = threading.Event()
+
+    def run_due(now_ms: int) -> None:
+        by.append(threading.current_thread().name)
+        ended.set()
+
+    def done(result: object, error: Exception | None) -> None:
+        by.append(threading.current_thread().name)
+        runner.wake(Step("step", run_due))
+
+    with runner.lock:
+        runner.submit(Work("work", lambda: None, done))
+    assert ended.wait(30)
+    assert len(set(by)) == 1

@@ -33,6 +33,7 @@ from tests.stores import (
     filled,
     from_disk,
     in_memory,
+    on_disk,
     opened,
     served,
 )
@@ -366,12 +367,7 @@ def test_without_links_whole_files_are_copied(code: int) -> None:
 
 def test_on_disk_too(tmp_path: Path) -> None:
     found, place = damaged_in_the_middle()
-    for path, data in found.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        if data is None:
-            (tmp_path / path).mkdir(exist_ok=True)
-        else:
-            (tmp_path / path).write_bytes(data)
+    on_disk(found, tmp_path)
     whole = saved(in_memory(found))
     MessageStore.open(tmp_path, SMALL, thorough=True).close()
     (folder,) = (tmp_path / SALVAGE).iterdir()

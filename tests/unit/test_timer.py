@@ -15,10 +15,11 @@ from librmq.errors import ConfigError, CorruptionError, DiskFullError, FlushFail
 from librmq.files import MemoryFiles
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
-from librmq.store import AppendResult, MessageStore
+from librmq.store import AppendResult
 from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings, delete_key, is_timed
 from librmq.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
 from librmq.topics import HALF_TOPIC
+from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, contents, died
 
 TINY = TimerSettings(
@@ -26,8 +27,8 @@ TINY = TimerSettings(
 )
 
 
-class Wheel:
-    """Timers of a store in memory, and time that passes from one due slot to the next."""
+class Wheel(ByTime):
+    """Timers of a store in memory."""
 
     def __init__(
         self,
@@ -37,13 +38,13 @@ class Wheel:
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
     ) -> None:
-        self.files = files or MemoryFiles()
-        self.clock = ManualClock(at_ms)
-        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        super().__init__(config, files, at_ms)
         self.told: list[tuple[StoredMessage, AppendResult]] = []
         self.settings = settings
         self.timers = Timers.open(self.store, settings, delivered=lambda *what: self.told.append(what))
-        self.runs: list[int] = []
+
+    def run_due(self, now_ms: int) -> int | None:
+        return self.timers.run_due(now_ms)
 
     def put(self, body: bytes = b"b", *, key: str | None = "U", **properties: object) -> AppendResult:
         message = Message("T", body, tags="t", unique_key=key, flag=3)
@@ -51,16 +52,6 @@ class Wheel:
         result = self.timers.put(message, 2)
         self.timers.run_due(self.clock.now_ms())
         return result
-
-    def pass_to(self, at_ms: int) -> int | None:
-        until = START_MS + at_ms
-        due = self.timers.run_due(self.clock.now_ms())
-        while due is not None and due <= until:
-            self.clock.move_to(max(due, self.clock.now_ms()))
-            self.runs.append(due - START_MS)
-            due = self.timers.run_due(self.clock.now_ms())
-        self.clock.move_to(until)
-        return None if due is None else due - START_MS
 
     def delivered(self) -> list[tuple[bytes, int]]:
         return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic == "T"]
@@ -534,7 +525,7 @@ def test_chains_that_lead_nowhere_end(caplog: pytest.LogCaptureFixture) -> None:
     wheel = Wheel()
     for _ in range(3):
         wheel.put(TIMER_DELAY_SEC=5)
-    log = wheel.timers._timer_log
+    log = wheel.timers._slots.log
     unit = log.unit(52)
     assert unit is not None
     end, log.end = log.end, 52
@@ -551,7 +542,7 @@ def test_old_files_of_the_timer_log_go() -> None:
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
         wheel.pass_to(number * 1000)
         wheel.save()
-    assert wheel.timers._timer_log.begin > 0
+    assert wheel.timers._slots.log.begin > 0
     wheel.pass_to(300_000)
     assert len(wheel.delivered()) == 200
     assert len(wheel.after_kill().delivered()) == 200

@@ -10,7 +10,6 @@ import pytest
 
 from librmq import codec
 from librmq.brokerconfig import BrokerConfig
-from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import (
     ConfigError,
@@ -25,13 +24,15 @@ from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
-from librmq.txn import CHECK_GROUP, CheckBack, EndedHalves, Transactions, TransactionSettings
+from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.txnhalves import CHECK_GROUP, EndedHalves
+from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, died
 
 Half = AppendResult
 
 
-class Desk:
+class Desk(ByTime):
     """Transactions of a store in memory, what producers are asked, and what is given up."""
 
     def __init__(
@@ -43,9 +44,7 @@ class Desk:
         original: bool = False,
         settings: TransactionSettings | None = None,
     ) -> None:
-        self.files = files or MemoryFiles()
-        self.clock = ManualClock(at_ms)
-        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        super().__init__(config, files, at_ms)
         self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
         self.asked: list[CheckBack] = []
         self.discarded: list[tuple[StoredMessage, int]] = []
@@ -77,16 +76,14 @@ class Desk:
         asked = self.transactions.check(self.clock.now_ms(), TransactionSettings(**settings)).asked
         return [question.half for question in asked]
 
-    def pass_to(self, at_ms: int) -> list[int]:
+    def run_due(self, now_ms: int) -> int | None:
+        return self.transactions.run_due(now_ms)
+
+    def checks_to(self, at_ms: int) -> list[int]:
         """Let time pass to ``at_ms`` after the start; returns at what times a check was due."""
-        until, times = START_MS + at_ms, []
-        due = self.transactions.run_due(self.clock.now_ms())
-        while due is not None and due <= until:
-            self.clock.move_to(due)
-            times.append(due - START_MS)
-            due = self.transactions.run_due(due)
-        self.clock.move_to(until)
-        return times
+        before = len(self.runs)
+        self.pass_to(at_ms)
+        return self.runs[before:]
 
     def of(self, topic: str) -> list[StoredMessage]:
         return [message for message in self.store if message.topic == topic]
@@ -575,19 +572,19 @@ def test_late_ops_ask_although_there_are_some(desk: Desk) -> None:
 
 
 def test_passes_come_every_minute_while_something_is_pending(desk: Desk) -> None:
-    assert desk.pass_to(100_000) == []
+    assert desk.checks_to(100_000) == []
     half = desk.prepare()
-    assert desk.pass_to(300_000) == [120_000, 180_000, 240_000, 300_000]
+    assert desk.checks_to(300_000) == [120_000, 180_000, 240_000, 300_000]
     assert len(desk.asked) == 4
     desk.commit(half)
-    assert desk.pass_to(86_400_000) == [360_000]
+    assert desk.checks_to(86_400_000) == [360_000]
     desk.prepare(1)
-    assert desk.pass_to(86_400_000 + 60_000) == [86_460_000]
+    assert desk.checks_to(86_400_000 + 60_000) == [86_460_000]
 
 
 def test_a_year_of_nobody_answering_passes_quickly(desk: Desk) -> None:
     desk.prepare()
-    assert desk.pass_to(365 * 86_400_000) == [60_000 * number for number in range(1, 17)]
+    assert desk.checks_to(365 * 86_400_000) == [60_000 * number for number in range(1, 17)]
     assert len(desk.discarded) == 1
 
 
@@ -649,7 +646,7 @@ def test_a_pass_that_fails_goes_on_in_the_next(
         return again(*args, **fields)
 
     monkeypatch.setattr(desk.store, "append_again", second_fails)
-    assert desk.pass_to(60_000) == [60_000]
+    assert desk.checks_to(60_000) == [60_000]
     assert "ends early: full" in caplog.text
     assert desk.progress() == (1, None)
     assert [question.half.body for question in desk.asked] == [b"0"]

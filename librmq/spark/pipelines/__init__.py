@@ -20,10 +20,11 @@ from librmq.spark.pipelines.deadletters import dead_letters, replayable
 from librmq.spark.pipelines.duplicates import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
 from librmq.spark.pipelines.duplicates import duplicates, duplicates_approximate
 from librmq.spark.pipelines.filtering import filter_savings
-from librmq.spark.pipelines.pending import pending_timers, pending_transactions
+from librmq.spark.pipelines.pending import pending_delays, pending_timers, pending_transactions
 from librmq.spark.pipelines.reconciliation import reconcile
 from librmq.spark.pipelines.retention import what_retention_frees
 from librmq.spark.pipelines.whatif import what_if
+from librmq.timer import TIMER_TOPIC
 from librmq.topics import HALF_TOPIC, OP_TOPIC
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "duplicates",
     "duplicates_approximate",
     "filter_savings",
+    "pending_delays",
     "pending_timers",
     "pending_transactions",
     "reconcile",
@@ -126,8 +128,9 @@ def _transactions(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> D
         "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string, "
         "bornTimestamp timestamp, storeTimestamp timestamp"
     )
-    halves = stores.messages(spark, paths, columns, topic=HALF_TOPIC)
-    ops = stores.messages(spark, paths, "store string, body binary", topic=OP_TOPIC)
+    halves = stores.messages(spark, paths, columns, topic=HALF_TOPIC, queueId="0")
+    columns = "store string, queueOffset bigint, tags string, body binary"
+    ops = stores.messages(spark, paths, columns, topic=OP_TOPIC, queueId="0")
     return pending_transactions(halves, ops, stores.offsets(spark, paths))
 
 
@@ -141,7 +144,11 @@ def _timers(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFra
         "storeTimestamp timestamp"
     )
     delayed = stores.messages(spark, paths, columns, topic=SCHEDULE_TOPIC)
-    return pending_timers(entries, delayed, stores.offsets(spark, paths))
+    delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
+    columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
+    timed = stores.messages(spark, paths, columns, topic=TIMER_TOPIC, queueId="0")
+    timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
+    return delays.unionByName(timers)
 
 
 def _dead_letters(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFrame:
@@ -196,7 +203,7 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         },
     ),
     "transactions": Pipeline("half messages that were neither committed nor rolled back", _transactions),
-    "timers": Pipeline("delayed messages that wait, and when they are due", _timers),
+    "timers": Pipeline("messages of delay levels and 5.x's timer that wait, and when they are due", _timers),
     "dead-letters": Pipeline("dead letters by group, topic and cause", _dead_letters),
     "filters": Pipeline("what registered filters match, and what they would save if pushed down", _filters),
     "reconcile": Pipeline(

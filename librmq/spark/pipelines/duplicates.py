@@ -43,7 +43,7 @@ def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | N
             "resend": F.coalesce(F.lag("uniqueKey").over(order) == F.col("uniqueKey"), F.lit(False)),
         }
     )
-    after = (F.unix_micros("storeTimestamp") - F.unix_micros("before")) / 1_000_000
+    after = F.try_subtract(F.unix_micros("storeTimestamp"), F.unix_micros("before")) / 1_000_000
     return found.withColumn("secondsAfter", after).where(F.col("secondsAfter") <= window_seconds)
 
 

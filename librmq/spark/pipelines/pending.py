@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from librmq.consumequeueext import LAST_EXT_ADDRESS
 from librmq.levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.spark.decode import LAST_MS
 from librmq.spark.stores import DELAY_GROUP
-from librmq.topics import HALF_TOPIC
+from librmq.timer import DELETE_KEY, OUT_MS
+from librmq.timerfiles import DELETE, ROLL
+from librmq.topics import HALF_TOPIC, OP_TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["CHECK_GROUP", "pending_timers", "pending_transactions"]
+__all__ = ["CHECK_GROUP", "pending_delays", "pending_timers", "pending_transactions"]
 
 CHECK_GROUP = "CID_RMQ_SYS_TRANS"
 """Under whose name the broker keeps how far it has judged half messages."""
@@ -24,19 +26,21 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
     """Half messages that were neither committed nor rolled back.
 
     ``halves`` are messages of the half topic with store, queueOffset, physicalOffset, properties, uniqueKey,
-    bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store and body (the queue offset of the half that
-    was ended); ``offsets`` as in `librmq.spark.stores`: what lies before the broker's own progress is done with.
-    Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
+    bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store, queueOffset, tags and body (the queue
+    offset of the half that was ended); ``offsets`` as in `librmq.spark.stores`: what lies before the broker's own
+    progress is done with. Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
     """
-    ended = ops.where(F.col("body").isNotNull()).select(
-        "store", F.col("body").cast("string").cast("bigint").alias("half")
-    )
-    done = offsets.where((F.col("group") == CHECK_GROUP) & (F.col("topic") == HALF_TOPIC)).select(
-        "store", F.col("offset").alias("done")
-    )
-    left = halves.join(F.broadcast(done), "store", "left").where(
-        F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
-    )
+
+    def from_progress(messages: DataFrame, topic: str) -> DataFrame:
+        checked = offsets.where((F.col("group") == CHECK_GROUP) & (F.col("topic") == topic))
+        done = checked.where("queueId = 0").select("store", F.col("offset").alias("done"))
+        return messages.join(F.broadcast(done), "store", "left").where(
+            F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
+        )
+
+    told = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # an op may say anything
+    ended = told.select("store", _whole(F.col("body").cast("string")).alias("half"))
+    left = from_progress(halves, HALF_TOPIC)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")
     of = _properties("properties")
     return left.select(
@@ -46,21 +50,21 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
         "uniqueKey",
         "queueOffset",
         "physicalOffset",
-        F.coalesce(of("TRANSACTION_CHECK_TIMES").try_cast("int"), F.lit(0)).alias("checks"),
+        F.coalesce(_whole(of("TRANSACTION_CHECK_TIMES")).try_cast("int"), F.lit(0)).alias("checks"),
         F.col("bornTimestamp").alias("born"),
         F.col("storeTimestamp").alias("stored"),
     )
 
 
-def pending_timers(
+def pending_delays(
     entries: DataFrame, messages: DataFrame, offsets: DataFrame, levels: DelayLevels = DEFAULT_LEVELS
 ) -> DataFrame:
-    """Delayed messages that were not delivered yet.
+    """Messages of delay levels that were not delivered yet.
 
     ``entries`` are those of the schedule topic in the view ``queues`` (their tags code is when they are due);
     ``messages`` the same topic's with store, queueId, queueOffset, properties, uniqueKey, storeTimestamp; ``offsets``
     as in `librmq.spark.stores`; ``levels`` the broker's, which are asked where a store has extension files. Columns:
-    store, level, topic, uniqueKey, queueOffset, physicalOffset, due.
+    store, kind ("delay"), level, topic, uniqueKey, queueOffset, physicalOffset, due.
     """
     where = ["store", "queueId"]
     done = offsets.where((F.col("group") == DELAY_GROUP) & (F.col("topic") == SCHEDULE_TOPIC)).select(
@@ -69,19 +73,54 @@ def pending_timers(
     left = entries.join(F.broadcast(done), where, "left").where(
         F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
     )
-    of = _properties("properties")
     delay = F.coalesce(F.get(F.array(*map(F.lit, levels.delays_ms)), F.col("queueId")), F.lit(1000))
-    is_time = F.col("tagsCode") > LAST_EXT_ADDRESS  # else it leads to an extension unit, which is not looked into
-    due = F.timestamp_millis(F.when(is_time, F.col("tagsCode")).otherwise(F.unix_millis("storeTimestamp") + delay))
-    return left.drop("topic").join(messages.drop("topic", "physicalOffset"), [*where, "queueOffset"]).select(
+    # What fits a hash is no time; what is less leads to an extension unit, which is not looked into.
+    is_time = F.col("tagsCode") > (1 << 31) - 1
+    due = F.when(is_time, F.col("tagsCode")).otherwise(F.unix_millis("storeTimestamp") + delay)
+    found = left.drop("topic").join(messages.drop("topic", "physicalOffset"), [*where, "queueOffset"])
+    return _waiting(found, "delay", F.col("queueId") + 1, due)
+
+
+def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -> DataFrame:
+    """Messages with a time of 5.x that were not delivered yet: in the wheel, or on their way into it.
+
+    ``units`` and ``progress`` are those of the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
+    store, queueOffset, physicalOffset, properties, uniqueKey. What a deletion in the same slot names is left out.
+    Columns: as `pending_delays`, with kind "timer" and no level.
+    """
+    of = _properties("properties")
+    found = units.join(messages, ["store", "physicalOffset"])
+    rolled, deletes = F.col("magic").bitwiseAND(ROLL) != 0, F.col("magic").bitwiseAND(DELETE) != 0
+    deleted = found.where(deletes & ~rolled).select("store", "slot", of(DELETE_KEY).alias("deleted"))
+    name = F.concat(F.coalesce(of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`
+    in_slots = found.where(~deletes).withColumn("name", F.when(~rolled, name)).alias("unit")
+    same = [F.col(f"unit.{column}") == F.col(f"gone.{column}") for column in ("store", "slot")]
+    in_slots = in_slots.join(deleted.alias("gone"), [*same, F.col("unit.name") == F.col("gone.deleted")], "left_anti")
+    on_the_way = messages.join(F.broadcast(progress), "store").where(
+        (F.col("queueOffset") >= F.col("done")) & of(DELETE_KEY).isNull()
+    )
+    columns = "store", "properties", "uniqueKey", "queueOffset", "physicalOffset"
+    waiting = in_slots.select(*columns).unionByName(on_the_way.select(*columns))
+    return _waiting(waiting, "timer", F.lit(None).cast("int"), F.coalesce(_whole(of(OUT_MS)), F.lit(0)))
+
+
+def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> DataFrame:
+    bounded = F.least(F.greatest(due_ms, F.lit(-LAST_MS)), F.lit(LAST_MS))
+    return found.select(
         "store",
-        (F.col("queueId") + 1).alias("level"),
-        of("REAL_TOPIC").alias("topic"),
+        F.lit(kind).alias("kind"),
+        level.alias("level"),
+        _properties("properties")("REAL_TOPIC").alias("topic"),
         "uniqueKey",
         "queueOffset",
         "physicalOffset",
-        due.alias("due"),
-    )  # fmt: skip
+        F.timestamp_millis(bounded).alias("due"),
+    )
+
+
+def _whole(text: Column) -> Column:
+    """A number as Java reads it, null for another text."""
+    return F.when(text.rlike(r"\A[+-]?[0-9]+\z"), text.try_cast("bigint"))
 
 
 def _properties(column: str):  # type: ignore[no-untyped-def]

@@ -43,7 +43,7 @@ def reconcile(
     both = sent.join(rows, "key", "full").withColumns(
         {"messages": F.coalesce("messages", F.lit(0)), "rows": F.coalesce("rows", F.lit(0))}
     )
-    both = both.withColumn("secondsAfter", (F.unix_micros("first") - F.unix_micros("at")) / 1_000_000)
+    both = both.withColumn("secondsAfter", F.try_subtract(F.unix_micros("first"), F.unix_micros("at")) / 1_000_000)
     late = F.lit(False) if late_seconds is None else F.col("secondsAfter") > late_seconds
     verdicts = F.array_compact(
         F.array(

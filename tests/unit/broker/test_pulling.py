@@ -22,6 +22,7 @@ from librmq.protocol import (
     MinOffset,
     OffsetByTime,
     PullMessage,
+    PullResponse,
     PullStatus,
     QueryMessages,
     QueryOffset,
@@ -222,6 +223,70 @@ def test_a_pull_that_is_answered_at_once_is_not_held() -> None:
         assert pull(broker, "T", notify=bell).status is PullStatus.FOUND
         send(broker, "T")
         assert bell.rung_ms == []
+
+
+def bodies(response: PullResponse) -> list[bytes]:
+    return [message.body for message in response.messages]
+
+
+def test_a_pull_that_stays_is_held_behind_what_it_found() -> None:
+    with opened() as broker:
+        bell = Bell(manual(broker))
+        for number in range(40):
+            send(broker, "T", b"%d" % number)
+        first = pull(broker, "T", notify=bell, stay=True)
+        assert (len(first.messages), first.is_held) == (32, False)  # there is more
+        send(broker, "T", b"40")
+        assert bell.rung_ms == []
+        second = pull(broker, "T", 32, notify=bell, stay=True)
+        assert (len(second.messages), second.is_held, second.next_offset) == (9, True, 41)
+        send(broker, "T", b"41")
+        send(broker, "T", b"42")
+        assert len(bell.rung_ms) == 1
+        third = pull(broker, "T", 41, notify=bell, stay=True)
+        assert (bodies(third), third.is_held) == ([b"41", b"42"], True)
+
+
+def test_a_message_that_ends_a_hold_is_given_as_any_other() -> None:
+    with opened() as broker:
+        bell = Bell(manual(broker))
+        send(broker, "T", b"0")
+        at = pull(broker, "T", notify=bell, stay=True).next_offset
+        for number in range(1, 6):
+            send(broker, "T", b"%d" % number)
+            response = pull(broker, "T", at, notify=bell, stay=True)
+            assert (response.status, response.is_held) == (PullStatus.FOUND, True)
+            assert (response.next_offset, response.min_offset, response.max_offset) == (at + 1, 0, at + 1)
+            assert list(response.messages) == list(broker.store.messages("T", 0, at))
+            at = response.next_offset
+        assert len(bell.rung_ms) == 5
+        send(broker, "T", b"6")
+        assert bodies(pull(broker, "T", 2, notify=bell, stay=True)) == [b"2", b"3", b"4", b"5", b"6"]
+
+
+def test_what_ended_a_hold_is_judged_by_the_subscription_of_the_next_pull() -> None:
+    with opened() as broker:
+        bell = Bell(manual(broker))
+        send(broker, "T", tags="a")
+        held = pull(broker, "T", notify=bell, stay=True, subscription=Subscription("T", "a"))
+        assert held.is_held
+        send(broker, "T", tags="a")
+        assert len(bell.rung_ms) == 1
+        other = pull(broker, "T", 1, notify=bell, stay=True, subscription=Subscription("T", "b"))
+        assert (other.status, other.next_offset) == (PullStatus.NO_MATCHED_MESSAGE, 2)
+
+
+def test_a_client_that_is_forgotten_leaves_nothing() -> None:
+    with opened() as broker:
+        bell = Bell(manual(broker))
+        beat(broker, Subscription("T"))
+        send(broker, "T")
+        assert pull(broker, "T", notify=bell, stay=True).is_held
+        send(broker, "T")
+        assert pull(broker, "T", 1, notify=bell, stay=True).is_held
+        broker.forget("c1")
+        send(broker, "T")
+        assert len(bell.rung_ms) == 1
 
 
 # ---- groups whose instances differ

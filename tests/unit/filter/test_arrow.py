@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from librmq.filter import SqlFilter
-from librmq.filter.javanumbers import parse_double
+from librmq.filter.javanumbers import parse_double, parse_int, parse_long
+from librmq.filter.syntax import JavaLong
 
 pa = pytest.importorskip("pyarrow")
 
@@ -41,6 +43,40 @@ def test_a_name_twice_in_a_map_counts_with_its_last_value() -> None:
     assert SQL.match_arrow(array).to_pylist() == [True, False]
 
 
+def test_as_many_entries_as_rows_but_not_one_each() -> None:
+    given: tuple[tuple[list[Any], list[bool]], ...] = (
+        ([[("a", "7"), ("a", "1")], []], [False, False]),
+        ([[], [("a", "1"), ("a", "7")]], [False, True]),
+        ([[("a", "7")], [("a", "7")]], [True, True]),
+        ([[("a", "7")], [("a", None)]], [True, False]),
+        ([[("a", "7")], None], [True, False]),
+        ([[("c", "7"), ("a", "7")], [("a", "1")], [("a", "7"), ("c", "7")]], [True, False, True]),
+    )
+    for rows, expected in given:
+        array = pa.array(rows, MAPS)
+        assert SQL.match_arrow(array).to_pylist() == expected
+        assert SQL.match_arrow(array.slice(1)).to_pylist() == expected[1:]
+    offsets, texts = pa.array([0, 1, 2], pa.int32()), pa.array(["7", "7"])
+    nulls = pa.MapArray.from_arrays(offsets, pa.array(["a", "a"]), texts, mask=pa.array([True, False]))
+    assert SqlFilter("a IS NOT NULL AND a > 5").match_arrow(nulls).to_pylist() == [False, True]
+
+
+def test_every_short_text_is_read_as_a_number_of_java() -> None:
+    """One a column, so that none is read among others that need more care."""
+    from librmq.filter import arrow_backend
+
+    readings = ((int, parse_int), (JavaLong, parse_long))
+    for length in range(4):
+        for letters in product("-./05e+x", repeat=length):
+            text = "".join(letters)
+            column = pa.array(["", text, text]).slice(1, 1)
+            for kind, parse in readings:
+                numbers, _ = arrow_backend._integers(column, kind)
+                assert numbers.to_pylist() == [parse(text)], text
+            numbers, _ = arrow_backend._doubles(column)
+            assert repr(numbers.to_pylist()) == repr([parse_double(text)]), text
+
+
 @pytest.mark.parametrize(
     "kind",
     [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
@@ -56,8 +92,8 @@ def test_kinds_of_texts(kind: Any) -> None:
 
 
 def test_texts_that_begin_alike() -> None:
-    given = ["abcdefgh", "abcdefgh1", "abcdefgh2", "abcdefg", None, ""]
-    for text in ("abcdefgh", "abcdefgh1", "abcdefg", ""):
+    texts = ["abcdefgh", "abcdefgh1", "abcdefgh2", "abcdefg", None, "", "a", "ab"]
+    for given, text in product((texts, texts[3:]), ("abcdefgh", "abcdefgh1", "abcdefg", "", "a", "ab")):
         sql = SqlFilter(f"name_of_it = '{text}'")
         expected = [value == text for value in given]
         whole = pa.array([value and [("name_of_the", "x"), ("name_of_it", value)] for value in given], MAPS)

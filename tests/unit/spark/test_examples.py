@@ -95,12 +95,15 @@ def _utc(timestamp_ms: int) -> Any:
     return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
 
 
-def test_the_second_part_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_part_of_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     shared_session()
     for name in ("broker", "continued"):
         shutil.copytree(store("store-basic"), tmp_path / name, copy_function=shutil.copyfile)
+    monkeypatch.syspath_prepend(CHECKOUT / "examples")
     main = runpy.run_path(str(CHECKOUT / "examples" / "demo_spark.py"))["main"]
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out

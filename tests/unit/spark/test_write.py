@@ -27,7 +27,7 @@ from librmq.spark.encode import Encoder, Lane
 from librmq.spark.options import WriteOptions
 from librmq.spark.write import Writer
 from tests.reference import CHECKOUT
-from tests.spark import shared_session
+from tests.spark import killing, shared_session
 
 START_MS = 1_700_000_000_000
 CONFIG = StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192)
@@ -138,6 +138,17 @@ def test_a_failed_job_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     assert {one: one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()} == before
 
 
+@pytest.mark.spark
+def test_a_worker_that_is_killed_writes_nothing_twice(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    frame = shared_session().range(3000, numPartitions=3).select(F.col("id").cast("string").alias("body"))
+    with killing(tmp_path / "killed"):
+        frame.write.format("rocketmq").mode("append").options(topic="New").save(str(path))
+    with MessageStore.open(path, read_only=True) as store:
+        assert [message.body for message in store][3:] == [b"%d" % number for number in range(3000)]
+    assert not list((path / "librmq" / "spark").iterdir())
+
+
 # ------------------------------------------------------------------------------------------- commit, without a session
 
 
@@ -194,14 +205,16 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from librmq.commitlog import CommitLog
+from librmq.consumequeue import ConsumeQueue
+from librmq.keyindex import KeyIndex
 from tests.unit.spark.test_write import stage
 from librmq.spark.commit import commit, job_folder
 
 left = [0]
 
 
-def counted(name):
-    method = getattr(CommitLog, name)
+def counted(part, name):
+    method = getattr(part, name)
 
     def call(self, *arguments):
         if not left[0]:
@@ -209,11 +222,13 @@ def counted(name):
         left[0] -= 1
         return method(self, *arguments)
 
-    setattr(CommitLog, name, call)
+    setattr(part, name, call)
 
 
-for name in ("append", "patch", "flush"):
-    counted(name)
+for name in ("append_block", "patch", "flush"):
+    counted(CommitLog, name)
+counted(ConsumeQueue, "append_many")
+counted(KeyIndex, "append_block")
 for calls, path in enumerate(map(Path, sys.argv[1:])):
     child = os.fork()
     if not child:

@@ -1,0 +1,60 @@
+"""How both parts of the demo show what they do: steps, words, lines of code, tables, answers."""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+if isinstance(sys.stdout, TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # where output is not UTF-8
+CONSOLE = Console(highlight=False)
+CONSOLE.width = min(CONSOLE.width, 120)
+
+
+def step(number: int, title: str) -> None:
+    CONSOLE.print()
+    CONSOLE.print()
+    CONSOLE.print(Rule(f"[bold cyan]{number}[/bold cyan]  [bold]{title}[/bold]", align="left", style="dim"))
+
+
+def say(text: str) -> None:
+    CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
+
+
+def code(*lines: str) -> None:
+    CONSOLE.print()
+    for line in lines:
+        CONSOLE.print(Text(f"    {line}", style="green"), soft_wrap=True)
+
+
+def answers(*rows: tuple[bool, str]) -> None:
+    made = Table.grid(padding=(0, 1))
+    for good, text in rows:
+        made.add_row("[bold green]yes[/]" if good else "[bold red]NO[/]", text)
+    draw(made)
+
+
+def table(*columns: str) -> Table:
+    """An empty table; columns that begin with # hold numbers, the last one takes what room there is."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
+    for name in columns:
+        number = name.startswith("#")
+        last = name == columns[-1]
+        made.add_column(
+            name.lstrip("#"),
+            justify="right" if number else "left",
+            no_wrap=not last,
+            overflow="ellipsis" if not last else "fold",
+        )
+    return made
+
+
+def draw(made: Table) -> None:
+    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))

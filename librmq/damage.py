@@ -1,0 +1,18 @@
+"""What is wrong with the files of a store, as a value: found by `librmq.verify`, mended by a recovery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Damage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with ``bytes`` of ``file`` from ``offset`` on (physical for the log, else within the file)."""
+
+    file: str
+    offset: int
+    kind: str
+    what: str
+    bytes: int = 0

@@ -1,0 +1,193 @@
+"""The key index held against the keys of the records, in the order of the log, and mended or made anew.
+
+An index can't be mended in its middle, as its chains go through the whole file: what lacks the last keys gets them,
+all else is made again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from librmq import codec
+from librmq.commitlog import CommitLog
+from librmq.damage import Damage
+from librmq.dispatch import index_block, is_indexed, key_hashes
+from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
+from librmq.javahash import string_hash
+from librmq.keyindex import KeyIndex
+from librmq.message import StoredMessage
+
+__all__ = ["IndexCheck", "index_again"]
+
+_BLOCK: Final = 65_536
+
+
+class _Run(NamedTuple):
+    """The entries of the index that name one record, side by side."""
+
+    physical_offset: int
+    hashes: list[int]
+    seconds: list[int]
+    file: IndexFile
+    number: int
+    before: IndexHeader | None
+    """The header of the file before."""
+
+
+def _runs(index: KeyIndex, begin: int) -> Iterator[_Run]:
+    """The entries for records from ``begin`` on, a record at a time; those of a record may lie in two files."""
+    run: _Run | None = None
+    for before, file in itertools.pairwise((None, *index.files)):
+        assert file is not None
+        header = None if before is None else before.header
+        if file.header.end_physical_offset < begin:
+            continue
+        for first in range(1, file.header.index_count, _BLOCK):
+            block = file.entries(first, first + _BLOCK)
+            rows = zip(block["hash"].tolist(), block["physical"].tolist(), block["time_diff"].tolist(), strict=True)
+            for number, (value, physical_offset, seconds) in enumerate(rows, first):
+                if physical_offset < begin:
+                    continue
+                if run is None or run.physical_offset != physical_offset or run.file is not file:
+                    if run is not None:
+                        yield run
+                    run = _Run(physical_offset, [], [], file, number, header)
+                run.hashes.append(value)
+                run.seconds.append(seconds)
+    if run is not None:
+        yield run
+
+
+class IndexCheck:
+    """The key index held against the keys of the records, in the order of the log."""
+
+    def __init__(self, index: KeyIndex, begin: int, end: int, whole: bool, mend: bool) -> None:
+        self.damages: list[Damage] = []
+        self._index = index
+        self._mend = mend
+        self._runs = _runs(index, begin)
+        self._run = next(self._runs, None)
+        self._adding: list[tuple[int, int, int, str | None, str | None]] = []
+        self._lacking = 0
+        self._log_end = end
+        self._end = index.end_physical_offset
+        self._none = all(file.header.index_count <= 1 for file in index.files)
+        self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
+        """False where only making the index again mends it."""
+        self._checked = index.files if whole else []  # what is made meanwhile needs no look
+        for file in self._checked[:-1]:
+            if not file.full:
+                self.sound = False
+                what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
+                self.damages.append(Damage(file.path, 36, "index", what))
+
+    def offer(
+        self, physical_offset: int, store_timestamp_ms: int, prefix_hash: int, unique_key: str | None, keys: str | None
+    ) -> None:
+        """Take the keys of the next record."""
+        run = self._run
+        if run is None:  # the index has come to its end before the log
+            if physical_offset > self._end or self._none:
+                self._add((physical_offset, store_timestamp_ms, prefix_hash, unique_key, keys))
+            return
+        while run is not None and run.physical_offset < physical_offset:
+            self._damaged(run, f"names {run.physical_offset}, where no record with keys is")
+            run = self._run = next(self._runs, None)
+        expected = key_hashes(prefix_hash, unique_key, keys)
+        there: list[int] = []
+        last = run
+        while run is not None and run.physical_offset == physical_offset:
+            there += run.hashes
+            self._check_times(run, store_timestamp_ms)
+            last = run
+            run = self._run = next(self._runs, None)
+        if there == expected or last is None:
+            return
+        if set(there) == set(expected) and not Counter(expected) - Counter(there):
+            return  # a key twice: the original indexes a record again after an unclean exit
+        if run is not None or not there or there != expected[: len(there)]:
+            self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
+        else:  # the last record that is indexed: a crash came between its keys
+            texts = [*([unique_key] if unique_key else []), *codec.split_keys(keys)][len(there) :]
+            self._add((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts)))
+
+    def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
+        header, place = run.file.header, run.physical_offset
+        seconds = entry_seconds(store_timestamp_ms, header.begin_timestamp_ms)
+        times = [seconds] * len(run.seconds)
+        if run.number == 1:  # it counts from the end of the file before it, which may be gone
+            before = run.before
+            times[0] = run.seconds[0] if before is None else entry_seconds(store_timestamp_ms, before.end_timestamp_ms)
+        if run.seconds != times:
+            self._damaged(run, f"times of {place}: expected {seconds} s, found {run.seconds}")
+        first, last = run.number == 1, run.number + len(run.hashes) == header.index_count
+        if (first and header.begin_timestamp_ms != store_timestamp_ms) or (
+            last and header.end_timestamp_ms != store_timestamp_ms
+        ):
+            span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
+            self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
+
+    def _add(self, record: tuple[int, int, int, str | None, str | None]) -> None:
+        self._lacking += bool(record[3] or record[4])
+        if self._mend and self.sound:
+            self._adding.append(record)
+            if len(self._adding) >= _BLOCK:
+                self._write()
+
+    def _write(self) -> None:
+        if self._adding:
+            index_block(self._index, self._adding)
+            self._adding = []
+
+    def _damaged(self, run: _Run, what: str) -> None:
+        self.sound = False
+        if not self.damages or self.damages[-1].file != run.file.path:  # one a file says enough
+            position = run.file.entry_position(run.number)
+            kind = "ahead" if run.physical_offset >= self._log_end else "entry"
+            self.damages.append(Damage(run.file.path, position, kind, what, 20 * len(run.hashes)))
+
+    def finish(self) -> None:
+        """No record follows."""
+        while self._run is not None:
+            self._damaged(self._run, f"names {self._run.physical_offset}, where no record is")
+            self._run = next(self._runs, None)
+        for file in self._checked:
+            found = file.check()
+            if found is not None:
+                self.sound = False
+                position, what = found
+                self.damages.append(Damage(file.path, position, "index", what))
+        files = self._index.files
+        if self._lacking:
+            place = files[-1].path if files else self._index.folder
+            self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
+        if self.sound:
+            self._write()
+
+
+def index_again(log: CommitLog, index: KeyIndex) -> None:
+    """Make the whole key index anew."""
+    for file in index.files:
+        index.drop(file.name)
+    prefixes: dict[str, int] = {}
+    records: list[tuple[int, int, int, str | None, str | None]] = []
+    for physical_offset, _, raw in log.scan(check_body=False):
+        if raw is None:
+            continue
+        message = StoredMessage(raw)
+        topic = message.topic
+        prefix_hash = prefixes.get(topic)
+        if prefix_hash is None:
+            prefix_hash = prefixes[topic] = string_hash(topic + "#")
+        unique_key = keys = None
+        if is_indexed(message.sys_flag):
+            unique_key, keys = message.unique_key, message.properties.get(codec.PROPERTY_KEYS)
+        records.append((physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
+        if len(records) >= _BLOCK:
+            index_block(index, records)
+            records = []
+    if records:
+        index_block(index, records)

@@ -1,0 +1,438 @@
+"""The parts of a store that another process writes to, for reading: the files as they are, and what they lack.
+
+A writer acknowledges a record when it stands in the log, and brings queues and index up to date in batches. What they
+do not have yet is kept here, taken from the log: a queue's last entries, and the keys of the last records. It is let go
+when the files have it. Files come and go meanwhile: one of no length is not there yet, one that is gone was the oldest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from librmq import codec, layout, opening
+from librmq.checkpoint import Checkpoint, has_abort
+from librmq.closedstate import QueueName, QueueTable
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeueext import ConsumeQueueExt
+from librmq.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
+from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
+from librmq.files import Entry, File, Files
+from librmq.indexfile import IndexFile, IndexHeader, file_length
+from librmq.keyindex import KeyIndex
+from librmq.levels import DelayLevels
+from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.message import StoredMessage
+from librmq.parts import Parts
+from librmq.topics import validate_queue
+
+__all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", "LiveQueues"]
+
+KEPT: Final = 4096
+"""So many entries of queues, and records with keys, are kept at most unless the writer is further behind."""
+ATTEMPTS: Final = 20
+"""What is listed may be gone when it is opened: then all is listed again, so often at most."""
+GLANCE: Final = 128
+"""So many bytes of a record by which it is known again: all but its text."""
+_LOG_FILES_MAPPED: Final = 32
+_MAX_TIMESTAMP: Final = (1 << 63) - 1
+
+
+def _without_unfinished(entries: list[Entry], size: int) -> list[Entry]:
+    """Entries without those of files at the end that do not have their length yet: they are just being made."""
+    end = len(entries)
+    while end and not entries[end - 1].is_folder and entries[end - 1].size < size:
+        end -= 1
+    return entries[:end]
+
+
+class LiveSequence(MappedFileQueue):
+    """Files that another process makes and deletes; whatever is asked for that is not known is looked for again."""
+
+    __slots__ = ()
+
+    def _listed(self) -> list[Entry]:
+        return _without_unfinished(super()._listed(), self.file_size)
+
+    def _list(self) -> list[int]:
+        for attempt in itertools.count():
+            try:
+                return super()._list()
+            except (CorruptionError, StoreIOError):  # one may be gone in the midst of the listing
+                if attempt >= ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def file_at(self, position: int) -> File | None:
+        start = self.start_of(position)
+        if start is None and position >= self.end:
+            self.refresh()
+            start = self.start_of(position)
+        if start is None:
+            return None
+        try:
+            return self.file(start)
+        except (StoreIOError, CorruptionError):
+            self.refresh()
+            if start in self.starts:
+                raise
+            return None
+
+
+class LiveQueue(ConsumeQueue):
+    """A queue whose last entries may not be in its files yet."""
+
+    __slots__ = ("_late",)
+
+    _late: tuple[int, bytes]
+    """A queue offset, and the entries from there on that stand in memory; one value, so that readers need no lock."""
+
+    def __init__(
+        self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, late: list[bytes]
+    ) -> None:
+        """Take the files, up to what leads to the log below ``log_end``, and entries from queue offset ``first`` on."""
+        super().__init__(files, None)
+        self.ext = None if ext is None else ConsumeQueueExt(ext, None)
+        # The writer may be ahead of what is known of the log.
+        stored = range(self.min_offset, self.max_offset)
+        end = self.min_offset + bisect_left(stored, True, key=lambda at: sum(self._place(at * ENTRY_SIZE)) > log_end)
+        if late and end <= self.stored_begin:  # it has no file, or nothing in it
+            self.min_offset = end = first
+        elif late and first <= end:  # those in memory are sure to be whole
+            end = first
+            self.min_offset = min(self.min_offset, end)
+        self.max_offset = end
+        self.max_physic_offset = self._last_place()
+        self._late = end, b""
+        if first == end:
+            self.extend(late)
+
+    def extend(self, entries: list[bytes]) -> None:
+        """Add entries at the end that stand in memory only."""
+        if entries:
+            first, late = self._late
+            self._late = first, late + b"".join(entries)
+            physical_offset, size, _ = ENTRY.unpack(entries[-1])
+            self.max_physic_offset = physical_offset + size
+            self.max_offset += len(entries)
+
+    def catch_up(self) -> int:
+        """Let go of what the files have by now; returns how many entries are left in memory."""
+        first, late = self._late
+        self._files.unmap_all()  # a recovery may have deleted a file, and made another of its name
+        while late:
+            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), ENTRY_DTYPE)
+            kept = np.frombuffer(late, ENTRY_DTYPE, len(stored))
+            same = (stored["physical_offset"] == kept["physical_offset"]) & (stored["size"] == kept["size"])
+            count = len(same) if same.all() else int(same.argmin())
+            if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:
+                # It may be an address, or not be written to its last byte; it is if another follows.
+                count -= self._place((first + count) * ENTRY_SIZE)[1] <= 0
+            first, late = first + count, late[count * ENTRY_SIZE :]
+            if not count or count < len(stored):
+                break
+        self._late = first, late
+        return len(late) // ENTRY_SIZE
+
+    def follow_begin(self, log_begin: int) -> None:
+        """Leave out what is gone from the log."""
+        self._files.refresh()
+        self.advance(log_begin)
+
+    def _raw(self, position: int, end: int) -> bytes:
+        first, late = self._late
+        end = min(end, position - position % self.file_size + self.file_size)
+        middle = first * ENTRY_SIZE
+        if end <= middle:
+            return super()._raw(position, end)
+        self._check_open()
+        if position >= middle:
+            return late[position - middle : end - middle]
+        stored = super()._raw(position, middle)
+        return stored + late[: end - middle] if stored else stored
+
+
+class LiveQueues(QueueTable):
+    """The queues of a store that somebody writes to: those that have a folder, or entries in memory."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files, log: CommitLog) -> None:
+        super().__init__(self.open_queue, {})
+        self._path = path
+        self._config = config
+        self._files = files
+        self._log = log
+        self._pool = MappingPool(config.mapped_files)
+        self._guard = threading.RLock()  # of whoever opens a queue, or adds to it
+        self._late: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._kept = 0
+
+    def open_queue(self, topic: str, queue_id: int) -> LiveQueue:
+        """The queue, opened anew; the caller holds the guard where somebody else may know of it."""
+
+        def sequence(size: int, *, ext: bool) -> LiveSequence:
+            folder = layout.queue_folder(self._path, topic, queue_id, ext=ext)
+            return LiveSequence(folder, size, self._files, self._pool, writable=False)
+
+        config = self._config
+        files = sequence(config.consumequeue_file_size, ext=False)
+        ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
+        queue = LiveQueue(files, ext, self._log.end, *self._late.pop((topic, queue_id), (0, [])))
+        queue.advance(self._log.begin)
+        return queue
+
+    def find(self, name: QueueName) -> ConsumeQueue | None:
+        queue = self._open.get(name)
+        if queue is None and name in self:
+            with self._guard:
+                queue = self._open.get(name)
+                if queue is None:
+                    queue = self._open[name] = self.open_queue(*name)
+        return queue
+
+    def __getitem__(self, name: QueueName) -> ConsumeQueue:
+        queue = self.find(name)
+        if queue is None:
+            raise KeyError(name)
+        return queue
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._open or name in self._late:
+            return True
+        match name:
+            case (str() as topic, int() as queue_id):
+                with suppress(MessageIllegalError):
+                    validate_queue(topic, queue_id)
+                    return self._files.is_folder(layout.queue_folder(self._path, topic, queue_id))
+        return False
+
+    def __iter__(self) -> Iterator[QueueName]:
+        with self._guard:
+            known = {*self._open, *self._late}
+        return iter(sorted(known.union(layout.list_queues(self._path, self._files))))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def follow_begin(self) -> None:
+        """Leave out what is gone from the log, in queues that are open."""
+        with self._guard:
+            for queue in self._open.values():
+                assert isinstance(queue, LiveQueue)
+                queue.follow_begin(self._log.begin)
+
+    def publish(self, log_end: int, new: dict[QueueName, tuple[int, list[bytes]]]) -> None:
+        """Let the log end at ``log_end``, and give queues their ``new`` entries, each from a queue offset on."""
+        with self._guard:
+            self._log.end = log_end
+            for name, (first, entries) in new.items():
+                self._kept += len(entries)
+                queue = self._open.get(name)
+                if isinstance(queue, LiveQueue) and queue.max_offset == first:
+                    queue.extend(entries)
+                    continue
+                self._open.pop(name, None)  # the topic was made anew: it is looked at again when asked for
+                before = self._late.get(name)
+                if before is not None and before[0] + len(before[1]) == first:
+                    before[1].extend(entries)
+                else:
+                    self._late[name] = first, entries
+            if self._kept > KEPT:
+                for name in list(self._late):
+                    self.find(name)
+                self._kept = sum(queue.catch_up() for queue in self._open.values() if isinstance(queue, LiveQueue))
+
+
+class _Keys(NamedTuple):
+    """The keys of a record that the index may not have yet."""
+
+    physical_offset: int
+    store_timestamp_ms: int
+    topic: str
+    unique_key: str | None
+    keys: str | None
+
+
+class LiveIndexFile(IndexFile):
+    """An index file that another process writes.
+
+    Entries are written before the slots that lead to them, and the header last: what a slot leads to is there.
+    """
+
+    __slots__ = ()
+
+    def _load(self) -> None:
+        super()._load()
+        self._announced = self.max_entries
+
+    @property
+    def header(self) -> IndexHeader:
+        for _ in range(ATTEMPTS):  # a broker writes its fields one by one
+            with suppress(CorruptionError):
+                return super().header
+        return super().header
+
+
+class LiveIndex(KeyIndex):
+    """The index files of a store that somebody writes to, and the keys of the records that they may not have yet."""
+
+    def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
+        self._list = []
+        self.late: deque[_Keys] = deque(maxlen=KEPT)
+        super().__init__(folder, slots, entries, files, lambda: 0, False)
+
+    def _listed(self) -> list[Entry]:
+        return _without_unfinished(super()._listed(), file_length(self.max_slots, self.max_entries))
+
+    def _open_file(self, path: str) -> IndexFile:
+        for file in self._list:
+            if file.path == path:
+                return file
+        return LiveIndexFile.open(
+            path, self._files, slots=self.max_slots, entries=self.max_entries, on_map=self._bound_mapped
+        )
+
+    def refresh(self) -> None:
+        """List the files again."""
+        for attempt in itertools.count():
+            try:
+                self._list = self._open_all()
+                return
+            except StoreIOError:  # gone between listing and opening it
+                if attempt >= ATTEMPTS:
+                    raise
+
+    def query(
+        self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
+    ) -> list[int]:
+        indexed = self.end_physical_offset  # of its record the last keys may still be missing
+        found = [
+            record.physical_offset
+            for record in reversed(list(self.late))
+            if record.physical_offset >= indexed
+            and record.topic == topic
+            and (key == record.unique_key or key in codec.split_keys(record.keys))
+            and begin_ms <= record.store_timestamp_ms <= end_ms
+        ][: max(max_results, 0)]
+        if len(found) < max_results:
+            try:
+                older = super().query(topic, key, begin_ms, end_ms, max_results)
+            except StoreIOError:  # a file that was deleted meanwhile
+                self.refresh()
+                older = super().query(topic, key, begin_ms, end_ms, max_results)
+            found += [place for place in older if place not in found][: max_results - len(found)]
+        return found
+
+
+class LiveParts:
+    """The parts of a store that somebody writes to. One thread at a time opens it and calls its methods."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+        self._path = path
+        self._files = files
+        self._levels = DelayLevels.parse(config.message_delay_level)
+        checkpoint = Checkpoint.open(os.path.join(path, layout.CHECKPOINT), files=files)
+        pool = MappingPool(_LOG_FILES_MAPPED)
+        folder = os.path.join(path, layout.COMMITLOG)
+        log = CommitLog(LiveSequence(folder, config.commitlog_file_size, files, pool, writable=False))
+        self._log = log
+        self._index = LiveIndex(os.path.join(path, layout.INDEX), config.max_hash_slot_num, config.max_index_num, files)
+        self._queues = LiveQueues(path, config, files, log)
+        self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
+        self._begin = log.begin
+        self.parts = Parts(
+            self._levels,
+            log,
+            self._queues,
+            self._index,
+            checkpoint,
+            Dispatcher(self._index),
+            self._queues.open_queue,
+            [],
+        )
+        self._find_end(opening.vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
+
+    def _find_end(self, begin: int) -> None:
+        """Walk through the log from ``begin``, and take from it what queues and index may not have yet.
+
+        A record is indexed behind its entry, and in order: queues lack nothing below the last that is indexed.
+        """
+        log = self._log
+        found = log.walk(begin)
+        log.end = max(begin, min(self._index.end_physical_offset, found.physical_offset))
+        self._walk_on()
+        if found.last_record is not None and log.end < found.last_record:  # the index leads to no record
+            log.end = begin
+            self._walk_on()
+        if self._last is None and found.last_record is not None:
+            self._last = found.last_record, log.data_at(found.last_record, GLANCE)
+
+    def has_lost_its_place(self) -> bool:
+        """List the log's files again; true if its end, as far as it is known, is no longer there: deleted, or cut."""
+        log = self._log
+        log.sequence.refresh()
+        for start in log.sequence.starts:
+            if start + log.file_size > log.end:  # a recovery may have deleted it, and made another of its name
+                log.sequence.unmap(start)
+        if log.begin > log.end or self._last is None:
+            return log.begin > log.end
+        place, raw = self._last
+        return log.data_at(place, len(raw)) != raw
+
+    def follow(self) -> bool:
+        """Take in what was written, and deleted, by the last listing; true if there is anything."""
+        log = self._log
+        self._index.refresh()
+        new = self._walk_on()
+        if log.begin != self._begin:
+            self._begin = log.begin
+            self._queues.follow_begin()
+            new = True
+        return new
+
+    def _walk_on(self) -> bool:
+        found = False
+        for count, (place, size, raw) in enumerate(self._log.follow(), 1):
+            self._note(place, size, raw)
+            found = True
+            self._last = place, raw[:GLANCE]
+            if not count % KEPT:
+                self._publish(place + size)
+        if found:
+            self._publish(place + size)
+        return found
+
+    def _publish(self, log_end: int) -> None:
+        new, self._new = self._new, {}
+        self._queues.publish(log_end, new)
+
+    def _note(self, place: int, size: int, raw: bytes) -> None:
+        """Keep what follows from a record."""
+        message = StoredMessage(raw)
+        topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
+        sys_flag = message.sys_flag
+        if has_queue_entry(sys_flag):
+            with suppress(MessageIllegalError, struct.error):  # damage: it has no place in any queue
+                validate_queue(topic, queue_id)
+                entry = ENTRY.pack(place, size, derived_tags_code(message, self._levels))
+                first, entries = self._new.get((topic, queue_id), (-1, []))
+                if entries and first + len(entries) == queue_offset:
+                    entries.append(entry)
+                else:
+                    self._new[topic, queue_id] = queue_offset, [entry]
+        if is_indexed(sys_flag):
+            get = message.properties.get
+            unique_key, keys = get(codec.PROPERTY_UNIQUE_KEY), get(codec.PROPERTY_KEYS)
+            if unique_key or keys:
+                self._index.late.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))

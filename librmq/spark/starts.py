@@ -1,0 +1,165 @@
+"""Where records begin in a stretch of the log, found in the log alone.
+
+A record says where the next one begins, so that one chain leads through all of them, a step at a time. Many chains,
+each from a guess (the first magic behind an evenly spaced place), are followed in lock step instead, by arrays; a chain
+counts where the one before it ends on its begin. A guess can be wrong, as a body may hold what looks like a record: the
+plain chain then goes on until it meets one that was guessed right.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from librmq import codec
+from librmq.errors import RecordError
+from librmq.spark.decode import Bytes, Ints, gather
+
+__all__ = ["record_starts"]
+
+WINDOW: Final = 64 << 20
+"""So much of the log is looked at before what was found is handed out."""
+_STRETCH: Final = 64 << 10
+"""From one guess to the next."""
+_NEAR: Final = 4096
+_MAGIC: Final = codec.MESSAGE_MAGIC.to_bytes(4, "big")
+_MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
+_SIZE_AND_MAGIC: Final = struct.Struct(">II")
+
+
+def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list[tuple[int, str]]]]:
+    """Where records begin in ``raw``, a file of the log, from the one at ``begin`` up to ``end``, some MiB at a time.
+
+    With it the places where none could be read, and why; what lies between there and ``end`` is left out.
+    """
+    at = begin
+    while at < end:
+        bad: list[tuple[int, str]] = []
+        found: list[Ints] = []
+        upto = min(end, at + WINDOW)
+        chains = _Chains.follow(raw, at, upto) if upto - at >= 2 * _STRETCH else None
+        while at < upto:
+            linked = None if chains is None else chains.linked(at)
+            if linked is not None:
+                places, at = linked
+                found.append(places)
+            else:
+                places, at = _plain(raw, at, upto, end, chains.known if chains is not None else {}, bad)
+                found.append(places)
+        yield np.concatenate(found), bad
+
+
+def _plain(
+    raw: Bytes, place: int, upto: int, end: int, known: dict[int, int], bad: list[tuple[int, str]]
+) -> tuple[Ints, int]:
+    """The records from ``place`` on one by one, up to ``upto`` or one that is ``known``; and where that is.
+
+    What is no record ends all: it leads to ``end``.
+    """
+    view, size, places = raw.data, len(raw), []
+    unpack = _SIZE_AND_MAGIC.unpack_from
+    begin, last = place, min(upto, size - codec.FIXED_SIZE)
+    while place < upto:
+        while place < last:  # the usual record at once
+            length, magic = unpack(view, place)
+            if magic != codec.MESSAGE_MAGIC or length < codec.FIXED_SIZE or place + length > size:
+                break
+            places.append(place)
+            place += length
+            if place in known:
+                return np.array(places, np.int64), place
+        if place >= upto:
+            break
+        if place + codec.BLANK_SIZE > size:
+            bad.append((place, "expected a record, found the end of the file"))
+            place = end
+            break
+        length, magic = unpack(view, place)
+        if magic in _MAGICS and length >= codec.FIXED_SIZE and place + length <= size:
+            places.append(place)
+            place += length
+            if place in known and place > begin:
+                break
+        elif magic == codec.BLANK_MAGIC or (not length and not magic and not raw[place:end].any()):
+            place = end  # nothing more in this file, or zeros behind the last record
+        else:
+            try:
+                codec.frame(view, place, size)
+                why = "expected a record"
+            except RecordError as error:
+                why = error.reason
+            bad.append((place, why))
+            place = end
+    return np.array(places, np.int64), place
+
+
+class _Chains(NamedTuple):
+    """Chains of usual records, each from a guess."""
+
+    known: dict[int, int]
+    """Where chains of a record and more begin, and which they are."""
+    places: Ints
+    """Of the records of all chains, chain by chain."""
+    firsts: Ints
+    """Of each chain its first in ``places``, and their number."""
+    ends: Ints
+    """Where each chain ends, at the begin of the next one or beyond it or at what is no usual record."""
+    broken: Ints
+    """The chains that do not end where the next one begins."""
+
+    @classmethod
+    def follow(cls, raw: Bytes, begin: int, end: int) -> _Chains:
+        begins = _guesses(raw, begin, end)
+        bounds = np.append(begins[1:], end)
+        ends = begins.copy()
+        size = len(raw)
+        which, at = np.arange(len(begins)), begins
+        owners: list[Ints] = []
+        found: list[Ints] = []
+        while len(which):
+            inside = at <= size - codec.FIXED_SIZE
+            word = gather(raw, np.where(inside, at, 0), ">u8")
+            following = at + (word >> np.uint64(32)).astype(np.int64)
+            usual = (word & np.uint64(0xFFFFFFFF)) == codec.MESSAGE_MAGIC
+            usual &= inside & (following - at >= codec.FIXED_SIZE) & (following <= size)
+            if not usual.all():
+                which, at, following = which[usual], at[usual], following[usual]
+            owners.append(which)
+            found.append(at)
+            ends[which] = following
+            going_on = following < bounds[which]
+            if going_on.all():
+                at = following
+            else:
+                which, at = which[going_on], following[going_on]
+        owner, places = np.concatenate(owners), np.concatenate(found)
+        firsts = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(begins)))))
+        order = np.argsort(owner, kind="stable")
+        broken = np.append(np.flatnonzero(ends[:-1] != begins[1:]), len(begins) - 1)
+        known = {place: number for number, place in enumerate(begins.tolist()) if firsts[number] < firsts[number + 1]}
+        return cls(known, places[order], firsts, ends, broken)
+
+    def linked(self, at: int) -> tuple[Ints, int] | None:
+        """The records from ``at`` through all chains that follow one on another, if one begins there, and their end."""
+        first = self.known.get(at)
+        if first is None:
+            return None
+        last = int(self.broken[np.searchsorted(self.broken, first)])
+        return self.places[self.firsts[first] : self.firsts[last + 1]], int(self.ends[last])
+
+
+def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
+    """``begin``, and behind every so many bytes the first place that looks like a record."""
+    guesses = [begin]
+    for at in range(begin + _STRETCH, end - codec.FIXED_SIZE, _STRETCH):
+        for first, upto in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):
+            found = raw[first : min(upto, end)].tobytes().find(_MAGIC)
+            if found >= 0:
+                place = first + found - 4
+                if place > guesses[-1]:
+                    guesses.append(place)
+                break
+    return np.array(guesses, np.int64)

@@ -1,0 +1,180 @@
+"""What waits in a timer, by slots: units in the timer log, chained from the last to the first by the wheel.
+
+The log is the truth. Whenever it is opened, it is cut where it is known to be on the device, and the wheel is made to
+agree with it. The formats are in `librmq.timerfiles`, what the units stand for in `librmq.timer`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+
+from librmq.files import Files
+from librmq.timerfiles import DELETE, UNIT_SIZE, Slot, TimerLog, TimerWheel, Unit
+
+__all__ = ["TimerSlots"]
+
+_log = logging.getLogger("librmq.timer")
+
+
+class TimerSlots:
+    """The slots of a store's timer, and the units in them. Not thread-safe.
+
+    ``time_ms`` is the time of a slot, a multiple of the precision. Positions are those of the timer log.
+    """
+
+    log: TimerLog
+    was_cut: bool
+    """Whether `recover` has cut anything behind the position that was given: somebody died."""
+    last_unit: Unit | None
+    """The last unit that `recover` has left, None if there is none."""
+
+    def __init__(self, store: str, slots: int, precision_ms: int, log_file_size: int, files: Files) -> None:
+        """``slots`` is how many the wheel has. Nothing is written until `put`; `CorruptionError` for other files."""
+        self._store = store
+        self._files = files
+        self._slots = slots
+        self._precision_ms = precision_ms
+        self._waiting = np.zeros(slots, np.bool_)  # which slots have something to deliver
+        self.was_cut = False
+        self.last_unit = None
+        self.log = TimerLog(store, log_file_size, files=files)
+        self._wheel = TimerWheel.open(store, slots, files=files)
+
+    @property
+    def has_wheel(self) -> bool:
+        """Whether there is a wheel: whether anything was ever put into it."""
+        return self._wheel is not None
+
+    def recover(self, log_position: int, begin_ms: int) -> bool:
+        """Cut the log at ``log_position``, and make the wheel agree with it from the slot of ``begin_ms`` on.
+
+        False if its units do not fit into the wheel from there on: then the log was cut, and nothing else changed.
+        """
+        self.was_cut = self.log.resume(log_position)
+        begin = begin_ms // self._precision_ms
+        slots = self._slots_of_log(begin)
+        if slots is None:
+            return False
+        wheel = self._wheel
+        if wheel is None:
+            if not slots:
+                return True
+            wheel = self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
+        times = wheel.times()
+        for time in times[times >= begin].tolist():
+            if time not in slots:
+                wheel.clear(time)
+        for time, slot in slots.items():
+            if wheel.slot(time) != slot:
+                wheel.put(slot)
+            self._waiting[time % self._slots] = True
+        return True
+
+    def _slots_of_log(self, begin: int) -> dict[int, Slot] | None:
+        """The slots that the log's units make from the time ``begin`` on; None if they do not fit into the wheel."""
+        longest_ms = self._slots * self._precision_ms
+        precision_ms = self._precision_ms
+        slots: dict[int, Slot] = {}
+        self.last_unit = None
+        for position, block in self.log.blocks(self.log.end):
+            self.last_unit = self.log.unit(position + (len(block) - 1) * UNIT_SIZE)
+            written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
+            sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < longest_ms)
+            if not sound.all():
+                _log.error("the timer log has %d units that can't be, from %d on", (~sound).sum(), position)
+            times = np.where(sound, written, 0) // precision_ms + np.where(sound, delays // precision_ms, 0)
+            waiting = np.flatnonzero(sound & (times >= begin))
+            if not len(waiting):
+                continue
+            if times[waiting].max() >= begin + self._slots:
+                return None
+            waiting = waiting[np.argsort(times[waiting], kind="stable")]
+            own, firsts = np.unique(times[waiting], return_index=True)
+            counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
+            lasts = np.append(firsts[1:], len(waiting)) - 1
+            places = position + waiting * UNIT_SIZE
+            for time, first, latest, count in zip(
+                own.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
+            ):
+                before = slots.get(time)
+                if before is not None:
+                    first, count = before.first, before.messages + count
+                slots[time] = Slot(time, first, latest, count, 0)
+        return slots
+
+    def next_ms(self, begin_ms: int) -> int | None:
+        """The time of the first slot from ``begin_ms`` on that has something to deliver."""
+        begin = begin_ms // self._precision_ms
+        at = begin % self._slots
+        ahead = int(self._waiting[at:].argmax())
+        if not self._waiting[at + ahead]:
+            ahead = int(self._waiting[:at].argmax()) if at else 0
+            if not self._waiting[ahead]:
+                return None
+            ahead += self._slots - at
+        return (begin + ahead) * self._precision_ms
+
+    def times_ms(self) -> list[int]:
+        """The times of all slots that have something to deliver, in order."""
+        if self._wheel is None:
+            return []
+        return [time * self._precision_ms for time in sorted(self._wheel.times()[self._waiting].tolist())]
+
+    def last(self, time_ms: int) -> int:
+        """The position of a slot's last unit, -1 if it has none."""
+        slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)
+        return -1 if slot is None else slot.last
+
+    def units(self, time_ms: int) -> Iterator[Unit]:
+        """The units of a slot, the last first. Where the chain is broken it ends, which is said in the log."""
+        position = self.last(time_ms)
+        while position >= 0:
+            unit = self.log.unit(position)
+            if unit is None:
+                _log.error("the timer log has no unit at %d, which slot %d leads to", position, time_ms)
+                return
+            yield unit
+            if unit.previous >= position:
+                _log.error(
+                    "the unit at %d of the timer log leads to %d, which is not before it", position, unit.previous
+                )
+                return
+            position = unit.previous
+
+    def put(
+        self,
+        time_ms: int,
+        write_ms: int,
+        magic: int,
+        physical_offset: int,
+        size: int,
+        topic_hash: int,
+        *,
+        afresh: bool,
+    ) -> None:
+        """Put a message into a slot, at the wheel's time ``write_ms``; ``afresh``: nothing else is in it any more."""
+        if self._wheel is None:
+            self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
+        time = time_ms // self._precision_ms
+        slot = self._wheel.slot(time) if self._waiting[time % self._slots] and not afresh else None
+        previous = -1 if slot is None else slot.last
+        position = self.log.append(
+            Unit(UNIT_SIZE, previous, magic, write_ms, time_ms - write_ms, physical_offset, size, topic_hash, 0)
+        )
+        first, count = (position, 0) if slot is None else (slot.first, slot.messages)
+        self._wheel.put(Slot(time, first, position, count + (-1 if magic & DELETE else 1), 0))
+        self._waiting[time % self._slots] = True
+
+    def empty(self, time_ms: int, last: int) -> None:
+        """Note that a slot was emptied whose last unit was at ``last``, unless another one came later."""
+        if self.last(time_ms) in (-1, last):
+            self._waiting[time_ms // self._precision_ms % self._slots] = False
+
+    def flush(self) -> None:
+        """Return when log and wheel have reached the device."""
+        self.log.flush()
+        if self._wheel is not None:
+            self._wheel.flush()

@@ -1,0 +1,232 @@
+"""One check of the halves that nobody has ended: who is asked, what is put back, what is given up.
+
+The pass goes from the progress to what the half queue held at its start. A half with an op message is passed; one that
+is due is put back as a copy, about which its producer group is asked; one that was checked too often, or is too old, is
+moved to the topic of those that were given up. It ends before one that is too young to be checked.
+Mirrors the ``check`` of 4.9.4's ``TransactionalMessageServiceImpl``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from librmq import codec
+from librmq.errors import MessageIllegalError
+from librmq.javahash import java_int, java_long
+from librmq.message import StoredMessage
+from librmq.reading import GetStatus, ReadResult
+from librmq.store import MessageStore
+from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.txnhalves import CHECK_GROUP, QUEUE, TransactionOffsets, half_of, progress
+
+__all__ = ["CheckPass"]
+
+_log = logging.getLogger("librmq.txn")
+
+_OPS_READ: Final = 32
+_CHECK_TIMES: Final = codec.PROPERTY_TRANSACTION_CHECK_TIMES
+_PREPARED_AT: Final = codec.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
+
+
+class CheckPass:
+    """One check pass: half by half, from the progress to what the half queue held at the start.
+
+    ``queue_offset`` is that of the next half to be judged. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        offsets: TransactionOffsets,
+        start_ms: int,
+        *,
+        timeout_ms: int,
+        longest_ms: int,
+        check_max: int,
+        reserved_ms: int,
+        has_ended: Callable[[int], bool],
+        ask: Callable[[StoredMessage, int], None],
+        discarded: Callable[[StoredMessage, int], None],
+        make_topic: Callable[[str], None],
+    ) -> None:
+        """The limits are those of `librmq.txn.TransactionSettings`. ``has_ended(queue_offset)`` knows of ends that came
+        while the pass goes on; ``ask(copy, check_times)`` is called for each copy that was put back to be asked about,
+        ``discarded(half, check_times)`` for each half that was given up, ``make_topic(topic)`` before one is needed.
+        """
+        self._store = store
+        self._offsets = offsets
+        self._start_ms = start_ms
+        self._timeout_ms = timeout_ms
+        self._longest_ms = longest_ms
+        self._check_max = check_max
+        self._reserved_ms = reserved_ms
+        self._has_ended = has_ended
+        self._ask = ask
+        self._discarded = discarded
+        self._make_topic = make_topic
+        self._begin = self.queue_offset = progress(store, offsets, HALF_TOPIC)
+        queue = store.queue(HALF_TOPIC, QUEUE)
+        self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
+        self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
+        self._op_of: dict[int, int] = {}  # by half: its op message, of those that were read and not used yet
+        self._done: set[int] = set()  # op messages that were used, behind `_op_end`
+        self._last_born_ms: int | None = None  # of the last op message of the last batch; None if that was empty
+        self._missed = False
+        if queue is not None:
+            self._fetch()
+
+    def progress(self) -> dict[str, int]:
+        """How far the pass has come, by topic, where that is further than before."""
+        found = {HALF_TOPIC: (self._begin, self.queue_offset), OP_TOPIC: (self._op_begin, self._op_end)}
+        return {topic: after for topic, (before, after) in found.items() if before != after}
+
+    def judge(self, now_ms: int, most: int) -> bool:
+        """Judge up to ``most`` halves; true if the pass is over."""
+        for _ in range(most):
+            if now_ms - self._start_ms > self._longest_ms or self.queue_offset >= self._end:
+                return True
+            op = self._op_of.pop(self.queue_offset, None)
+            if op is not None:
+                self._use(op)
+            else:
+                found = self._store.read(HALF_TOPIC, QUEUE, self.queue_offset, 1)
+                if not found.messages:
+                    if self._missed or not _is_illegal(found):
+                        return True
+                    self._missed = True
+                    self.queue_offset = found.next_offset
+                    continue
+                if not self._handle(found.messages[0], now_ms):
+                    return True
+            self.queue_offset += 1
+        return False
+
+    def _handle(self, half: StoredMessage, now_ms: int) -> bool:
+        """Judge a half that has no op message; false if the pass ends before it."""
+        properties = dict(half.properties)
+        checked = properties.get(_CHECK_TIMES)
+        check_times = 1
+        if checked is not None:
+            parsed = java_int(checked)
+            check_times = -1 if parsed is None else parsed
+            if check_times >= self._check_max:
+                return self._give_up(half, properties)
+            check_times += 1
+        properties[_CHECK_TIMES] = str(check_times)
+        age_ms = now_ms - half.born_timestamp_ms
+        if age_ms > self._reserved_ms:
+            return self._give_up(half, properties)
+        if half.store_timestamp_ms >= self._start_ms:
+            return False
+        immunity_ms = self._timeout_ms
+        own = properties.get(codec.PROPERTY_CHECK_IMMUNITY_TIME)
+        if own is not None:
+            seconds = java_long(own)
+            if seconds is not None and seconds != -1:
+                immunity_ms = 1000 * seconds
+            if age_ms < immunity_ms and self._keep_immune(half, properties):
+                return True
+        elif 0 <= age_ms < immunity_ms:
+            return False
+        while not self._is_due(age_ms, immunity_ms):
+            held = self._last_born_ms
+            self._fetch()
+            op = self._op_of.pop(self.queue_offset, None)
+            if op is not None:
+                self._use(op)
+                return True
+            if held is None and self._last_born_ms is None:
+                break  # no op message in sight: the original would look again and again, until its time has come
+        if self._has_ended(half.queue_offset):  # while the pass went on
+            self._find_op()
+            return True
+        copy = self._put_back(half, properties)
+        if copy is not None:
+            self._ask(copy, check_times)
+        return True
+
+    def _find_op(self) -> None:
+        """Read on to the op message of the half that is judged."""
+        while self.queue_offset not in self._op_of:
+            self._fetch()
+            if self._last_born_ms is None:
+                return
+        self._use(self._op_of.pop(self.queue_offset))
+
+    def _is_due(self, age_ms: int, immunity_ms: int) -> bool:
+        if self._last_born_ms is None:
+            return age_ms > immunity_ms or age_ms <= -1
+        return self._last_born_ms - self._start_ms > self._timeout_ms or age_ms <= -1
+
+    def _keep_immune(self, half: StoredMessage, properties: dict[str, str]) -> bool:
+        """Put back a half whose own immunity is not over, unless it has ended; false if it can't be."""
+        first = properties.get(_PREPARED_AT)
+        if first is not None:
+            queue_offset = java_long(first)
+            if queue_offset is None or queue_offset == -1:
+                return False
+            op = self._op_of.pop(queue_offset, None)
+            if op is not None:
+                self._use(op)
+                return True
+        properties[codec.PROPERTY_WAIT] = "false"
+        properties.setdefault(_PREPARED_AT, str(half.queue_offset))
+        self._put_back(half, properties)
+        return True
+
+    def _put_back(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
+        """Append a copy of a half with these properties; None if it had to be given up."""
+        try:
+            result = self._store.append_again(half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0)
+        except MessageIllegalError as error:  # it was full to the brim
+            _log.error("the half message at queue offset %d can't be put back: %s", half.queue_offset, error)
+            self._give_up(half, half.properties)
+            return None
+        copy = self._store.message_at(result.physical_offset)
+        assert copy is not None
+        return copy
+
+    def _give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
+        """Move a half to the topic of those that were checked too often, or are too old; the pass goes on."""
+        check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
+        _log.error(
+            "the half message at queue offset %d, for topic %s, is discarded after %d checks",
+            half.queue_offset, properties.get(codec.PROPERTY_REAL_TOPIC), check_times,
+            extra={"topic": HALF_TOPIC, "queue_id": half.queue_id, "queue_offset": half.queue_offset},
+        )  # fmt: skip
+        self._make_topic(CHECK_MAX_TIME_TOPIC)
+        try:
+            self._store.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
+        except MessageIllegalError as error:  # it stays where it is in the log
+            _log.error("the half message at physical offset %d can't be kept: %s", half.physical_offset, error)
+        self._discarded(half, check_times)
+        return True
+
+    def _fetch(self) -> None:
+        """Read the next op messages."""
+        found = self._store.read(OP_TOPIC, QUEUE, self._next_op, _OPS_READ)
+        self._last_born_ms = found.messages[-1].born_timestamp_ms if found.messages else None
+        if _is_illegal(found):
+            _log.error("the check finds no op message at %d, and goes on at %d", self._next_op, found.next_offset)
+            self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, found.next_offset)
+        for op in found.messages:
+            half = half_of(op)
+            if half is None or half < self._begin:
+                self._use(op.queue_offset)
+            else:
+                self._op_of[half] = op.queue_offset
+        if found.status is not GetStatus.NO_MESSAGE_IN_QUEUE:
+            self._next_op = found.next_offset
+
+    def _use(self, op_offset: int) -> None:
+        self._done.add(op_offset)
+        while self._op_end in self._done:
+            self._done.discard(self._op_end)
+            self._op_end += 1
+
+
+def _is_illegal(found: ReadResult) -> bool:
+    """Whether a read found nothing though the queue is not at its end there."""
+    return not found.messages and found.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)

@@ -1,0 +1,63 @@
+"""Where records begin, found by chains in lock step, held against one chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("pyarrow")
+
+from librmq import codec
+from librmq.spark import starts
+
+PAD = codec.encode_record(codec.Record(topic="T", body=b""))
+
+
+def record(size: int, body: bytes = b"") -> bytes:
+    return codec.encode_record(codec.Record(topic="T", body=body + bytes(max(0, size - len(PAD) - len(body)))))
+
+
+LOOKALIKE = b"1234" + codec.MESSAGE_MAGIC.to_bytes(4, "big")
+PIECES = st.one_of(
+    st.integers(100, 3000).map(record),
+    st.integers(100, 900).map(lambda size: record(size, PAD + LOOKALIKE)),  # a record in a body
+    st.integers(100, 900).map(lambda size: record(size, LOOKALIKE)),
+    st.integers(100, 300).map(
+        lambda size: codec.encode_record(codec.Record(topic="T", body=bytes(size), magic=codec.MESSAGE_MAGIC_V2))
+    ),
+    st.just(b"no record"),
+)
+
+
+def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
+    """The starts, and whether something is there that is no record."""
+    found: list[int] = []
+    at = 0
+    while at < end:
+        size = int.from_bytes(data[at : at + 4], "big")
+        if int.from_bytes(data[at + 4 : at + 8], "big") not in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2):
+            return found, any(data[at:end])
+        if not codec.FIXED_SIZE <= size <= len(data) - at:
+            return found, True
+        found.append(at)
+        at += size
+    return found, False
+
+
+@given(st.lists(PIECES, min_size=1, max_size=60), st.integers(0, 400), st.sampled_from([1, 2, 50]))
+def test_chains_in_lock_step_find_what_one_chain_finds(pieces: list[bytes], zeros: int, windows: int) -> None:
+    data = b"".join(pieces) + bytes(zeros)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starts, "_STRETCH", 512)
+        patch.setattr(starts, "_NEAR", 64)
+        patch.setattr(starts, "WINDOW", max(1024, len(data) // windows))
+        blocks = list(starts.record_starts(np.frombuffer(data, np.uint8), 0, len(data)))
+    found: list[Any] = [place for places, _ in blocks for place in places.tolist()]
+    bad = [one for _, wrong in blocks for one in wrong]
+    wanted, broken = by_one_chain(data, len(data))
+    assert found == wanted
+    assert bool(bad) == broken

@@ -1,0 +1,157 @@
+"""Tables are written without the runner's lock, the latest wins, and what is promised at once is durable at once."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.broker.saving import Writing
+from librmq.brokerconfig import BrokerConfig
+from librmq.errors import BrokerError, StoreIOError
+from librmq.files import DiskFiles, MemoryFiles
+from librmq.message import Message
+from librmq.producer import Producer
+
+WAIT_S = 30.0
+
+
+class Gated(DiskFiles):
+    """A disk on which a small file is written when the test lets it."""
+
+    def __init__(self) -> None:
+        self.begun, self.may = threading.Event(), threading.Event()
+        self.may.set()
+        self.failure: OSError | None = None
+
+    def write(self, path: str, data: bytes) -> None:
+        self.begun.set()
+        assert self.may.wait(WAIT_S)
+        if self.failure is not None:
+            raise StoreIOError("write", path, self.failure)
+        super().write(path, data)
+
+
+@pytest.fixture
+def disk() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def broker(tmp_path: Path, disk: Gated) -> Iterator[Broker]:
+    with Broker.open(tmp_path / "broker", files=disk) as opened:
+        yield opened
+
+
+def stored(broker: Broker) -> BrokerConfig:
+    return BrokerConfig.open(f"{broker.store.path}/config")
+
+
+def test_nobody_waits_for_the_disk_but_who_changes_a_topic(broker: Broker, disk: Gated) -> None:
+    disk.begun.clear()
+    disk.may.clear()
+    making = threading.Thread(target=broker.create_topic, args=("T", 3))
+    making.start()
+    assert disk.begun.wait(WAIT_S)
+    assert broker.runner.lock.acquire(timeout=WAIT_S)
+    broker.runner.lock.release()
+    assert broker.topics()["T"].read_queues == 3  # others see it
+    assert making.is_alive()
+    assert "T" not in stored(broker).topics.rows
+    disk.may.set()
+    making.join(WAIT_S)
+    assert stored(broker).topics.rows["T"]["readQueueNums"] == 3
+
+
+def test_a_topic_made_by_a_send_is_durable_before_its_first_message(broker: Broker, disk: Gated) -> None:
+    disk.begun.clear()
+    disk.may.clear()
+    producer = Producer(broker, "writers").start()
+    sending = threading.Thread(target=producer.send, args=(Message("T", b"first"),), kwargs={"timeout": WAIT_S})
+    sending.start()
+    assert disk.begun.wait(WAIT_S)
+    assert broker.store.log.end == 0
+    disk.may.set()
+    sending.join(WAIT_S)
+    assert [message.body for message in broker.messages("T")] == [b"first"]
+    assert "T" in stored(broker).topics.rows
+
+
+def test_a_disk_that_refuses_is_told_and_what_it_refused_is_written_later(broker: Broker, disk: Gated) -> None:
+    disk.failure = OSError(errno.ENOSPC, "no space left")
+    with pytest.raises(BrokerError, match="no space left"):
+        broker.create_topic("T", 3)
+    disk.failure = None
+    broker.create_topic("U", 3)
+    assert {"T", "U"} <= set(stored(broker).topics.rows)
+
+
+def test_what_is_not_written_when_a_broker_closes_is_written_then(tmp_path: Path, disk: Gated) -> None:
+    broker = Broker.open(tmp_path / "broker", files=disk)
+    disk.failure = OSError(errno.EIO, "broken")
+    with pytest.raises(BrokerError, match="broken"):
+        broker.create_topic("T", 3)
+    disk.failure = None
+    broker.close()
+    assert "T" in stored(broker).topics.rows
+
+
+def test_nothing_is_written_after_a_broker_was_let_go(tmp_path: Path, disk: Gated) -> None:
+    broker = Broker.open(tmp_path / "broker", files=disk)
+    disk.failure = OSError(errno.EIO, "broken")
+    with pytest.raises(BrokerError, match="broken"):
+        broker.create_topic("T", 3)
+    broker.abandon()
+    disk.failure = None
+    broker._writing.write()
+    assert "T" not in stored(broker).topics.rows
+
+
+def test_of_what_is_to_be_written_the_latest_wins() -> None:
+    files = MemoryFiles()
+    tables = BrokerConfig.open("/config", files=files)
+    submitted: list[None] = []
+    writing = Writing(lambda: submitted.append(None))
+    for queues in (1, 2):
+        tables.set_topic("T", read_queues=queues, write_queues=queues, permission=6)
+        writing.save(tables.topics, queues)
+    assert len(submitted) == 1
+    assert files.size("/config/topics.json") is None
+    writing.write()
+    assert files.read("/config/topics.json").count(b'"readQueueNums":2') == 1
+    assert not writing.written(None)
+    assert len(submitted) == 1  # there is nothing more
+    assert not files.size("/config/topics.json.bak")  # written once
+    tables.set_topic("T", read_queues=3, write_queues=3, permission=6)
+    writing.save(tables.topics, 3)
+    assert len(submitted) == 2
+
+
+def test_what_failed_is_kept_unless_it_is_outdated(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(MemoryFiles):
+        is_full = True
+
+        def write(self, path: str, data: bytes) -> None:
+            if self.is_full:
+                raise StoreIOError("write", path, OSError(errno.ENOSPC, "full"))
+            super().write(path, data)
+
+    files = Full()
+    tables = BrokerConfig.open("/config", files=files)
+    submitted: list[None] = []
+    writing = Writing(lambda: submitted.append(None))
+    tables.set_topic("T", read_queues=1, write_queues=1, permission=6)
+    writing.save(tables.topics, 1)
+    with pytest.raises(StoreIOError) as raised:
+        writing.write()
+    assert writing.written(raised.value)
+    assert "could not be written" in caplog.text
+    files.is_full = False
+    writing.submit()
+    assert len(submitted) == 2
+    writing.write()
+    assert b'"T"' in files.read("/config/topics.json")

@@ -1,0 +1,133 @@
+"""Elsewhere than in a local session: through Spark Connect, and on workers that get librmq as a wheel.
+
+Each in a process of its own, since a process has one session.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import librmq
+import pyspark_librmq
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytest.importorskip("pyspark")
+pytest.importorskip("grpc")
+
+from tests.reference import CHECKOUT  # noqa: E402
+
+STEPS = '''
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+
+from librmq import Message, MessageStore
+from librmq.spark.functions import match_sql, match_tags
+from librmq.spark.pipelines import run
+
+
+def steps(spark, folder):
+    """A store is written, read, filtered, streamed, looked into; what is wrong is told."""
+    path = folder + "/store"
+    rows = spark.range(40, numPartitions=4).select(
+        F.col("id").cast("string").alias("body"), F.lit("t").alias("tags"), F.concat(F.lit("k"), "id").alias("keys"),
+        F.create_map(F.lit("amount"), F.col("id").cast("string")).alias("properties"),
+    )
+    for _ in range(2):
+        rows.write.format("rocketmq").mode("append").options(topic="T", jobId="once").save(path)
+    frame = spark.read.format("rocketmq").load(path)
+    assert frame.count() == 40
+    assert frame.where(match_sql("properties", "amount >= 30") & match_tags("tags", "t")).count() == 10
+    frame.createOrReplaceTempView("messages")
+    assert spark.sql("SELECT count(*) FROM messages WHERE match_sql(properties, 'amount < 5')").first()[0] == 5
+    assert spark.read.format("rocketmq").option("selector", "amount < 3").load(path).count() == 3
+    out = folder + "/out"
+    for upto in (40, 50):
+        if upto == 50:
+            more = spark.range(40, 50).select(F.col("id").cast("string").alias("body"))
+            more.write.format("rocketmq").mode("append").options(topic="T").save(path)
+        stream = spark.readStream.format("rocketmq").option("maxOffsetsPerTrigger", "25").load(path)
+        query = (
+            stream.select("body").writeStream.format("parquet").option("path", out)
+            .option("checkpointLocation", folder + "/checkpoint").trigger(availableNow=True).start()
+        )
+        query.awaitTermination()
+        found = sorted(int(bytes(row[0])) for row in spark.read.parquet(out).collect())
+        assert found == list(range(upto)), found
+    assert sum(row["messages"] for row in run(spark, "skew", path).collect()) == 50
+    try:
+        spark.read.format("rocketmq").option("topics", "T").load(path).count()
+    except PySparkException as error:
+        assert "did you mean topic" in str(error)
+    else:
+        raise AssertionError("an unknown option was taken")
+    with MessageStore.open(path, read_only=True) as store:
+        assert len(list(store)) == 50
+'''
+
+CONNECT = """
+import os, sys
+from librmq.spark.session import java_home
+os.environ["JAVA_HOME"] = str(java_home())
+os.environ["PYSPARK_PYTHON"] = sys.executable
+from pyspark.sql import SparkSession
+from librmq.spark import register
+spark = SparkSession.builder.remote("local[2]").config("spark.sql.shuffle.partitions", "2").getOrCreate()
+assert "connect" in type(spark).__module__
+register(spark)
+steps(spark, sys.argv[1])
+spark.stop()
+"""
+
+CLUSTER = """
+import sys
+from librmq.spark import register, session
+settings = {"spark.submit.pyFiles": sys.argv[2], "spark.sql.shuffle.partitions": "2"}
+spark = session("librmq", "local-cluster[1,2,768]", settings | {"spark.executor.memory": "768m"})
+register(spark)
+
+
+def where(batches):
+    import librmq
+    import pyarrow as pa
+
+    for _ in batches:
+        yield pa.RecordBatch.from_pydict({"file": [librmq.__file__]})
+
+
+(row,) = spark.range(1, numPartitions=1).mapInArrow(where, "file string").collect()
+assert ".zip" in row["file"], row
+steps(spark, sys.argv[1])
+"""
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS + script, str(tmp_path), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-4000:]
+
+
+def test_through_spark_connect(tmp_path: Path) -> None:
+    run(tmp_path, CONNECT)
+
+
+def test_on_a_cluster_that_gets_the_wheel(tmp_path: Path) -> None:
+    wheel = tmp_path / "librmq.zip"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for package in (librmq, pyspark_librmq):
+            folder = Path(package.__file__ or "").parent
+            for path in sorted(folder.rglob("*")):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    archive.write(path, path.relative_to(folder.parent))
+    run(tmp_path, CLUSTER, str(wheel))

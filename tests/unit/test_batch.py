@@ -1,0 +1,77 @@
+"""Batches: as bytes, what may be one, and cut into ones."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from librmq.batch import BatchItem, check_batch, decode_batch, encode_batch, encoded_size, split_batch
+from librmq.codec import encode_properties
+from librmq.errors import MessageIllegalError
+from librmq.message import Message
+
+
+def test_a_batch_there_and_back() -> None:
+    items = [
+        BatchItem(b"one", 1, b"a\x011"),
+        BatchItem(b""),
+        BatchItem(b"three" * 1000, -1),
+    ]
+    raw = encode_batch(items)
+    assert decode_batch(raw) == items
+    assert decode_batch(b"") == []
+    for end in range(1, len(raw)):
+        if end not in (28, 50):  # where a message ends
+            with pytest.raises(MessageIllegalError):
+                decode_batch(raw[:end])
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],
+)
+def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None:
+    raw = encode_batch([BatchItem(b"one")])
+    with pytest.raises(MessageIllegalError, match="batch: message 0"):
+        decode_batch(raw[:at] + struct.pack(">i", value) + raw[at + 4 :])
+
+
+def test_what_does_not_fit_a_batch_is_refused() -> None:
+    for item in (BatchItem(b"", 2**31), BatchItem(b"", 0, bytes(32_768))):
+        with pytest.raises(MessageIllegalError, match="message 1 of the batch is out of range"):
+            encode_batch([BatchItem(b""), item])
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([], "at least one"),
+        ([Message("T"), Message("U")], "one topic, found 'T' and 'U'"),
+        ([Message("T"), Message("T", wait_store_ok=False)], "one wait flag"),
+        ([Message("T", wait_store_ok=False), Message("T")], "one wait flag"),
+        ([Message("T"), Message("T", delay_level=1)], "delayed"),
+    ],
+)
+def test_what_is_no_batch_is_refused(messages: list[Message], why: str) -> None:
+    with pytest.raises(MessageIllegalError, match=why):
+        check_batch(messages)
+
+
+def test_what_means_the_same_is_one_batch() -> None:
+    check_batch([Message("T"), Message("T", wait_store_ok=True), Message("T", properties={"a": "b"})])
+    check_batch([Message("T", wait_store_ok=False), Message("T", wait_store_ok=False)])
+
+
+def test_messages_are_cut_into_batches_by_their_encoded_size() -> None:
+    messages = [Message("T", bytes(number), keys=str(number)) for number in range(100)]
+    parts = list(split_batch(messages, 500))
+    assert [message for part in parts for message in part] == messages
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        items = [BatchItem(one.body, one.flag, encode_properties(one.properties)) for one in part]
+        size = len(encode_batch(items))
+        assert size == sum(map(encoded_size, part)) <= 500
+        assert following is None or size + encoded_size(following[0]) > 500
+    assert list(split_batch([])) == []
+    with pytest.raises(MessageIllegalError, match="does not fit"):
+        list(split_batch([Message("T", bytes(500))], 500))

@@ -1,0 +1,143 @@
+"""Polling in an event loop, under both plugins by which people test coroutines: nothing blocks it, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.consumer import PullConsumer
+from librmq.errors import ClientStateError
+from librmq.message import Message
+from librmq.producer import Producer
+from librmq.testing import Kit
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker.temporary(store_config=StoreConfig.tiny()) as opened:
+        opened.create_topic("T", 1)
+        yield opened
+
+
+@pytest.fixture
+def reader(broker: Broker) -> Iterator[PullConsumer]:
+    consumer = PullConsumer(broker, "readers")
+    consumer.assign(consumer.queues("T"))
+    with consumer:
+        consumer.seek_to_begin(consumer.queues("T")[0])
+        yield consumer
+
+
+async def a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
+    producer = Producer(broker, "writers")
+    polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
+    for _ in range(100):  # the loop goes on
+        await asyncio.sleep(0)
+    assert not polling.done()
+    await producer.send_async("T", b"1")
+    assert [message.body for message in await polling] == [b"1"]
+
+
+@pytest.mark.anyio
+async def test_under_anyio_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
+    await a_poll_waits_and_others_go_on(broker, reader)
+
+
+@pytest.mark.asyncio
+async def test_under_pytest_asyncio_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
+    await a_poll_waits_and_others_go_on(broker, reader)
+
+
+@pytest.mark.anyio
+async def test_a_poll_that_is_cancelled_loses_nothing(broker: Broker, reader: PullConsumer) -> None:
+    producer = Producer(broker, "writers")
+    sent = [b"%d" % number for number in range(60)]
+    seen: list[bytes] = []
+    for body in sent:
+        polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
+        await asyncio.sleep(0)
+        producer.send("T", body)
+        if len(seen) % 2:
+            await asyncio.sleep(0)
+        polling.cancel()
+        try:
+            seen += [message.body for message in await polling]
+        except asyncio.CancelledError:
+            continue
+    while messages := await reader.poll_async(0):
+        seen += [message.body for message in messages]
+    assert seen == sent
+
+
+@pytest.mark.anyio
+async def test_messages_may_be_iterated_over(broker: Broker) -> None:
+    producer = Producer(broker, "writers")
+    for number in range(70):
+        producer.send(Message("T", b"%d" % number))
+    with PullConsumer(broker, "iterating", poll_timeout=0) as reader:
+        reader.subscribe("T")
+        reader.seek_to_begin(reader.queues("T")[0])
+        assert [message.body async for message in reader] == [b"%d" % number for number in range(70)]
+        assert await reader.poll_async() == []
+        assert reader.position(reader.queues("T")[0]) == 70
+    assert broker.consumer_offset("iterating", "T") == 70
+
+
+@pytest.mark.anyio
+async def test_a_shutdown_ends_a_poll(reader: PullConsumer) -> None:
+    polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(reader.shutdown)
+    assert await polling == []
+    with pytest.raises(ClientStateError):
+        await reader.poll_async()
+
+
+@pytest.mark.anyio
+async def test_one_poll_at_a_time(reader: PullConsumer) -> None:
+    polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
+    await asyncio.sleep(0)
+    with pytest.raises(ClientStateError, match="one poll at a time"):
+        await reader.poll_async()
+    polling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await polling
+    assert await reader.poll_async(0) == []  # the next may
+
+
+def test_a_poll_goes_on_in_another_loop(broker: Broker, reader: PullConsumer) -> None:
+    assert asyncio.run(reader.poll_async(0)) == []
+    Producer(broker, "writers").send("T", b"1")  # of a queue that had somebody waiting in the first loop
+    assert [message.body for message in asyncio.run(reader.poll_async(WAIT_S))] == [b"1"]
+
+
+async def the_kit_takes_part(rmq: Kit) -> None:
+    reader = PullConsumer(rmq.route, "readers")
+    reader.subscribe("T")
+    with reader:
+        assert await reader.poll_async() == []  # time stands still
+        await rmq.producer().send_async("T", b"1", delay_level=1)
+        assert await reader.poll_async() == []
+        await rmq.advance(seconds=2)
+        assert [message.body for message in await reader.poll_async()] == [b"1"]
+
+
+@pytest.mark.anyio
+async def test_under_anyio_the_kit_takes_part(rmq: Kit) -> None:
+    await the_kit_takes_part(rmq)
+
+
+@pytest.mark.asyncio
+async def test_under_pytest_asyncio_the_kit_takes_part(rmq: Kit) -> None:
+    await the_kit_takes_part(rmq)
