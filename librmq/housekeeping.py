@@ -25,7 +25,7 @@ __all__ = ["Background", "Housekeeping"]
 _log = logging.getLogger("librmq.store")
 
 _LEAST_AHEAD: Final = 4 << 20
-_MOST_AHEAD: Final = 32 << 20
+_MOST_AHEAD: Final = 64 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
 _AGAIN_MS: Final = 10_000  # after something failed that may succeed later
 
