@@ -271,7 +271,7 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("the marker while open, opened at once", "opening", "    if writable and trusted is not None:\n        set_abort(files, path)\n", "    if writable and trusted is not None:\n        pass\n"),
     # --- flushing
     ("a flush of a file", "files", "            (os.fdatasync if hasattr(os, \"fdatasync\") else os.fsync)(descriptor)\n", "            pass\n", CRASH("disk_flushes")),
-    ("the flushed end is that before the flush", "commitlog", "        self._sequence.flush()\n        self._flushed = end\n        return end\n", "        self._sequence.flush()\n        self._flushed = end\n        return self.end\n"),
+    ("the flushed end is that before the flush", "commitlog", "        self._flushed = end\n        return end\n", "        self._flushed = end\n        return self.end\n"),
     ("a mark during a flush is kept", "mappedfile", "            self._dirty.discard(start)\n            try:\n                if start in self.starts:\n                    self._files.flush(self.file(start))\n", "            try:\n                if start in self.starts:\n                    self._files.flush(self.file(start))\n                self._dirty.discard(start)\n", UNIT("mappedfile")),
     ("the index vouched for is that before the flush", "store", "min(indexed, stored)", "min(index.full_timestamp_ms, stored)", CRASH("settled")),
     ("the log is flushed before its files go", "retention", "        end = self._log.flush()\n", "        end = self._log.end\n", UNIT("retention")),
