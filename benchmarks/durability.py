@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import struct
@@ -305,12 +306,48 @@ def opening(bench: Bench) -> list[Row]:
 # -------------------------------------------------------------------------------------------------------------- latency
 
 
+SHARES: Final = {"p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
+PACE_NS: Final = 3000
+"""So often a bare loop writes, as a store does."""
+
+
+def raw_writes(folder: Path, data: bytes, count: int, *, touched: bool) -> list[int]:
+    """What this machine leaves nobody out of: how long (ns) each write takes of a loop that only writes ``data``.
+
+    Through a mapping of a file that has its blocks, its pages too if ``touched``, with nothing beside it.
+    """
+    took, clock, size = [], time.perf_counter_ns, len(data)
+    descriptor = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size * count)
+    os.truncate(descriptor, size * count)
+    with mmap.mmap(descriptor, size * count) as buffer:
+        os.close(descriptor)
+        if touched:
+            buffer[:] = bytes(len(buffer))
+        for at in range(0, size * count, size):
+            begin = clock()
+            buffer[at : at + size] = data
+            end = clock()
+            took.append(end - begin)
+            while clock() < begin + PACE_NS:
+                pass
+    return took
+
+
 def latency(bench: Bench) -> list[Row]:
-    """Each append of its own, in async: how much the slowest take beside the usual."""
+    """Each append of its own, in async: how much the slowest take beside the usual, and the slowest of a bare loop."""
     messages = make_messages(1024, min(bench.count(200_000), 50_000))
     count = bench.count(200_000)
-    shares = {"p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
-    found: dict[str, list[float]] = {name: [] for name in ("median", *shares)}
+    record = make_load(bench, 1024, 1).records.raw[0]
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, took: list[int]) -> float:
+        took.sort()
+        found.setdefault(f"{name}, median", []).append(took[len(took) // 2] / 1e9)
+        for share, part in SHARES.items():
+            found.setdefault(f"{name}, {share}", []).append(took[min(int(part * len(took)), len(took) - 1)] / 1e9)
+        return len(took) / sum(took)
 
     def run(folder: Path) -> float:
         took = []
@@ -323,26 +360,30 @@ def latency(bench: Bench) -> list[Row]:
                 begin = clock()
                 append(message)
                 took.append(clock() - begin)
-        took.sort()
-        found["median"].append(took[len(took) // 2] / 1e9)
-        for name, share in shares.items():
-            found[name].append(took[min(int(share * len(took)), len(took) - 1)] / 1e9)
-        return len(took) / sum(took)
+        return note("single append", took)
 
-    bench.interleave({"librmq": run})
-    targets = {"p99.99": Target(50, 15, at_most=True)}
+    bench.interleave(
+        {
+            "librmq": run,
+            "raw": lambda folder: note("raw mapped write", raw_writes(folder, record, count, touched=False)),
+            "touched": lambda folder: note("raw, pages touched", raw_writes(folder, record, count, touched=True)),
+        }
+    )
+    # The raw ones against the store's median too: what the machine alone would make of it.
+    names = [*(f"single append, {share}" for share in SHARES), "raw mapped write, p99.99", "raw, pages touched, p99.99"]
+    targets = {"single append, p99.99": Target(50, 15, at_most=True)}
     return [
         compare(
-            f"latency of single append, {name}",
+            f"latency of {name}",
             "1 KiB",
             "the median",
             found[name][1:],
-            found["median"][1:],
+            found["single append, median"][1:],
             targets.get(name, Target()),
             unit="s",
             limit=True,
         )
-        for name in shares
+        for name in names
     ]
 
 

@@ -1,9 +1,20 @@
-"""``python -m librmq``: the command line."""
+"""``python -m librmq`` and ``librmq``: the command line; an interrupt ends it in one line even while it is loaded."""
 
 from __future__ import annotations
 
 import sys
 
-from librmq.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command of this process; returns its exit status."""
+    try:
+        from librmq import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq import brokerjson
@@ -196,7 +198,7 @@ class ConfigTable:
     def _as_written(self, key: object, row: object) -> brokerjson.Written:
         known = self._written.get(key)
         if known is None or known[0] is not row:
-            known = self._written[key] = row, brokerjson.written(row, 2)
+            known = self._written[key] = row, _written(row)
         return known[1]
 
     def write(self, data: bytes) -> None:
@@ -242,6 +244,19 @@ class ConfigTable:
             complete[_VERSION] = version
         complete[self._name] = self._check(_object(found.get(self._name), self._name))
         return {**found, **complete} if found else complete
+
+
+def _written(row: object) -> brokerjson.Written:
+    """A row as a file has it; many, in all brokers, are the same."""
+    if isinstance(row, dict):
+        with suppress(TypeError):  # something in it can't be hashed
+            return _row_written(tuple(row.items()), tuple(map(type, row.values())))
+    return brokerjson.written(row, 2)
+
+
+@lru_cache(maxsize=256)
+def _row_written(items: tuple[tuple[Any, Any], ...], types: tuple[type, ...]) -> brokerjson.Written:
+    return brokerjson.written(dict(items), 2)  # by types too, since 1 and True are equal
 
 
 def _object(value: object, what: str) -> dict[Any, Any]:

@@ -218,13 +218,13 @@ class CommitLog:
             return
         # A few large parts: between two of them this thread may wait long for the interpreter, of which a busy
         # producer lets go when he must.
-        part = max(ahead // 4, _LEAST_TOUCHED)
+        part = max(ahead // 2, _LEAST_TOUCHED)
         at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < upto:
             start = at - at % self.file_size
             if start not in sequence.starts and not self._make(start):
                 return
-            step = min(upto, at - at % part + part, start + self.file_size)
+            step = min(upto, at + part, start + self.file_size)
             sequence.touch(start, at - start, step - start)
             at = self._prepared = step
 

@@ -14,8 +14,10 @@ but only where something can be due: `DelaySchedule.run_due` says which look is 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 from librmq import codec
@@ -82,23 +84,35 @@ class DelayOffsets(Protocol):
         ...
 
 
-def _copied(store: MessageStore, waiting: StoredMessage) -> Copy:
-    """A message that waited as it goes to the topic and queue it was sent to; all else stays as it is.
+_NEEDED: Final = (
+    codec.PROPERTY_REAL_TOPIC,
+    codec.PROPERTY_REAL_QUEUE_ID,
+    codec.PROPERTY_UNIQUE_KEY,
+    codec.PROPERTY_KEYS,
+    codec.PROPERTY_TAGS,
+)
+"""The properties that a delivery looks at."""
 
-    `MessageIllegalError` if it names no topic and queue, or one that no message may be delivered to: half messages,
-    which a transaction ends, and the schedule topic.
+
+class _Layout:
+    """The stored properties of messages that have the same names, as `codec.encode_properties` writes them.
+
+    Messages that wait one behind the other mostly have. Their values are found without decoding all of them, and what
+    fits is what it would be encoded as again.
     """
-    properties = waiting.properties
-    topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
-    queue_id = java_int(properties.get(codec.PROPERTY_REAL_QUEUE_ID, ""))
-    if queue_id is None:
-        raise MessageIllegalError(f"the message names no queue: {properties.get(codec.PROPERTY_REAL_QUEUE_ID)!r:.80}")
-    if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
-        raise MessageIllegalError(f"nothing is delivered to {topic}")
-    raw = waiting.properties_raw
-    if not codec.is_encoding_of(raw, properties):
-        raw = codec.encode_properties(properties)
-    return store.prepare_again(waiting, topic, queue_id, properties, raw)
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        text = "\2".join(f"{re.escape(name)}\1([^\1\2]+)" for name in names)
+        self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group is that of what is not there: None
+        self._groups = [names.index(name) + 1 if name in names else len(names) + 1 for name in _NEEDED]
+
+    def find(self, raw: bytes) -> tuple[str | None, ...] | None:
+        """The values of the properties that are needed; None for properties that look otherwise."""
+        match = self._match(raw.decode("ascii")) if raw.isascii() else None
+        return None if match is None else match.group(*self._groups)
+
+
+_layout_of = lru_cache(maxsize=64)(_Layout)
 
 
 class _Level:
@@ -139,11 +153,11 @@ class DelaySchedule:
         start_ms: int,
         settings: DelaySettings | None = None,
         *,
-        delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
         flush: Callable[[Callable[[Exception | None], int | None]], None] | None = None,
     ) -> None:
-        """``start_ms`` is where the grid begins. ``delivered(message, result)`` is told of each delivery: the message
-        as it waited, and where it went; it must not raise.
+        """``start_ms`` is where the grid begins. ``delivered(message, topic, queue_id, result)`` is told of each
+        delivery: the message as it waited, and where it went; it must not raise.
 
         ``flush(done)`` has the store flushed while other things go on, and then ``done(error)`` called, which gives the
         time in ms at which `run_due` wants to be called again; None flushes within `run_due`.
@@ -153,6 +167,7 @@ class DelaySchedule:
         self._offsets = offsets
         self._delivered = delivered
         self._flush = flush
+        self._layout: _Layout | None = None  # of the message before
         self._is_flushing = False
         self._first_look_ms = round(1000 * settings.first_look_s)
         self._every_ms = round(1000 * settings.look_every_s)
@@ -362,7 +377,7 @@ class DelaySchedule:
             try:
                 message = self._read(physical_offset, size)
                 if message is not None:
-                    copies.append(_copied(self._store, message))
+                    copies.append(self._copied(message))
                     waiting.append(message)
                     places.append(place)
             except (MessageIllegalError, RecordError) as error:
@@ -380,6 +395,29 @@ class DelaySchedule:
             level.next_offset = queue_offset + len(entries)
             self._unsaved = True
 
+    def _copied(self, waiting: StoredMessage) -> Copy:
+        """A message that waited as it goes to the topic and queue it was sent to; all else stays as it is.
+
+        `MessageIllegalError` if it names no topic and queue, or one that no message may be delivered to: half messages,
+        which a transaction ends, and the schedule topic.
+        """
+        raw = waiting.properties_raw
+        found = None if self._layout is None else self._layout.find(raw)
+        if found is None:
+            properties = waiting.properties
+            found = tuple(map(properties.get, _NEEDED))
+            if codec.is_encoding_of(raw, properties):
+                self._layout = _layout_of(tuple(properties))
+            else:
+                raw = codec.encode_properties(properties)
+        topic, queue_text, unique_key, keys, tags = found
+        queue_id = java_int(queue_text or "")
+        if queue_id is None:
+            raise MessageIllegalError(f"the message names no queue: {queue_text!r:.80}")
+        if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
+            raise MessageIllegalError(f"nothing is delivered to {topic}")
+        return self._store.prepare_again(waiting, topic or "", queue_id, raw, unique_key, keys, tags)
+
     def _write(
         self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Copy], places: Sequence[int]
     ) -> None:
@@ -390,8 +428,8 @@ class DelaySchedule:
             self._unsaved = True
             level.next_offset = places[done + len(results) - 1] + 1
             if self._delivered is not None:
-                for message, result in zip(waiting[done:], results, strict=False):
-                    self._delivered(message, result)
+                for message, copy, result in zip(waiting[done:], copies[done:], results, strict=False):
+                    self._delivered(message, copy.lane.topic, copy.lane.queue_id, result)
             done += len(results)
 
     def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
@@ -400,4 +438,4 @@ class DelaySchedule:
             raw = self._store.log.read(physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
-        return None if raw is None else StoredMessage.decoded(raw)
+        return None if raw is None else StoredMessage.framed(raw)

@@ -14,7 +14,7 @@ import numpy as np
 
 from librmq import codec
 from librmq.consumequeue import ConsumeQueue
-from librmq.javahash import hash_append, index_key_hashes, java_int, string_hash
+from librmq.javahash import hash_append, index_key_hashes, java_decode, java_int, string_hash
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage
@@ -24,6 +24,7 @@ __all__ = [
     "Dispatcher",
     "Lane",
     "Pending",
+    "RawPending",
     "derived_tags_code",
     "has_queue_entry",
     "index_block",
@@ -107,6 +108,10 @@ class Pending(NamedTuple):
     keys: str | None
 
 
+RawPending = tuple[int, int, int, bytes | None, bytes | None]
+"""The fields of `Pending`, the texts as a record has them."""
+
+
 class Dispatcher:
     """Collects what records lead to and writes it. Not thread-safe: `MessageStore` calls it under its lock.
 
@@ -182,11 +187,11 @@ class Dispatcher:
         return records
 
 
-def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | None, str | None]]) -> None:
-    """Add the keys of many records (`Pending`) to an index."""
+def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | None, str | None] | RawPending]) -> None:
+    """Add the keys of many records (`Pending`) to an index; texts may be as they are stored, in all or in none."""
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)
-    if all(uniques) and all(keys) and " " not in "".join(keys):
+    if all(uniques) and all(keys) and not _has_blank(keys):
         # The usual records, a unique id and one key each.
         record_of_key = np.repeat(np.arange(len(records)), 2)
         hashes = np.empty(len(record_of_key), np.int64)
@@ -196,9 +201,17 @@ def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | No
         texts: list[str] = []
         owners: list[int] = []
         for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)):
-            found = [unique, *codec.split_keys(key)] if unique else codec.split_keys(key)
+            found = codec.split_keys(key if key is None or isinstance(key, str) else java_decode(key))
+            if unique:
+                found = [unique if isinstance(unique, str) else java_decode(unique), *found]
             texts += found
             owners += [number] * len(found)
         record_of_key = np.array(owners, np.int64)
         hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
     index.append_block(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)
+
+
+def _has_blank(keys: Sequence[str] | Sequence[bytes]) -> bool:
+    if isinstance(keys[0], bytes):
+        return b" " in b"".join(keys)  # type: ignore[arg-type]
+    return " " in "".join(keys)  # type: ignore[arg-type]

@@ -43,6 +43,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from os import PathLike, fspath
 from typing import Final
 
@@ -163,8 +164,17 @@ class FilterSyntaxError(FilterError, ValueError):
         line = expression[begin : end if end >= 0 else len(expression)]
         column = position - begin
         cut = max(0, column - 60)  # a very long line is shown around the place
-        shown = line[cut : cut + 100]
-        super().__init__(f"{reason}\n  {shown}\n  {' ' * (column - cut)}^")
+        # As wide as it stands in the expression, so that the caret stands below its place: tabs are blanks here.
+        shown = "".join(char if char.isprintable() else " " for char in line[cut : cut + 100])
+        super().__init__(f"{reason}\n  {shown}\n  {_blanks(shown[: column - cut])}^")
+
+
+def _blanks(text: str) -> str:
+    """As wide as ``text`` on a terminal."""
+    return "".join(
+        "" if unicodedata.combining(char) else "  " if unicodedata.east_asian_width(char) in "WF" else " "
+        for char in text
+    )
 
 
 class FilterEvaluationError(FilterError):

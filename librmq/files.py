@@ -755,7 +755,10 @@ class MemoryFiles:
         return self.disk_used_ratio
 
     def _new_buffer(self, path: str, size: int) -> Buffer:
-        return mmap.mmap(-1, size)
+        if sys.platform == "win32":
+            return mmap.mmap(-1, size)
+        # Private: half the cost of a shared one, and no child of a fork is to write to its parent's.
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     @staticmethod
     def _length(file: File | bytes) -> int:

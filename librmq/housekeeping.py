@@ -25,7 +25,7 @@ __all__ = ["Background", "Housekeeping"]
 _log = logging.getLogger("librmq.store")
 
 _LEAST_AHEAD: Final = 4 << 20
-_MOST_AHEAD: Final = 32 << 20
+_MOST_AHEAD: Final = 64 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
 _AGAIN_MS: Final = 10_000  # after something failed that may succeed later
 
@@ -151,7 +151,8 @@ class Background:
 
     def wake(self) -> None:
         """Let the step run now."""
-        self._event.set()
+        if not self._event.is_set():  # to set it again would cost more than to look
+            self._event.set()
 
     def stop(self) -> None:
         """Return when the step that runs has ended; no other follows."""

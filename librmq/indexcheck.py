@@ -14,15 +14,16 @@ from typing import Final, NamedTuple
 from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.damage import Damage
-from librmq.dispatch import index_block, is_indexed, key_hashes
+from librmq.dispatch import RawPending, index_block, is_indexed, key_hashes
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
-from librmq.javahash import string_hash
+from librmq.javahash import java_decode, string_hash
 from librmq.keyindex import KeyIndex
 from librmq.message import StoredMessage
 
 __all__ = ["IndexCheck", "index_again"]
 
 _BLOCK: Final = 65_536
+_ADDED: Final = 4096  # records whose keys are added together: as many as caches hold
 
 
 class _Run(NamedTuple):
@@ -70,8 +71,10 @@ class IndexCheck:
         self._mend = mend
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
-        self._adding: list[tuple[int, int, int, str | None, str | None]] = []
+        self._adding: list[RawPending] = []
         self._lacking = 0
+        self.at_end = False
+        """Whether the index lacks all that follows."""
         self._log_end = end
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
@@ -84,15 +87,17 @@ class IndexCheck:
                 what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
                 self.damages.append(Damage(file.path, 36, "index", what))
 
-    def offer(
-        self, physical_offset: int, store_timestamp_ms: int, prefix_hash: int, unique_key: str | None, keys: str | None
-    ) -> None:
-        """Take the keys of the next record."""
+    def offer(self, record: RawPending) -> None:
+        """Take the keys of the next record, unless `at_end`."""
+        physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
         if run is None:  # the index has come to its end before the log
             if physical_offset > self._end or self._none:
-                self._add((physical_offset, store_timestamp_ms, prefix_hash, unique_key, keys))
+                self.at_end = True
+                self.add(record)
             return
+        unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
+        keys = None if raw_keys is None else java_decode(raw_keys)
         while run is not None and run.physical_offset < physical_offset:
             self._damaged(run, f"names {run.physical_offset}, where no record with keys is")
             run = self._run = next(self._runs, None)
@@ -112,7 +117,7 @@ class IndexCheck:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
         else:  # the last record that is indexed: a crash came between its keys
             texts = [*([unique_key] if unique_key else []), *codec.split_keys(keys)][len(there) :]
-            self._add((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts)))
+            self.add((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
     def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
         header, place = run.file.header, run.physical_offset
@@ -130,11 +135,13 @@ class IndexCheck:
             span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
-    def _add(self, record: tuple[int, int, int, str | None, str | None]) -> None:
-        self._lacking += bool(record[3] or record[4])
+    def add(self, record: RawPending) -> None:
+        """Take a record whose keys the index lacks."""
+        if record[3] or record[4]:
+            self._lacking += 1
         if self._mend and self.sound:
             self._adding.append(record)
-            if len(self._adding) >= _BLOCK:
+            if len(self._adding) >= _ADDED:
                 self._write()
 
     def _write(self) -> None:

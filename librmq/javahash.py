@@ -13,9 +13,8 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -202,32 +201,44 @@ def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32
     return hashes.view(np.int32)
 
 
-def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str]) -> npt.NDArray[np.int64]:
-    """`index_key_hash` of many keys at once, from the hashes of their ``topic#`` (one for each, signed or not)."""
+def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """`index_key_hash` of many keys at once, from the hashes of their ``topic#`` (one for each, signed or not).
+
+    Byte strings are read by `java_decode`.
+    """
     prefixes = np.asarray(prefix_hashes, np.int64)
+    joined = _joined_ascii(keys)
     lengths = list(map(len, keys))
     one_length = bool(lengths) and lengths.count(lengths[0]) == len(lengths)  # ids of one kind
     longest = lengths[0] if one_length else max(lengths, default=0)
-    if not "".join(keys).isascii():
-        pairs = zip(prefixes.tolist(), keys, strict=True)
+    if joined is None:
+        texts = (key if isinstance(key, str) else java_decode(key) for key in keys)
+        pairs = zip(prefixes.tolist(), texts, strict=True)
         sums = np.array([hash_append(one, key) for one, key in pairs], np.int64)
     elif not 0 < longest <= _CHUNK:
         powers = np.array([pow(31, length, 1 << 32) for length in lengths], np.int64)
         sums = prefixes * powers + string_hashes(keys)
     elif one_length:
-        sums = prefixes * _POWERS[longest] + _padded_hashes(keys, longest)
+        sums = prefixes * _POWERS[longest] + _table_hashes(joined, longest)
     else:  # characters 0 in front change no hash
-        padded = list(map(str.rjust, keys, repeat(longest), repeat("\0")))
-        sums = prefixes * np.array(_POWERS)[lengths] + _padded_hashes(padded, longest)
+        padded = b"".join([data.rjust(longest, b"\0") for data in _pieces(joined, lengths)])
+        sums = prefixes * np.array(_POWERS)[lengths] + _table_hashes(padded, longest)
     # In 32 bits the absolute value of the least number is itself, which becomes 0.
     return (np.abs(sums.astype(np.uint32).view(np.int32)) & 0x7FFFFFFF).astype(np.int64)
 
 
-def _padded_hashes(keys: Sequence[str], length: int) -> npt.NDArray[np.int64]:
+def _table_hashes(joined: bytes, length: int) -> npt.NDArray[np.int64]:
     """What `string_hash` is modulo 2**32, of many ASCII texts of one length, at most `_CHUNK`."""
-    table = np.frombuffer("".join(keys).encode(), np.uint8).reshape(len(keys), length)
+    table = np.frombuffer(joined, np.uint8).reshape(-1, length)
     # In floating point it is several times as fast, and exact, since no sum comes near 2**53.
     return (table.astype(np.float64) @ _float_weights(length)).astype(np.int64)
+
+
+def _pieces(joined: bytes, lengths: Sequence[int]) -> Iterator[bytes]:
+    at = 0
+    for length in lengths:
+        yield joined[at : at + length]
+        at += length
 
 
 def _joined_ascii(keys: Sequence[str] | Sequence[bytes]) -> bytes | None:

@@ -215,8 +215,8 @@ class KeyIndex:
         """`append` for records in log order: tuples of physical offset, store time (ms) and key hashes."""
         if not records:
             return
-        tail, keys = self._tail, sum([len(record[2]) for record in records])
-        if tail is not None and tail.count + keys < tail.max_entries and keys < _BLOCK:
+        tail, keys = self._tail or self._room(), sum([len(record[2]) for record in records])
+        if tail.count + keys < tail.max_entries and keys < _BLOCK:
             if keys:
                 tail.put_many(records, keys)
         else:

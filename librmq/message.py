@@ -56,7 +56,8 @@ DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
 
 _INT: Final = struct.Struct(">i")
-_unpack_body = struct.Struct(">39xB44xi").unpack_from  # the low byte of the sys flag, the body's length
+# The low byte of the sys flag, and the body's length; a negative one comes out large.
+_unpack_body = struct.Struct(">39xB44xI").unpack_from
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(">iq")
@@ -242,14 +243,13 @@ class StoredMessage:
         self.raw = raw
 
     @classmethod
-    def decoded(cls, raw: bytes) -> Self:
-        """The same with its properties decoded at once, which is quicker where they will be asked for.
+    def framed(cls, raw: bytes) -> Self:
+        """The same with its `frame` found at once, which is quicker where it will be needed.
 
         `RecordError` for what is no record.
         """
         message = cls(raw)
-        message._frame = _, _, _, _, begin, end = frame(raw, 0, len(raw))
-        message._properties = decode_properties(raw[begin:end])
+        message._frame = frame(raw, 0, len(raw))
         return message
 
     @property
@@ -349,7 +349,7 @@ class StoredMessage:
         """
         raw = self.raw
         flags, length = _unpack_body(raw)
-        if not flags & 49 and 0 <= length < len(raw) - 90:
+        if not flags & 49 and length < len(raw) - 90:
             return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 

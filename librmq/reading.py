@@ -26,7 +26,8 @@ from librmq.message import StoredMessage
 __all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
 
 _LEAST_LOOKED_AT: Final = 16_000  # bytes of entries that a read looks at, or 20 a wanted message
-_unpack_size_and_magic = struct.Struct(">II").unpack_from
+_heads: dict[int, bytes] = {}  # what a record of a size begins with
+_HEADS_KEPT: Final = 4096
 _UNKNOWN_MEMORY: Final = 8 << 30
 
 
@@ -154,22 +155,32 @@ def _read_all(
         places.pop()
     start = begin - begin % file_size
     file = sequence.mapped.get(start) or sequence.file_at(start)
-    if file is None or min(sizes) < FIXED_SIZE or places != sorted(places):
+    if file is None or places != sorted(places):
         return None
     limit = min(start + file_size, log_end)
-    if places[-1] + max(sizes) > limit < max(map(add, places, sizes)):
+    if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
-    buffer, new, unpack, magic = file.buffer, object.__new__, _unpack_size_and_magic, MESSAGE_MAGIC
+    buffer, new, heads = file.buffer, object.__new__, _heads
     messages = []
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
         raw = buffer[at : at + size]
-        if unpack(raw) != (size, magic):
+        if not raw.startswith(heads.get(size) or _head(size)):
             return None
         message = new(StoredMessage)
         message.raw = raw
         messages.append(message)
     return ReadResult(GetStatus.FOUND, messages, queue_offset + len(messages), low, high, total)
+
+
+def _head(size: int) -> bytes:
+    """Size and magic as they stand in a record of ``size`` bytes; if no record has so few, more than that."""
+    if size < FIXED_SIZE:
+        return bytes(FIXED_SIZE)
+    if len(_heads) >= _HEADS_KEPT:
+        _heads.clear()
+    head = _heads[size] = struct.pack(">II", size, MESSAGE_MAGIC)
+    return head
 
 
 def _read_matching(

@@ -25,10 +25,12 @@ from librmq.queuecheck import COMPARED, Entry, QueueChecks, misaddressed
 
 __all__ = ["reconcile"]
 
-# Of a record with IPv4 hosts: queue id, queue and physical offset, sys flag, store timestamp, body length.
-_unpack_fields = struct.Struct(">12xi4xqqi16xq20xi").unpack_from
+# Of a record with IPv4 hosts: magic, queue id, queue and physical offset, sys flag, store timestamp, body length.
+_unpack_fields = struct.Struct(">4xI4xi4xqqi16xq20xi").unpack_from
 _pack_entry = ENTRY.pack
-_MAGIC: Final = codec.MESSAGE_MAGIC.to_bytes(4, "big")
+_MAGIC: Final = codec.MESSAGE_MAGIC
+_V6: Final = codec.HOSTS_V6
+_IN_TRANSACTION: Final = codec.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
 
@@ -59,12 +61,12 @@ def reconcile(
     for physical_offset, size, raw in log.scan(begin, check_body=False):
         if raw is None:
             continue
-        queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
-        if raw[4:8] != _MAGIC or sys_flag & codec.HOSTS_V6:
+        magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
+        if magic != _MAGIC or sys_flag & _V6:
             stored = codec.store_timestamp_ms(raw)
             _, _, topic_at, topic_end, properties_at, _ = codec.frame(raw, 0, size)
         else:
-            topic_at = 89 + max(body_size, 0)
+            topic_at = 89 + body_size if body_size > 0 else 89
             topic_end = topic_at + raw[topic_at - 1]
             properties_at = topic_end + 2
         topic, properties = raw[topic_at:topic_end], raw[properties_at:]
@@ -72,7 +74,7 @@ def reconcile(
         if address != physical_offset:
             yield misaddressed(log, physical_offset, codec.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
         unique, key, tags = find(properties)
-        if not sys_flag & codec.TRANSACTION_MASK or has_queue_entry(sys_flag):
+        if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
             tags_code = tags_codes.get(tags)
             if tags_code is None:
                 if len(tags_codes) > _TAGS_KEPT:
@@ -90,15 +92,13 @@ def reconcile(
             else:
                 check.offer(queue_offset, Entry(entry, stored, properties))
         if keys is not None:
-            if not is_indexed(sys_flag):
+            if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
                 unique = key = None
-            keys.offer(
-                physical_offset,
-                stored,
-                check.prefix_hash,
-                None if unique is None else java_decode(unique),
-                None if key is None else java_decode(key),
-            )
+            record = (physical_offset, stored, check.prefix_hash, unique, key)
+            if keys.at_end:
+                keys.add(record)
+            else:
+                keys.offer(record)
     for check in checks.all():
         check.finish()
         yield from check.damages

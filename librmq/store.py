@@ -161,6 +161,7 @@ class MessageStore(Appends):
     def _set_config(self, config: StoreConfig) -> None:
         self.config = config
         self.levels = DelayLevels.parse(config.message_delay_level)
+        self._delays = {}
         self._host = codec.encode_host(codec.parse_host(config.store_host))
         self._host_is_v6 = len(self._host) > 8
         self._largest_body = config.max_message_size
@@ -248,7 +249,8 @@ class MessageStore(Appends):
 
         `CorruptionError` if an entry points at what is no record of its size.
         """
-        self._check_open()
+        if self._closed is not None:
+            raise self._unusable()
         if self._following is not None:
             return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
         if self._dispatcher.records:

@@ -105,11 +105,6 @@ class Unit(NamedTuple):
     topic_hash: int
     reserved: int
 
-    @property
-    def slot_time_ms(self) -> int:
-        """The time of the slot that it is in."""
-        return self.write_time_ms + self.delay_ms
-
 
 class Slot(NamedTuple):
     """A slot of the wheel."""

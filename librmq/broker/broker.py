@@ -84,8 +84,9 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import Runner, Step, ThreadRunner, Work
+from librmq.runner import Runner, Step, Work
 from librmq.store import AppendResult, MessageStore
+from librmq.threadrunner import ThreadRunner
 from librmq.timer import Timers
 from librmq.topics import HALF_TOPIC
 
@@ -507,14 +508,16 @@ class Broker:
     def _delayed(self, level: int, store_timestamp_ms: int) -> None:
         self.runner.wake(self._delay, self._schedule.due_for(level, store_timestamp_ms))
 
-    def _delivered(self, waited: StoredMessage, result: AppendResult) -> None:
-        properties = waited.properties
-        if properties["REAL_TOPIC"] == HOP_TOPIC:
+    def _delivered(self, waited: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+        if topic == HOP_TOPIC:
             self._wake_hops()
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
+        is_awaited = (topic, queue_id) in self._holds.by_queue
+        if is_awaited or self.metrics is not None:  # what it says is decoded only if somebody waits for it
+            self._sending.arrived(topic, queue_id, waited.properties if is_awaited else {}, result)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
-        self._wake_housekeeping()
+        if self._by_hand:
+            self._wake_housekeeping()
 
     def _wake_timers(self) -> None:
         if self._timers is not None:

@@ -17,6 +17,7 @@ from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
+from librmq.message import StoredMessage
 from librmq.protocol import MessageModel, SendBack
 from librmq.runner import Step
 
@@ -64,11 +65,17 @@ class ConcurrentDelivery(Delivery):
         return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
 
     def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
-        if count == 1 and not self._pulled and self.running < self.config.threads and not self.consumer.stopping:
-            self._deliver(held, held.messages.take(1), now_ms)  # the usual pull of a consumer that keeps up
-        else:
-            self._pulled.append(_Pulled(held, count))
-            self._begin(now_ms)
+        self._pulled.append(_Pulled(held, count))
+        self._begin(now_ms)
+
+    def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+        if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
+            return False
+        begun = held.messages.begin(message, bounds)
+        if begun is None:
+            return False
+        self._deliver(held, [begun], now_ms)
+        return True
 
     def _begin(self, now_ms: int) -> None:
         pulled, most, batch = self._pulled, self.config.threads, self.config.batch_size

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.listener import ReconsumeLater, SuspendQueue
-from librmq.message import MessageQueue
+from librmq.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.runner import Work
 
@@ -134,6 +134,13 @@ class Delivery:
     def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
         """So many messages were added to a queue."""
         raise NotImplementedError
+
+    def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+        """Add one message to a queue and begin with it, if nothing comes before it: the usual one of who keeps up.
+
+        ``bounds`` are the minimum and maximum offset of the queue. False if it is for `pulled`, as usual.
+        """
+        return False
 
     def blocked(self) -> list[BlockedQueue]:
         """Queues that rest since their first message fails."""

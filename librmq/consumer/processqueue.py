@@ -88,20 +88,29 @@ class ProcessQueue:
         """Add what was pulled, in order of queue offsets; gives how many are new: what was held before is left out."""
         if not messages:
             return 0
-        first, largest = messages[0].queue_offset, self._largest
-        if len(messages) == 1 and first > largest:  # the usual pull of a consumer that keeps up
-            self._largest = first
-            self.size += _body_size(messages[0])
-        else:
-            if first <= largest:
-                messages = [message for message in messages if message.queue_offset > largest]
-                if not messages:
-                    return 0
-            self._largest = messages[-1].queue_offset
-            self.size += sum(map(_body_size, messages))
+        largest = self._largest
+        if messages[0].queue_offset <= largest:
+            messages = [message for message in messages if message.queue_offset > largest]
+            if not messages:
+                return 0
+        self._largest = messages[-1].queue_offset
         self._waiting.extend(messages)
         self._bounds.append((self._largest, (min_offset, max_offset)))
+        self.size += sum(map(_body_size, messages))
         return len(messages)
+
+    def begin(self, message: StoredMessage, bounds: tuple[int, int]) -> DeliveredMessage | None:
+        """Add what was pulled and begin it, as `put` and `take` do; None, and nothing, if it is not the next to begin.
+
+        ``bounds`` are the minimum and maximum offset of the queue.
+        """
+        queue_offset = message.queue_offset
+        if self._waiting or queue_offset <= self._largest:
+            return None
+        self._largest = queue_offset
+        self.size += _body_size(message)
+        begun = self._begun[queue_offset] = DeliveredMessage(message.raw, self.queue, queue_offset, bounds)
+        return begun
 
     def take(self, most: int) -> list[DeliveredMessage]:
         """Begin the first ``most`` messages that wait."""

@@ -151,9 +151,11 @@ class Pulling:
         tag_filter = self._consumer.filters.get(held.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        count = held.messages.put(messages, response.min_offset, response.max_offset)
-        if count:
-            self._consumer.delivery.pulled(held, count, now_ms)
+        delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
+        if len(messages) != 1 or not delivery.begins_with(held, messages[0], bounds, now_ms):
+            count = held.messages.put(messages, *bounds)
+            if count:
+                delivery.pulled(held, count, now_ms)
 
     def _idle(self, held: HeldQueue, response: PullResponse, now_ms: int) -> int | None:
         """Nothing there. What was passed over since the last message counts as consumed when the hold is over."""

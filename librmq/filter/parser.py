@@ -212,13 +212,17 @@ def _checked(node: Node) -> Node:
     return node
 
 
+_TIGHT: Final = "; NOT binds tighter than what follows: write NOT (…), or NOT before IN and BETWEEN"
+
+
 def _orderable(node: Node) -> None:
     """What ``<`` and its like refuse."""
     if isinstance(node, Constant):
         if isinstance(node.value, bool) or not isinstance(node.value, int | float):
             raise _RefusedError(node.start, "expected a number or a property: only numbers have an order")
     elif is_boolean(node):
-        raise _RefusedError(node.start, "expected a number or a property: a condition has no order")
+        hint = _TIGHT if isinstance(node, Not) else ""
+        raise _RefusedError(node.start, f"expected a number or a property: a condition has no order{hint}")
 
 
 def _compare(operator: Any, left: Node, right: Node) -> Compare:
@@ -244,7 +248,8 @@ def _negated(node: Node) -> Not:
 def _in(children: list[Any], negated: bool) -> In:
     operand = children[0]
     if not isinstance(operand, Property):
-        raise _RefusedError(operand.start, "expected a property on the left of IN")
+        hint = _TIGHT if isinstance(operand, Not) else ""
+        raise _RefusedError(operand.start, f"expected a property on the left of IN{hint}")
     values = tuple(_unquoted(child) for child in children[1:] if child.__class__ is Token and child.type == "STRING")
     return In(operand, values, negated, start=operand.start, end=children[-1].end_pos)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from inspect import iscoroutinefunction
 from typing import Final, Generic, TypeVar
 
 from librmq.clock import Clock
@@ -62,6 +63,9 @@ class WatchedPredicate(Generic[M]):
     ) -> None:
         if not budget > 0:
             raise ConfigError(f"the budget of a predicate is a positive number of seconds, not {budget}")
+        answers: object = predicate
+        if iscoroutinefunction(answers) or not callable(answers):
+            raise ConfigError(f"a predicate is a function that answers when it is called, not {predicate!r:.100}")
         if on_error is Policy.AS_ANSWERED:
             raise ConfigError("a predicate that raised has not answered: on_error is SKIP or DELIVER")
         self._predicate: Final = predicate

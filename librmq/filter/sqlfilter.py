@@ -58,6 +58,8 @@ class Compiled:
 
 def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:
     """The compiled form of an expression, from a bounded cache; ``FilterSyntaxError``."""
+    if not isinstance(expression, str):
+        raise TypeError(f"a filter expression is a text, not {type(expression).__name__}")
     if len(expression) > CACHED_LENGTH:
         return Compiled(expression, dialect)
     return _cached(expression, dialect)

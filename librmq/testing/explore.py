@@ -35,7 +35,6 @@ MOST_SHRINKING_RUNS: Final = 300
 MOST_FAULTS: Final = 2
 _PROBABILITIES: Final = (0.05, 0.2, 0.5)
 _SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
-_RUNS_A_COLLECTION: Final = 8
 _SEED_PREFIX: Final = "rmq1-"
 
 
@@ -292,8 +291,7 @@ def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, l
     seen: set[tuple[Decision, ...]] = set()
 
     def attempt(strategy: Strategy, on_disk: bool = False) -> Attempt:
-        if not (result.runs + result.shrinking_runs) % _RUNS_A_COLLECTION:
-            gc.collect(0)  # now, as nothing of a run is alive
+        gc.collect(0)  # now, as nothing of a run is alive, and each finds the memory of the one before
         explorer = Explorer(strategy, ManualClock())
         explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, lines, on_disk
         error = run(explorer)

@@ -130,7 +130,7 @@ def unit_rows(store: Path, settings: TimerSettings) -> Iterator[tuple[int, ...]]
     for position, item in log.items():
         if isinstance(item, Unit):
             place = (item.physical_offset, item.message_size, item.topic_hash, item.reserved)
-            yield (position, item.size, item.previous, item.magic, item.slot_time_ms, *place)
+            yield (position, item.size, item.previous, item.magic, item.write_time_ms + item.delay_ms, *place)
         else:
             yield position, item
 

@@ -265,7 +265,7 @@ PARSER = (
     ("a number is none", "    if not is_boolean(node):\n        raise _Refused", "    if False:\n        raise _Refused"),
     ("order of texts", "if isinstance(node.value, bool) or not isinstance(node.value, int | float):", "if isinstance(node.value, bool):"),
     ("order of TRUE", "if isinstance(node.value, bool) or not isinstance(node.value, int | float):", "if not isinstance(node.value, int | float):"),
-    ("order of conditions", "    elif is_boolean(node):\n        raise", "    elif False:\n        raise"),
+    ("order of conditions", "    elif is_boolean(node):\n        hint", "    elif False:\n        hint"),
     ("equality with NULL", "if isinstance(side, Constant) and side.value is None:", "if False:"),
     ("TRUE = 1", "if not isinstance(other, bool):", "if False:"),
     ("IN on a property", "if not isinstance(operand, Property):", "if False:"),

@@ -271,14 +271,14 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("the marker while open, opened at once", "opening", "    if writable and trusted is not None:\n        set_abort(files, path)\n", "    if writable and trusted is not None:\n        pass\n"),
     # --- flushing
     ("a flush of a file", "files", "            (os.fdatasync if hasattr(os, \"fdatasync\") else os.fsync)(descriptor)\n", "            pass\n", CRASH("disk_flushes")),
-    ("the flushed end is that before the flush", "commitlog", "        end = self.end\n        if self._file_start >= 0:\n            self._sequence.mark_dirty(self._file_start)\n        self._sequence.flush()\n        return end\n", "        if self._file_start >= 0:\n            self._sequence.mark_dirty(self._file_start)\n        self._sequence.flush()\n        return self.end\n"),
+    ("the flushed end is that before the flush", "commitlog", "        self._flushed = end\n        return end\n", "        self._flushed = end\n        return self.end\n"),
     ("a mark during a flush is kept", "mappedfile", "            self._dirty.discard(start)\n            try:\n                if start in self.starts:\n                    self._files.flush(self.file(start))\n", "            try:\n                if start in self.starts:\n                    self._files.flush(self.file(start))\n                self._dirty.discard(start)\n", UNIT("mappedfile")),
     ("the index vouched for is that before the flush", "store", "min(indexed, stored)", "min(index.full_timestamp_ms, stored)", CRASH("settled")),
     ("the log is flushed before its files go", "retention", "        end = self._log.flush()\n", "        end = self._log.end\n", UNIT("retention")),
     ("what is flushed goes, what is not stays", "retention", "            if end >= self._settled_upto:\n                break\n", "", UNIT("retention")),
     ("after a failed flush of queues nothing is vouched for", "store", "                if self._derived_failure is not None:\n", "                if False:\n", CRASH("settled")),
     ("after a failed flush of queues nothing is clean", "store", "                if self._derived_failure is None:\n", "                if True:\n", CRASH("settled")),
-    ("after a failed flush of the log nothing is acknowledged", "flushing", "                    self.failure = failure\n", "                    pass\n", CRASH("failing_calls")),
+    ("after a failed flush of the log nothing is acknowledged", "flushing", "                    self.failure = error\n", "                    pass\n", CRASH("failing_calls")),
     ("after a failed flush of the log nothing is taken", "store", "    def _on_failed_flush(self) -> None:\n        self._accepts = False\n", "    def _on_failed_flush(self) -> None:\n        pass\n", CRASH("failing_calls")),
 )
 # fmt: on

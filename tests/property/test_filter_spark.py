@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.conftest import SlowBudget
-from tests.property.filter_expressions import properties
+from tests.property.filter_expressions import NAMES, properties
 from tests.property.test_filter import random_filter
 
 pytestmark = pytest.mark.spark
@@ -26,7 +26,12 @@ def agree(random: Random, messages: int) -> None:
     filters = [random_filter(random) for _ in range(FILTERS_A_JOB)]
     given = [properties(random) for _ in range(messages)]
     frame = shared_session().createDataFrame(list(enumerate(given)), "number int, props map<string,string>")
-    columns = [to_column(sql.question, F.col("props")).alias(f"c{i}") for i, sql in enumerate(filters)]
+    frame = frame.select("number", "props", *(F.col("props").getItem(name).alias(name) for name in NAMES))
+    texts = {name: F.col(name) for name in NAMES}
+    # A map for the one half, a column for each property for the other.
+    columns = [
+        to_column(sql.question, F.col("props") if i % 2 else texts).alias(f"c{i}") for i, sql in enumerate(filters)
+    ]
     # Cached: the columns are worked out from rows, not folded with the data into constants.
     answers = frame.cache().select("number", *columns)
     assert_native(answers)

@@ -53,6 +53,20 @@ class ProcessQueueMachine(RuleBasedStateMachine):
             self.begun[message.queue_offset] = self.waiting.pop(message.queue_offset)
             self.taken[message.queue_offset] = message
 
+    @rule(gap=st.integers(-1, 3), size=st.integers(0, 9))
+    def begin(self, gap: int, size: int) -> None:
+        """One that is pulled and begins at once, unless others come before it or it was held before."""
+        queue_offset = max(0, self.largest + gap)
+        bounds = (1, queue_offset + 3)
+        message = self.real.begin(record(queue_offset, size), bounds)
+        if self.waiting or queue_offset <= self.largest:
+            assert message is None
+            return
+        assert message is not None
+        assert (message.queue_offset, message.min_offset, message.max_offset) == (queue_offset, *bounds)
+        self.begun[queue_offset], self.taken[queue_offset] = size, message
+        self.bounds[queue_offset], self.largest = bounds, queue_offset
+
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:

@@ -166,3 +166,16 @@ def test_in_memory() -> None:
     config.set_delay_offset(1, 2)
     config.persist(1)
     assert BrokerConfig.open("/store/config", files=files).delay_offset(1) == 2
+
+
+def test_rows_that_are_equal_and_not_the_same_are_written_each_as_it_is() -> None:
+    files = MemoryFiles()
+    tables = BrokerConfig.open("/config", files=files)
+    for number, order in enumerate([True, 1, 1.0, [True], None]):
+        tables.topics.set(f"T{number}", {"order": order})
+    tables.persist(0)
+    again = BrokerConfig.open("/config", files=files)
+    assert repr([row["order"] for row in again.topics.rows.values()]) == "[True, 1, 1.0, [True], None]"
+    tables.topics.set("T0", {"order": False})
+    tables.persist(0)
+    assert BrokerConfig.open("/config", files=files).topics.rows["T0"] == {"order": False}

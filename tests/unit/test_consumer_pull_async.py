@@ -1,4 +1,4 @@
-"""Polling in an event loop, under both plugins by which people test coroutines: nothing blocks it, nothing is lost."""
+"""Polling in an event loop: nothing blocks it, nothing is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def reader(broker: Broker) -> Iterator[PullConsumer]:
         yield consumer
 
 
-async def a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
+@pytest.mark.anyio
+async def test_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
     producer = Producer(broker, "writers")
     polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
     for _ in range(100):  # the loop goes on
@@ -47,16 +48,6 @@ async def a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) ->
     assert not polling.done()
     await producer.send_async("T", b"1")
     assert [message.body for message in await polling] == [b"1"]
-
-
-@pytest.mark.anyio
-async def test_under_anyio_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
-    await a_poll_waits_and_others_go_on(broker, reader)
-
-
-@pytest.mark.asyncio
-async def test_under_pytest_asyncio_a_poll_waits_and_others_go_on(broker: Broker, reader: PullConsumer) -> None:
-    await a_poll_waits_and_others_go_on(broker, reader)
 
 
 @pytest.mark.anyio
@@ -122,7 +113,8 @@ def test_a_poll_goes_on_in_another_loop(broker: Broker, reader: PullConsumer) ->
     assert [message.body for message in asyncio.run(reader.poll_async(WAIT_S))] == [b"1"]
 
 
-async def the_kit_takes_part(rmq: Kit) -> None:
+@pytest.mark.anyio
+async def test_the_kit_takes_part(rmq: Kit) -> None:
     reader = PullConsumer(rmq.route, "readers")
     reader.subscribe("T")
     with reader:
@@ -131,13 +123,3 @@ async def the_kit_takes_part(rmq: Kit) -> None:
         assert await reader.poll_async() == []
         await rmq.advance(seconds=2)
         assert [message.body for message in await reader.poll_async()] == [b"1"]
-
-
-@pytest.mark.anyio
-async def test_under_anyio_the_kit_takes_part(rmq: Kit) -> None:
-    await the_kit_takes_part(rmq)
-
-
-@pytest.mark.asyncio
-async def test_under_pytest_asyncio_the_kit_takes_part(rmq: Kit) -> None:
-    await the_kit_takes_part(rmq)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from librmq import codec
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.delay import DelaySchedule, DelaySettings
+from librmq.delay import _NEEDED, DelaySchedule, DelaySettings, _Layout
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError, StoreIOError
 from librmq.files import MemoryFiles
 from librmq.levels import SCHEDULE_TOPIC
@@ -41,12 +43,14 @@ class Waiting(ByTime):
         super().__init__(config, files, at_ms)
         self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
         self.told: list[tuple[StoredMessage, AppendResult]] = []
-        self.schedule = DelaySchedule(
-            self.store, self.offsets, at_ms, settings, delivered=lambda *what: self.told.append(what)
-        )
+        self.schedule = DelaySchedule(self.store, self.offsets, at_ms, settings, delivered=self.tell)
 
     def run_due(self, now_ms: int) -> int | None:
         return self.schedule.run_due(now_ms)
+
+    def tell(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+        assert (topic, str(queue_id)) == (message.properties["REAL_TOPIC"], message.properties["REAL_QID"])
+        self.told.append((message, result))
 
     def put(self, body: bytes = b"b", level: int = 1, **fields: Any) -> AppendResult:
         return self.store.append(Message("T", body, delay_level=level), 2, **fields)
@@ -155,6 +159,29 @@ def test_many_at_once_go_each_to_its_own_queue(config: StoreConfig) -> None:
             found = list(waiting.store.messages(topic, queue_id))
             assert [message.queue_offset for message in found] == list(range(25))
     assert waiting.store.verify().sound
+
+
+NAMES = st.sampled_from(["REAL_TOPIC", "REAL_QID", "KEYS", "TAGS", "UNIQ_KEY", "DELAY", "a", "a.b", "ü", ""])
+STORED = st.lists(st.tuples(NAMES, st.text("ab1\1\2ü", max_size=3)), max_size=7).map(
+    lambda pairs: "\2".join(f"{name}\1{value}" for name, value in pairs).encode()
+)
+
+
+USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", min_size=1, max_size=3), min_size=1)
+
+
+@given(USUAL.map(codec.encode_properties), STORED)
+def test_what_fits_a_layout_says_the_same_decoded_and_is_encoded_as_it_stands(first: bytes, second: bytes) -> None:
+    known = codec.decode_properties(first)
+    assert codec.is_encoding_of(first, known)
+    layout = _Layout(tuple(known))
+    assert layout.find(first) is not None
+    for raw in (first, second):
+        found = layout.find(raw)
+        if found is not None:
+            properties = codec.decode_properties(raw)
+            assert found == tuple(map(properties.get, _NEEDED))
+            assert codec.encode_properties(properties) == raw
 
 
 @pytest.mark.parametrize("bits", [codec.TRANSACTION_PREPARED, codec.TRANSACTION_ROLLBACK])

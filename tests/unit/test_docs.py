@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,6 +142,26 @@ def test_every_document_is_listed() -> None:
         text = place.read_text("utf-8").partition("## Further")[2] or place.read_text("utf-8")
         names = {path.name for path in (CHECKOUT / "docs").glob("*.md")} - {place.name}
         assert {name for name in names if f"]({folder}{name})" not in text} == set(), place
+
+
+def test_the_map_is_that_of_the_folder() -> None:
+    """Each module is in one row, and the rows are in the order of the layers that import-linter checks."""
+    text = (CHECKOUT / "docs" / "design.md").read_text("utf-8")
+    table = text.partition("| layer |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in row]
+    assert librmq.__file__ is not None
+    package = Path(librmq.__file__).parent
+    modules = [path.stem for path in package.glob("*.py")] + [
+        path.parent.name for path in package.glob("*/__init__.py")
+    ]
+    assert sorted(names) == sorted(name for name in modules if name != "__init__")
+    with (CHECKOUT / "pyproject.toml").open("rb") as file:
+        (contract,) = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    height = {name: number for number, layer in enumerate(layers) for name in layer}
+    assert height.keys() == set(names)
+    assert [height[name] for name in names] == sorted(height.values())
 
 
 # ---------------------------------------------------------------------------------------------------- examples

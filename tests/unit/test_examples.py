@@ -122,7 +122,9 @@ def test_a_fastapi_application_is_tested_by_the_kit() -> None:
 
 def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
     known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # the plugin is loaded already, by this very run
-    result = pytester.runpytest_inprocess(*known, "-p", "pytest_librmq", str(EXAMPLES / "test_message_logic.py"))
+    result = pytester.runpytest_inprocess(
+        *known, "-p", "pytest_librmq", "-p", "no:asyncio", str(EXAMPLES / "test_message_logic.py")
+    )
     result.assert_outcomes(passed=8)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,7 +60,7 @@ def test_fixtures_of_the_test_were_fresh_and_wider_ones_kept(once):
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     explore(lambda rmq: None, runs=2)  # an inner run forgets what it imports, and some of it can be imported only once
-    return pytester.runpytest_inprocess("-p", "pytest_librmq", *arguments)
+    return pytester.runpytest_inprocess("-p", "pytest_librmq", "-p", "no:asyncio", *arguments)
 
 
 def test_exploring_shows_the_shortest_schedule_and_runs_it_again(pytester: pytest.Pytester) -> None:
@@ -178,3 +180,82 @@ def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
     result = run(pytester, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=11)
     result.stdout.fnmatch_lines(["*test_orders_are_booked_once_by_the_database: 200 runs*"])
+
+
+COROUTINES = """
+import asyncio
+import pytest
+from librmq import Broker, Producer, PullConsumer, PushConsumer, StoreConfig
+
+pytestmark = pytest.mark.{plugin}
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+async def test_the_kit(rmq):
+    seen, loop = [], asyncio.get_running_loop()
+
+    @rmq.consumer("billing").subscribe("orders")
+    async def charge(message):
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is loop
+        seen.append(message.body)
+
+    reader = PullConsumer(rmq.route, "report")
+    reader.subscribe("orders")
+    with reader:
+        assert await reader.poll_async() == []  # time stands still
+        await rmq.producer().send_async("orders", b"x", delay_level=1)
+        await rmq.run_until_idle()
+        assert seen == []
+        await rmq.advance(seconds=2)
+        assert seen == [b"x"]
+        assert [message.body for message in await reader.poll_async()] == [b"x"]
+
+async def test_threads():
+    loop = asyncio.get_running_loop()
+    with Broker.temporary(store_config=StoreConfig.tiny()) as broker:
+        broker.create_topic("orders", 1)
+        arrived = loop.create_future()
+        consumer = PushConsumer(broker, "billing")
+
+        @consumer.subscribe("orders")
+        async def charge(message):
+            arrived.set_result((message.body, asyncio.get_running_loop()))
+
+        consumer.start()
+        reader = PullConsumer(broker, "report")
+        reader.assign(reader.queues("orders"))
+        with reader:
+            reader.seek_to_begin(reader.queues("orders")[0])
+            polling = asyncio.ensure_future(reader.poll_async(30))
+            for _ in range(100):  # the loop goes on
+                await asyncio.sleep(0)
+            assert not polling.done()
+            await Producer(broker, "shop").send_async("orders", b"y")
+            assert [message.body for message in await polling] == [b"y"]
+            assert await asyncio.wait_for(arrived, 30) == (b"y", loop)
+        await consumer.shutdown_async()
+"""
+
+
+def _has(distribution: str) -> bool:
+    return any(importlib.metadata.distributions(name=distribution))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options"),
+    [("anyio", ["-p", "no:asyncio"]), ("asyncio", ["-o", "asyncio_default_fixture_loop_scope=function"])],
+)
+def test_tests_may_be_coroutines(tmp_path: Path, plugin: str, options: list[str]) -> None:
+    if plugin == "asyncio" and not _has("pytest-asyncio"):
+        pytest.skip("pytest-asyncio is not installed")
+    (tmp_path / "test_coroutines.py").write_text(COROUTINES.replace("{plugin}", plugin), "utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", "utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_librmq", "-p", "no:cacheprovider", *options, "-W", "error"]
+    path = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.errors import RunnerError
-from librmq.runner import ManualRunner, Step, ThreadRunner, Work
+from librmq.runner import ManualRunner, Step, Work
+from librmq.threadrunner import ThreadRunner
 
 
 @pytest.fixture
@@ -85,6 +87,18 @@ def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, capl
         runner.wake(Step("fails", fails))
     assert run(runner, lambda: 5) == (5, None)
     assert "fails: librmq's own step has failed" in caplog.text
+
+
+def test_an_outcome_that_cannot_be_applied_is_logged_and_others_go_on(
+    runner: ThreadRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    def done(result: object, error: Exception | None) -> None:
+        raise ValueError("of the outcome")
+
+    with runner.lock:
+        runner.submit(Work("fails", lambda: None, done))
+    assert run(runner, lambda: 5) == (5, None)
+    assert "fails: what came of it could not be applied" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -181,3 +195,40 @@ def test_a_worker_that_makes_steps_due_takes_them_itself(runner: ThreadRunner) -
         runner.submit(Work("work", lambda: None, done))
     assert ended.wait(30)
     assert len(set(by)) == 1
+
+
+@pytest.mark.parametrize("max_threads", [3, 64])
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_that_is_due_is_left(seed: int, max_threads: int) -> None:
+    runner = ThreadRunner(max_threads=max_threads)
+    ended = threading.Semaphore(0)
+
+    def make(chance: random.Random) -> None:
+        at = chance.choice([0, 0, 0, runner.now_ms() + 1, runner.now_ms() + 3])
+        work = Work("work", lambda: None, lambda result, error: ended.release())
+        match chance.randrange(3):
+            case 0:
+                runner.submit(work)
+            case 1:
+                runner.wake(Step("makes work", lambda now_ms: runner.submit(work)), at)
+            case 2:
+                step = Step("of a listener", lambda now_ms: ended.release())
+                runner.submit(Work("wakes", lambda: None, lambda result, error: runner.wake(step, at)))
+
+    def send(number: int) -> None:
+        chance = random.Random(10 * seed + number)
+        for _ in range(500):
+            with runner.lock:
+                for _ in range(chance.choice([1, 1, 1, 40])):
+                    make(chance)
+                    made.release()
+
+    made = threading.Semaphore(0)
+    senders = [threading.Thread(target=send, args=(number,)) for number in range(3)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    while made.acquire(blocking=False):
+        assert ended.acquire(timeout=30)
+    assert runner.close() == []

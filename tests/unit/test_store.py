@@ -25,6 +25,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ExtUnit
 from librmq.errors import (
     ConfigError,
+    CorruptionError,
     FlushFailedError,
     MessageIllegalError,
     NotAStoreError,
@@ -377,6 +378,22 @@ def test_at_least_one_message_is_read(store: MessageStore, most: int) -> None:
     result = store.read("TopicA", 0, 0, most)
     assert len(result.messages) <= 1
     assert result.next_offset == len(result.messages)
+
+
+@pytest.mark.parametrize("size", [-(1 << 31), -1, 0, 1, 90, 111, 113, 2000])
+def test_an_entry_of_another_size_than_its_record_is_an_error(files: MemoryFiles, size: int) -> None:
+    with opened(files) as store:
+        sizes = {store.append(Message("T", bytes(20))).size for _ in range(3)}
+        assert sizes == {112}
+        path, at = store.queues["T", 0].place_of(1)
+        assert len(store.read("T", 0, 0).messages) == 3
+        buffer = files.open(path, writable=True).buffer
+        buffer[at + 8 : at + 12] = size.to_bytes(4, "big", signed=True)
+        for begin in (0, 1):
+            with pytest.raises(CorruptionError):
+                store.read("T", 0, begin)
+        assert len(store.read("T", 0, 2).messages) == 1
+        store.abandon()
 
 
 def test_messages_that_are_gone_from_the_log_are_passed_over() -> None:

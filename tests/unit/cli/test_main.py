@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import librmq
+from librmq.__main__ import main as started
 from librmq.cli import main
 from librmq.cli.output import Output
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
@@ -72,6 +73,22 @@ def test_errors_become_exit_statuses(
     shown = capsys.readouterr()
     assert shown.err == said
     assert shown.out == '{"before":1}\n'
+
+
+def test_an_interrupt_while_the_command_is_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "librmq.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delattr(librmq, "cli", raising=False)
+    for name in [name for name in sys.modules if name.startswith("librmq.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert started() == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_a_mistake_of_ours_is_one_line_too(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,6 +266,13 @@ def test_policies_on_errors() -> None:
     with pytest.raises(ConfigError):
         WatchedPredicate(predicate, clock=ManualClock(), budget=1, on_error=Policy.AS_ANSWERED)
 
+    async def later(message: str) -> bool:
+        return False
+
+    for wrong in (5, "a = 1", later):  # the last would answer with a coroutine, which is true
+        with pytest.raises(ConfigError, match="a function that answers"):
+            WatchedPredicate(wrong, clock=ManualClock(), budget=1)  # type: ignore[arg-type]
+
 
 def test_filter_cases() -> None:
     assert answer_case({"expr": "a = 1"}) == {"expr": "a = 1", "result": None, "match": False}

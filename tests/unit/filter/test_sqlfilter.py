@@ -215,7 +215,8 @@ def test_errors_name_the_term(expression: str, properties: dict[str, str], java_
         ("a = NULL", 4, "IS NULL"),
         ("a > 'x'", 4, "only numbers have an order"),
         ("a > TRUE", 4, "only numbers"),
-        ("NOT a > 1", 0, "a condition has no order"),
+        ("NOT a > 1", 0, "a condition has no order; NOT binds tighter"),
+        ("NOT a IN ('x')", 0, "property on the left of IN; NOT binds tighter"),
         ("TRUE = 1", 7, "TRUE or FALSE"),
         ("a BETWEEN 10 AND 1", 17, "below the lower"),
         ("a BETWEEN 1.5 AND 1", 18, "below the lower"),
@@ -241,6 +242,32 @@ def test_syntax_errors_point(expression: str, position: int, said: str) -> None:
     lines = str(caught.value).splitlines()
     assert expression in str(caught.value)
     assert lines[-1] == "  " + " " * position + "^"
+
+
+def test_the_caret_stands_below_its_place_on_a_terminal() -> None:
+    for expression, column in (("a\t= '\u6c34\u6c34' AND !", 15), ("a = 'e\u0301\x00' ! 1", 9), ("\n\ta == 1", 4)):
+        with pytest.raises(FilterSyntaxError) as caught:
+            SqlFilter(expression)
+        _, shown, caret = str(caught.value).splitlines()
+        assert caret == "  " + " " * column + "^"
+        assert shown.isprintable()
+
+
+def test_what_is_no_text_is_no_expression() -> None:
+    for wrong in (None, 5, b"a = 1", ["a = 1"]):
+        with pytest.raises(TypeError, match="a filter expression is a text"):
+            SqlFilter(wrong)  # type: ignore[arg-type]
+
+
+def test_long_expressions_answer_alike_at_first_and_later() -> None:
+    text = " AND ".join(["a > 5", *(f"b{n} IS NULL" for n in range(600))])
+    for properties, expected in (({"a": "6"}, True), ({"a": "5"}, False), ({}, None)):
+        sql = SqlFilter(text)
+        assert [sql.evaluate(properties) for _ in range(3)] == [expected] * 3
+    failing = SqlFilter(text)
+    for _ in range(3):
+        with pytest.raises(FilterEvaluationError, match="a > 5"):
+            failing.evaluate({"a": "x"})
 
 
 def test_dialects() -> None:
