@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
@@ -42,6 +43,7 @@ __all__ = ["Rescued", "Snapshot", "rescue", "restore", "snapshot"]
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer, or its recovery, may yet change
 _ATTEMPTS: Final = 10
+_MAKING_S: Final = 0.01
 _LARGEST_GAP: Final = 100_000  # of a queue, that is filled in
 _LARGEST_OFFSET: Final = 1 << 40  # of a queue; beyond it a record has lost its count
 _LONG: Final = struct.Struct(">q")
@@ -91,7 +93,7 @@ def snapshot(
     with _growing(target, files) as part:
         # Before the log's end is known: index files that are full by now have no record behind it.
         index = _listed(os.path.join(path, layout.INDEX), files)[:-1]
-        log_end = end() if end is not None else _log_end(path, config, files)
+        log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
         for entry in index:
             _copy(path, part, os.path.join(layout.INDEX, entry.name), files)
@@ -221,12 +223,18 @@ def _check_copyable(path: str, files: Files) -> None:
         raise NotAStoreError(f"{path}: {kind.value}, which has files besides that no snapshot is made of")
 
 
-def _log_end(path: str, config: StoreConfig, files: Files) -> int:
+def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
     """Where the log ends, to which somebody else may be writing."""
     folder = os.path.join(path, layout.COMMITLOG)
     for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(StoreIOError):  # a file was deleted meanwhile
+        try:
             return _walked_end(folder, config, files)
+        except StoreIOError:  # a file was deleted meanwhile
+            continue
+        except CorruptionError as error:
+            if (error.kind, error.offset) != ("size", 0):
+                raise
+            clock.wait(threading.Event(), _MAKING_S)  # a file is just being made, unless it stays so
     return _walked_end(folder, config, files)
 
 

@@ -74,7 +74,8 @@ def _plain(
         if place >= upto:
             break
         if place + codec.BLANK_SIZE > size:
-            bad.append((place, "expected a record, found the end of the file"))
+            if raw[place:end].any():
+                bad.append((place, "expected a record, found the end of the file"))
             place = end
             break
         length, magic = unpack(view, place)
