@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Clock", "ManualClock", "SystemClock", "wait_async"]
 
@@ -74,6 +76,8 @@ class ManualClock:
 
 async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
     """As `Clock.wait`, and others in the event loop go on meanwhile."""
+    import asyncio  # of no use to those who only open a store, and slow to load
+
     if isinstance(clock, ManualClock):
         await asyncio.sleep(0)
     else:
