@@ -167,8 +167,7 @@ class Delivery:
             listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        call, then = partial(self._call, listener, held, messages), partial(done, held, messages, listener)
-        self.runner.submit(_Call(consumer, held, messages, call, then))
+        self.runner.submit(_Call(consumer, held, messages, listener, partial(self._call, listener, held, messages), done))
 
     def ended(self) -> None:
         """A listener has ended."""
@@ -240,23 +239,28 @@ class Delivery:
 class _Call(Work):
     """A call of a listener. What it is called and about is put together only for those who look."""
 
-    __slots__ = ("_consumer", "_held", "_messages")
+    __slots__ = ("_consumer", "_done", "_held", "_listener", "_messages")
 
     def __init__(
         self,
         consumer: PushConsumer,
         held: HeldQueue,
         messages: list[DeliveredMessage],
+        listener: Listener,
         call: Callable[[], object],
-        done: Callable[[Any, Exception | None], None],
+        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
         self.call = call
-        self.done = done
+        self._done = done
+        self._listener = listener
         self.owner = consumer.client
         self.loop = consumer.loop
         self._consumer = consumer
         self._held = held
         self._messages = messages
+
+    def done(self, result: object, error: Exception | None) -> None:  # type: ignore[override]
+        self._done(self._held, self._messages, self._listener, result, error)
 
     @property
     def label(self) -> str:  # type: ignore[override]
