@@ -92,9 +92,10 @@ class ConcurrentDelivery(Delivery):
                 messages = next_one.again
                 pulled.popleft()
             else:
-                messages = held.messages.take(min(batch, next_one.count))
-                next_one.count -= len(messages)
-                if next_one.count <= 0 or not messages:
+                count = next_one.count
+                messages = held.messages.take(count if count < batch else batch)
+                next_one.count = count = count - len(messages)
+                if count <= 0 or not messages:
                     pulled.popleft()
                 if not messages:
                     continue

@@ -160,8 +160,7 @@ class Delivery:
     ) -> None:
         """Let the listener run; ``done`` gets what it returned or raised."""
         consumer = self.consumer
-        first = messages[0]
-        topic = first.topic if held.is_retry else held.queue.topic
+        topic = messages[0].topic if held.is_retry else held.queue.topic
         listener = consumer.listeners.get(topic)
         if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
             listener = _unknown(topic)

@@ -113,8 +113,8 @@ class ProcessQueue:
     def take(self, most: int) -> list[DeliveredMessage]:
         """Begin the first ``most`` messages that wait."""
         waiting, bounds, begun = self._waiting, self._bounds, self._begun
-        taken = []
-        for _ in range(min(most, len(waiting))):
+        taken: list[DeliveredMessage] = []
+        while waiting and len(taken) < most:
             message = waiting.popleft()
             if message.__class__ is not DeliveredMessage:
                 (queue_offset,) = _unpack_long(message.raw, QUEUE_OFFSET_AT)
