@@ -119,13 +119,13 @@ class ConcurrentDelivery(Delivery):
         self.ended()
         if not held.dropped:
             consumed = 0
-            if isinstance(error, ReconsumeLater) and listener.as_list:
-                consumed = min(max(0, error.consumed), len(messages))
             if error is None:
                 try:
                     consumed = listener.acknowledged(result, len(messages)) + 1
                 except ValueError as refused:
                     error = refused
+            elif isinstance(error, ReconsumeLater) and listener.as_list:
+                consumed = min(max(0, error.consumed), len(messages))
             self._apply(held, messages, consumed, error)
         if self._pulled:
             self._begin(self.runner.now_ms())

@@ -166,7 +166,7 @@ class Delivery:
             listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        self.runner.submit(_Call(consumer, held, messages, listener, partial(self._call, listener, held, messages), done))
+        self.runner.submit(_Call(self, listener, held, messages, done))
 
     def ended(self) -> None:
         """A listener has ended."""
@@ -242,23 +242,22 @@ class _Call(Work):
 
     def __init__(
         self,
-        consumer: PushConsumer,
+        delivery: Delivery,
+        listener: Listener,
         held: HeldQueue,
         messages: list[DeliveredMessage],
-        listener: Listener,
-        call: Callable[[], object],
         done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
-        self.call = call
-        self._done = done
-        self._listener = listener
+        self.call = partial(delivery._call, listener, held, messages)
+        consumer = self._consumer = delivery.consumer
         self.owner = consumer.client
         self.loop = consumer.loop
-        self._consumer = consumer
+        self._done = done
+        self._listener = listener
         self._held = held
         self._messages = messages
 
-    def done(self, result: object, error: Exception | None) -> None:  # type: ignore[override]
+    def done(self, result: object, error: Exception | None) -> None:
         self._done(self._held, self._messages, self._listener, result, error)
 
     @property
