@@ -163,7 +163,6 @@ class MessageStore(Appends):
         self.levels = DelayLevels.parse(config.message_delay_level)
         self._delays = {}
         self._host = codec.encode_host(codec.parse_host(config.store_host))
-        self._host_is_v6 = len(self._host) > 8
         self._largest_body = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._transfer = Transfer(config)
