@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
@@ -45,13 +46,16 @@ def flush_all(parts: set[_F]) -> None:
         parts.discard(part)
 
     ordered = sorted(parts, key=lambda part: part.folder)
-    if len(ordered) < _MANY:
-        for part in ordered:
-            flush(part)
-        return
-    with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
-        for done in [pool.submit(flush, part) for part in ordered]:
-            done.result()
+    if len(ordered) >= _MANY:
+        begun: list[Future[None]] = []
+        with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
+            with suppress(RuntimeError):  # no thread starts any more once the interpreter calls exit handlers
+                begun.extend(pool.submit(flush, part) for part in ordered)
+            for done in begun:
+                done.result()
+        ordered = ordered[len(begun) :]
+    for part in ordered:
+        flush(part)
 
 
 class GroupCommit:

@@ -104,6 +104,7 @@ LIMITS: dict[str, Callable[[MessageStore], object]] = {
     "batch of nothing": lambda store: store.append_batch([]),
     "batch of two topics": lambda store: store.append_batch([Message("T"), Message("U")]),
     "batch with a delay": lambda store: store.append_batch([Message("T"), Message("T", delay_level=1)]),
+    "batch with a delay of its own": lambda store: store.append_batch([Message("T")], properties={"DELAY": "1"}),
     "batch of two wait flags": lambda store: store.append_batch([Message("T"), Message("T", wait_store_ok=False)]),
     "batch that is prepared": lambda store: store.append_batch([Message("T")], sys_flag=4),
     "batch that is rolled back": lambda store: store.append_batch([Message("T")], sys_flag=12),
