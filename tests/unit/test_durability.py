@@ -640,7 +640,7 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
         held = threading.Event()
 
         def hold():
-            with store._lock, store._deriving, store._commit._turn:
+            with store._lock, store._deriving, store._commit._guard:
                 held.set()
                 released.wait()
 
