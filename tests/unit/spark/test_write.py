@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -200,6 +201,36 @@ def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
             file.write_table(table)
         made.append(Staged(f"t{task}", task, records, tuple(encoded.lanes)))
     return made
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_job_comes_again_when_retention_has_taken_the_place_of_its_records(tmp_path: Path, died: bool) -> None:
+    """One that died before it showed a record is not done, whatever has been written and deleted there since."""
+    path = new_store(tmp_path / "store")
+    with MessageStore.open(path) as store:
+        while store.log.end < 20_000:
+            store.append(Message("Old", bytes(1000)))
+    staged = stage(path, "job", 1, 10)
+    folder, note = job_folder(str(path), "job", None), path / "librmq" / "spark" / "job.json"
+    assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 10
+    found = json.loads(note.read_bytes())
+    assert found["done"] is True
+    note.write_text(json.dumps(found | {"begin": 100, "end": 200, "done": not died}))
+    (path / "commitlog" / f"{0:020}").unlink()
+    again = stage(path, "job", 1, 10)
+    assert commit(str(path), "job", again, folder, ordered=False, keep_note=True) == (10 if died else 0)
+    with MessageStore.open(path, read_only=True) as store:
+        assert sum(message.topic == "N" for message in store) == (20 if died else 10)
+
+
+def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    folder = job_folder(str(path), "job", None)
+    for _ in range(2):
+        assert commit(str(path), "job", [], folder, ordered=False, keep_note=True) == 0
+    assert json.loads((path / "librmq" / "spark" / "job.json").read_bytes())["done"] is True
+    staged = stage(path, "job", 1, 10)
+    assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 0
 
 
 def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
