@@ -280,7 +280,7 @@ def _write(store: MessageStore, job: str, records: _Staging, places: Ints, queue
 
 
 def _derive_queues(store: MessageStore, records: _Staging, lanes: list[LaneOfStore], places: Ints) -> None:
-    """Queue entries of all records at once, as the store's own dispatcher writes them by the 64."""
+    """Queue entries of all records at once, as the store's own dispatcher writes them batch by batch."""
     entries = np.empty(len(places), ENTRY_DTYPE)
     entries["physical_offset"], entries["size"], entries["tags_code"] = places, records.sizes, records.codes
     order = np.argsort(records.lane, kind="stable")
