@@ -175,6 +175,40 @@ def test_a_task_that_is_tried_again_writes_once(tmp_path: Path) -> None:
     assert not list((path / "librmq" / "spark").iterdir())
 
 
+def test_texts_with_wide_offsets_are_the_same_texts() -> None:
+    """As Spark gives them with spark.sql.execution.arrow.useLargeVarTypes."""
+    found = []
+    for text, binary in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
+        batch = pa.RecordBatch.from_pydict(
+            {
+                "topic": pa.array(["A", "B", "A"], text),
+                "body": pa.array([b"a", None, b"c"], binary),
+                "tags": pa.array(["t", None, "u"], text),
+                "keys": pa.array([["a", "b"], None, ["c"]], pa.list_(text)),
+                "uniqueKey": pa.array(["U1", "U2", "U3"], text),
+                "properties": pa.array([[("x", "y")], None, [("é", "ü"), ("p", "q")]], pa.map_(text, text)),
+            }
+        )
+        encoded = Encoder(None, None, 1, "127.0.0.1:10911", 8192, 16376).encode(batch, 0, START_MS)
+        found.append((encoded.data.to_pybytes(), encoded.key_hashes.tolist(), encoded.lanes))
+    assert found[0] == found[1]
+
+
+@pytest.mark.spark
+def test_a_session_with_wide_offsets_writes_and_reads(tmp_path: Path) -> None:
+    path, spark = tmp_path / "store", shared_session()
+    spark.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    try:
+        frame = spark.createDataFrame(
+            [("T", b"one", "t1", ["k1", "k2"])], "topic string, body binary, tags string, keys array<string>"
+        )
+        frame.write.format("rocketmq").mode("append").save(str(path))
+        (row,) = spark.read.format("rocketmq").load(str(path)).select("topic", "body", "tags", "keys").collect()
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
+    assert (row.topic, bytes(row.body), row.tags) == ("T", b"one", "t1")
+
+
 def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
     """Files as tasks make them."""
     import numpy as np
