@@ -403,6 +403,8 @@ class Appends:
         check_batch(messages)
         if sys_flag & _TRANSACTION_MASK:
             raise MessageIllegalError("a batch can't be part of a transaction")
+        if properties and parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+            raise MessageIllegalError("a batch can't be delayed")
         added = codec.encode_properties(properties) if properties else b""
         lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
         stored_at = self._host if store_host is None else codec.encode_host(store_host)

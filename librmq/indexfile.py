@@ -366,8 +366,11 @@ class IndexFile:
         buffer = self.file.buffer
         slot = HEADER_SIZE + SLOT_SIZE * (key_hash % self.max_slots)
         (number,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
-        header = self.header  # after the slot: the slot of a batch that ends in between is not ahead of it
-        count = max(header.index_count, self._announced)
+        # Slot, what is announced, header: what a write sets in turn is looked at in the same order, so that one that
+        # ends in between leaves no slot ahead of both counts.
+        announced = self._announced
+        header = self.header
+        count = max(header.index_count, announced)
         if not 0 < number <= count or count <= 1:
             return
         first_timestamp, first_position = header.begin_timestamp_ms, self.entry_position(0)
