@@ -99,8 +99,9 @@ class ThreadRunner(Runner):
         except RuntimeError as error:
             if not self._workers:
                 raise
-            _log.warning("%d workers must do: %s", self._workers, error)
-            self._max_threads = len(self._threads)  # whoever ends looks for what waits
+            _log.warning("there will be no more than %d workers: %s", self._workers, error)
+            self._max_threads = len(self._threads)
+            self._rouse()
         else:
             self._looking += 1
             self._workers += 1
