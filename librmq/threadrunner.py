@@ -132,7 +132,7 @@ class ThreadRunner(Runner):
                 self._sleeps_until = NEVER
                 if top is not None:
                     self._sleeps_until = top.at or 0
-                    wait_s = max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000)
+                    wait_s = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
                 if self._is_watched:
                     wait_s = _WATCH_S if wait_s is None else min(wait_s, _WATCH_S)
                 was_told = self._clock_turn.wait(wait_s)
@@ -263,7 +263,7 @@ class ThreadRunner(Runner):
             if self._stopping:
                 raise RunnerClosedError("the broker was closed: no listener starts any more")
             if self._loop is None:
-                loop = self._loop = asyncio.new_event_loop()
+                loop = asyncio.new_event_loop()
 
                 def run() -> None:
                     asyncio.set_event_loop(loop)
@@ -272,7 +272,12 @@ class ThreadRunner(Runner):
                     finally:
                         loop.close()
 
-                self._start(run, "asyncio")
+                try:
+                    self._start(run, "asyncio")
+                except RuntimeError:
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
     def close(self, timeout: float = 5.0) -> list[str]:

@@ -132,3 +132,48 @@ def test_what_cannot_be_applied_of_a_coroutine_is_told_too(caplog: pytest.LogCap
     assert begun.wait(WAIT_S)
     assert runner.close() == []
     assert "fails: what came of it could not be applied" in caplog.text
+
+
+def test_what_is_due_in_ages_keeps_nothing_else_from_its_time() -> None:
+    runner = ThreadRunner()
+    asleep, stepped = threading.Event(), threading.Event()
+    with runner.lock:
+        runner.wake(Step("first", lambda now_ms: asleep.set()), runner.now_ms() + 1)
+        runner.wake(Step("in ages", lambda now_ms: None), 1 << 61)  # no system waits for so long at once
+    assert asleep.wait(WAIT_S)
+    with runner.lock:  # which the clock thread lets go of when it sleeps
+        runner.wake(Step("soon", lambda now_ms: stepped.set()), runner.now_ms() + 20)
+    assert stepped.wait(WAIT_S)
+    assert runner.close() == []
+
+
+def test_a_loop_whose_thread_cannot_start_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ThreadRunner()
+    ended = threading.Semaphore(0)
+    outcome: list[Any] = []
+
+    async def listener() -> int:
+        return 5
+
+    def done(result: object, error: Exception | None) -> None:
+        outcome.append(error or result)
+        ended.release()
+
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("asyncio"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with runner.lock:
+            runner.submit(Work("no thread", listener, done))
+        assert ended.acquire(timeout=WAIT_S)
+    with runner.lock:
+        runner.submit(Work("one more", listener, done))
+    assert ended.acquire(timeout=WAIT_S)
+    assert isinstance(outcome[0], RuntimeError)
+    assert outcome[1] == 5
+    assert runner.close() == []
