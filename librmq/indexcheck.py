@@ -20,10 +20,10 @@ from librmq.javahash import java_decode, string_hash
 from librmq.keyindex import KeyIndex
 from librmq.message import StoredMessage
 
-__all__ = ["IndexCheck", "index_again"]
+__all__ = ["SETTLED", "IndexCheck", "index_again"]
 
 _BLOCK: Final = 65_536
-_ADDED: Final = 4096  # records whose keys are added together: as many as caches hold
+SETTLED: Final = 4096  # records whose keys are added together: as many as caches hold
 
 
 class _Run(NamedTuple):
@@ -71,7 +71,8 @@ class IndexCheck:
         self._mend = mend
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
-        self._adding: list[RawPending] = []
+        self.lacking: list[RawPending] = []
+        """Records whose keys the index lacks; whoever adds to it calls `settle` when there are `SETTLED`."""
         self._lacking = 0
         self.at_end = False
         """Whether the index lacks all that follows."""
@@ -94,7 +95,7 @@ class IndexCheck:
         if run is None:  # the index has come to its end before the log
             if physical_offset > self._end or self._none:
                 self.at_end = True
-                self.add(record)
+                self.lacking.append(record)
             return
         unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
         keys = None if raw_keys is None else java_decode(raw_keys)
@@ -117,7 +118,7 @@ class IndexCheck:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
         else:  # the last record that is indexed: a crash came between its keys
             texts = [*([unique_key] if unique_key else []), *codec.split_keys(keys)][len(there) :]
-            self.add((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
+            self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
     def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
         header, place = run.file.header, run.physical_offset
@@ -135,19 +136,12 @@ class IndexCheck:
             span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
-    def add(self, record: RawPending) -> None:
-        """Take a record whose keys the index lacks."""
-        if record[3] or record[4]:
-            self._lacking += 1
-        if self._mend and self.sound:
-            self._adding.append(record)
-            if len(self._adding) >= _ADDED:
-                self._write()
-
-    def _write(self) -> None:
-        if self._adding:
-            index_block(self._index, self._adding)
-            self._adding = []
+    def settle(self) -> None:
+        """Count what the index lacks, and write it if it is to be mended so."""
+        self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
+        if self._mend and self.sound and self.lacking:
+            index_block(self._index, self.lacking)
+        self.lacking.clear()
 
     def _damaged(self, run: _Run, what: str) -> None:
         self.sound = False
@@ -168,11 +162,10 @@ class IndexCheck:
                 position, what = found
                 self.damages.append(Damage(file.path, position, "index", what))
         files = self._index.files
+        self.settle()
         if self._lacking:
             place = files[-1].path if files else self._index.folder
             self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
-        if self.sound:
-            self._write()
 
 
 def index_again(log: CommitLog, index: KeyIndex) -> None:

@@ -22,8 +22,10 @@ import numpy.typing as npt
 from librmq.errors import MessageIllegalError
 
 __all__ = [
+    "LONGEST_FIXED_KEY",
     "boolean_hash",
     "double_hash",
+    "fixed_key_hashes",
     "hash_append",
     "hash_map_order",
     "index_key_hash",
@@ -45,7 +47,8 @@ _SIGN = 0x80000000
 _DIGITS = b"0123456789abcdefghijklmnopqrstu"
 _QUOTIENTS = bytes(_DIGITS[c // 31] if c < 128 else 0 for c in range(256))
 _REMAINDERS = bytes(_DIGITS[c % 31] if c < 128 else 0 for c in range(256))
-_CHUNK = 128  # int() takes time that grows with the square of the length
+LONGEST_FIXED_KEY = 128
+_CHUNK = LONGEST_FIXED_KEY  # int() takes time that grows with the square of the length
 
 _POWERS = tuple(pow(31, n, 1 << 32) for n in range(_CHUNK + 1))
 _NAN_BITS = 0x7FF8000000000000
@@ -219,15 +222,26 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
         powers = np.array([pow(31, length, 1 << 32) for length in lengths], np.int64)
         sums = prefixes * powers + string_hashes(keys)
     elif one_length:
-        sums = prefixes * _POWERS[longest] + _table_hashes(joined, longest)
+        return fixed_key_hashes(prefixes, joined, longest)
     else:  # characters 0 in front change no hash
         padded = b"".join([data.rjust(longest, b"\0") for data in _pieces(joined, lengths)])
         sums = prefixes * np.array(_POWERS)[lengths] + _table_hashes(padded, longest)
+    return _index_hashes(sums)
+
+
+def fixed_key_hashes(
+    prefix_hashes: npt.NDArray[np.int64], joined: bytes | npt.NDArray[np.uint8], length: int
+) -> npt.NDArray[np.int64]:
+    """`index_key_hashes` of ASCII keys of one length, from 1 to `LONGEST_FIXED_KEY`, one behind the other."""
+    return _index_hashes(prefix_hashes * _POWERS[length] + _table_hashes(joined, length))
+
+
+def _index_hashes(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     # In 32 bits the absolute value of the least number is itself, which becomes 0.
     return (np.abs(sums.astype(np.uint32).view(np.int32)) & 0x7FFFFFFF).astype(np.int64)
 
 
-def _table_hashes(joined: bytes, length: int) -> npt.NDArray[np.int64]:
+def _table_hashes(joined: bytes | npt.NDArray[np.uint8], length: int) -> npt.NDArray[np.int64]:
     """What `string_hash` is modulo 2**32, of many ASCII texts of one length, at most `_CHUNK`."""
     table = np.frombuffer(joined, np.uint8).reshape(-1, length)
     # In floating point it is several times as fast, and exact, since no sum comes near 2**53.

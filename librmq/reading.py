@@ -162,10 +162,13 @@ def _read_all(
         return None
     buffer, new, heads = file.buffer, object.__new__, _heads
     messages = []
+    before, head = -1, b""
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
+        if size != before:  # messages of a queue are often alike
+            before, head = size, heads.get(size) or _head(size)
         at = physical_offset - start
         raw = buffer[at : at + size]
-        if not raw.startswith(heads.get(size) or _head(size)):
+        if not raw.startswith(head):
             return None
         message = new(StoredMessage)
         message.raw = raw

@@ -16,7 +16,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.damage import Damage
 from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
-from librmq.indexcheck import IndexCheck, index_again
+from librmq.indexcheck import SETTLED, IndexCheck, index_again
 from librmq.javahash import java_decode
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels
@@ -96,7 +96,10 @@ def reconcile(
                 unique = key = None
             record = (physical_offset, stored, check.prefix_hash, unique, key)
             if keys.at_end:
-                keys.add(record)
+                lacking = keys.lacking
+                lacking.append(record)
+                if len(lacking) >= SETTLED:
+                    keys.settle()
             else:
                 keys.offer(record)
     for check in checks.all():

@@ -22,7 +22,14 @@ import pyarrow.compute as pc
 
 from librmq import codec
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.javahash import hash_map_order, index_key_hashes, string_hash, string_hashes
+from librmq.javahash import (
+    LONGEST_FIXED_KEY,
+    fixed_key_hashes,
+    hash_map_order,
+    index_key_hashes,
+    string_hash,
+    string_hashes,
+)
 from librmq.message import Message
 from librmq.spark.decode import HEADER, Ints
 from librmq.spark.options import nearest
@@ -323,17 +330,32 @@ def _key_hashes(lanes: Sequence[Lane], lane: npt.NDArray[np.int32], own: dict[st
     uniques, keys = own[codec.PROPERTY_UNIQUE_KEY], own[codec.PROPERTY_KEYS]
     rows = len(lane)
     unique_rows = np.flatnonzero(uniques.is_valid().to_numpy(zero_copy_only=False))
-    each = pc.split_pattern(keys.fill_null(""), " ")
-    key_rows = np.repeat(np.arange(rows), _sizes_of_lists(each))
-    flat = each.flatten()
-    kept = _mask(pc.not_equal(flat, "")) if len(flat) else np.zeros(0, np.bool_)
-    texts = uniques.drop_null().to_pylist() + flat.filter(pa.array(kept)).to_pylist()
-    if not texts:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    owner = np.concatenate((unique_rows, key_rows[kept])).astype(np.int64)
-    hashes = index_key_hashes(prefixes[lane[owner]], texts).astype(np.int64)
+    if (_bytes_of(keys) == 0x20).any():
+        each = pc.split_pattern(keys.fill_null(""), " ")
+        flat = each.flatten()
+        kept = _mask(pc.not_equal(flat, "")) if len(flat) else np.zeros(0, np.bool_)
+        key_rows = np.repeat(np.arange(rows), _sizes_of_lists(each))[kept]
+        keys = flat.filter(pa.array(kept))
+    else:
+        key_rows = np.flatnonzero(keys.is_valid().to_numpy(zero_copy_only=False))
+        keys = keys.drop_null()
+    owner = np.concatenate((unique_rows, key_rows)).astype(np.int64)
+    of_row = prefixes[lane]
+    hashes = np.concatenate((_hashes(of_row[unique_rows], uniques.drop_null()), _hashes(of_row[key_rows], keys)))
     order = np.argsort(owner, kind="stable")
     return owner[order], hashes[order]
+
+
+def _hashes(prefixes: Ints, keys: pa.Array) -> Ints:
+    """`index_key_hashes` of a column without nulls."""
+    sizes = _sizes(keys)
+    if len(keys) and 0 < sizes[0] <= LONGEST_FIXED_KEY and (sizes == sizes[0]).all():
+        _, offsets, data = keys.buffers()
+        first = int(np.frombuffer(offsets, np.int32, 1, keys.offset * 4)[0])
+        joined = np.frombuffer(data, np.uint8, len(keys) * int(sizes[0]), first)
+        if joined.max() < 0x80:
+            return fixed_key_hashes(prefixes, joined, int(sizes[0]))
+    return index_key_hashes(prefixes, keys.to_pylist())
 
 
 def _sizes_of_lists(lists: pa.Array) -> Ints:
