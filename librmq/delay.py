@@ -337,7 +337,7 @@ class DelaySchedule:
                 queue.entry(queue_offset)  # raises, unless the queue was cut meanwhile
                 return None
             count = min(_LOOKED_AT, 2 * count)
-        return self._last_ms
+        return look_ms  # the rest at once
 
     def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
         """The queue offset of the next message, corrected where the queue does not have it."""

@@ -507,17 +507,17 @@ class MessageStore(Appends):
                 folders = [layout.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
                 if not any(map(self.files.is_folder, folders)):
                     continue
+                lane = self._lanes.get(name)
                 queue.clear()
+                if lane is not None:  # somebody may be about to append by it
+                    lane.next_queue_offset = 0
                 queue.flush()
                 for folder in folders:
                     self.files.delete(folder)
                     if not self.files.list(os.path.dirname(folder)):
                         self.files.delete(os.path.dirname(folder))
-                lane = self._lanes.get(name)
                 if lane is None:
                     del self.queues[name]
-                else:  # somebody may be about to append by it
-                    lane.next_queue_offset = 0
             cleaned.append(name)
         return cleaned
 

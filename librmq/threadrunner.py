@@ -19,6 +19,7 @@ __all__ = ["ThreadRunner"]
 
 _log = logging.getLogger("librmq.runner")
 _T = TypeVar("_T")
+_NOT_APPLIED: Final = "%s: what came of it could not be applied"
 _SLICE_MS: Final = 5
 """So long a thread takes one step after the other; then others get the lock."""
 _YIELD_S: Final = 0.0005
@@ -77,8 +78,8 @@ class ThreadRunner(Runner):
 
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
-            self._clock_runs = True
             self._start(self._run_clock, "clock")
+            self._clock_runs = True  # once it has started, which may fail
         elif at < self._sleeps_until:
             self._clock_turn.notify()
 
@@ -88,11 +89,22 @@ class ThreadRunner(Runner):
             self._looking += 1
             self._parked.pop().release()
         elif len(self._threads) < self._max_threads:
+            self._start_worker()
+        elif self._heap and self._heap[0][0] <= self.now_ms():
+            self._signal_clock(0)  # every worker is in user code: steps go on
+
+    def _start_worker(self) -> None:
+        try:
             self._start(self._run_worker, f"worker-{self._workers + 1}")
-            self._looking += 1  # once it has started, which may fail
+        except RuntimeError as error:
+            if not self._workers:
+                raise
+            _log.warning("there will be no more than %d workers: %s", self._workers, error)
+            self._max_threads = len(self._threads)
+            self._rouse()
+        else:
+            self._looking += 1
             self._workers += 1
-        elif not self.ready and self._clock_runs:
-            self._clock_turn.notify()  # every worker is in user code: steps go on
 
     def _run_steps(self) -> Step | None:
         """Take the due steps, for a slice of time; gives the next one, which may be due by then."""
@@ -120,7 +132,7 @@ class ThreadRunner(Runner):
                 self._sleeps_until = NEVER
                 if top is not None:
                     self._sleeps_until = top.at or 0
-                    wait_s = max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000)
+                    wait_s = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
                 if self._is_watched:
                     wait_s = _WATCH_S if wait_s is None else min(wait_s, _WATCH_S)
                 was_told = self._clock_turn.wait(wait_s)
@@ -163,7 +175,10 @@ class ThreadRunner(Runner):
                 error = _failure(work, raised)
             is_under_way = result is not None and asyncio.iscoroutine(result)
             if is_under_way:
-                self._launch(work, cast("Coroutine[Any, Any, object]", result))
+                try:
+                    self._launch(work, cast("Coroutine[Any, Any, object]", result))
+                except Exception as raised:  # there is no loop for it, or no more
+                    is_under_way, result, error = False, None, raised
             with self.lock:
                 self._looking += 1
                 if not is_under_way:
@@ -171,7 +186,7 @@ class ThreadRunner(Runner):
                     try:
                         self._apply(work, result, error)
                     except Exception:
-                        _log.exception("%s: what came of it could not be applied", work.label)
+                        _log.exception(_NOT_APPLIED, work.label)
                     self._holder_looks = False
                 work = self._next_work(turn)
 
@@ -209,6 +224,12 @@ class ThreadRunner(Runner):
             lock.acquire()
         return None
 
+    def _finish(self, work: Work, result: object, error: Exception | None) -> None:
+        try:
+            super()._finish(work, result, error)
+        except Exception:
+            _log.exception(_NOT_APPLIED, work.label)
+
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         async def run() -> None:
             result: object = None
@@ -222,10 +243,16 @@ class ThreadRunner(Runner):
                 raise
             self._finish(work, result, error)
 
-        loop = work.loop
-        if loop is None or loop.is_closed():
-            loop = self._own_loop()
-        asyncio.run_coroutine_threadsafe(run(), loop)
+        running = run()
+        try:
+            loop = work.loop
+            if loop is None or loop.is_closed():
+                loop = self._own_loop()
+            asyncio.run_coroutine_threadsafe(running, loop)
+        except BaseException:
+            running.close()
+            coroutine.close()
+            raise
 
     async def offload(self, call: Callable[[], _T]) -> _T:
         """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
@@ -236,7 +263,7 @@ class ThreadRunner(Runner):
             if self._stopping:
                 raise RunnerClosedError("the broker was closed: no listener starts any more")
             if self._loop is None:
-                loop = self._loop = asyncio.new_event_loop()
+                loop = asyncio.new_event_loop()
 
                 def run() -> None:
                     asyncio.set_event_loop(loop)
@@ -245,7 +272,12 @@ class ThreadRunner(Runner):
                     finally:
                         loop.close()
 
-                self._start(run, "asyncio")
+                try:
+                    self._start(run, "asyncio")
+                except RuntimeError:
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
     def close(self, timeout: float = 5.0) -> list[str]:

@@ -13,6 +13,7 @@ from librmq.hops import HOP_TOPIC
 from librmq.message import StoredMessage
 from librmq.protocol import CleanUnusedTopics, CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
 from librmq.store import MessageStore
+from librmq.topics import is_system_topic
 
 __all__ = ["Administration"]
 
@@ -36,10 +37,14 @@ class Administration:
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
         """Delete the queue files of topics that do not exist; groups' progress in them is forgotten with them."""
-        cleaned = self._store.clean_unused_topics(self._topics.known.keys() | {HOP_TOPIC})
-        for topic, queue_id in cleaned:
-            self._offsets.forget(topic, queue_id)
-        return tuple(cleaned)
+        store, topics = self._store, self._topics.known.keys() | {HOP_TOPIC}
+        unused = [name for name in store.queues if name[0] not in topics and not is_system_topic(name[0])]
+        try:
+            return tuple(store.clean_unused_topics(topics))
+        finally:  # those too that come before one that the disk refuses
+            for topic, queue_id in unused:
+                if not store.queue_range(topic, queue_id)[1]:
+                    self._offsets.forget(topic, queue_id)
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""

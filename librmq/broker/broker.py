@@ -436,7 +436,10 @@ class Broker:
 
     def _check_open(self) -> None:
         if self.dead:
-            raise StoreClosedError(f"{self.store.path}: this handle {self._why_dead}")
+            raise StoreClosedError(self._closed())
+
+    def _closed(self) -> str:
+        return f"{self.store.path}: this handle {self._why_dead}"
 
     # ---- for people
 
@@ -587,6 +590,7 @@ class Broker:
         with ExitStack() as last:
             last.callback(self._release)
             if self._temporary is not None:
+                self._writing.end(self._closed())
                 last.callback(self.store.abandon)  # nobody opens it again
                 return
             last.callback(self.store.close)
@@ -596,12 +600,12 @@ class Broker:
                     self._timers.save(now_ms)
                 if self._proxy is not None:
                     self._proxy.save()
-                self._saving.save_all(now_ms)
+                self._saving.save_all(now_ms, self._closed())
 
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
         if self._end(was_killed=True):
-            self._writing.end()
+            self._writing.end(self._closed())
             try:
                 self.store.abandon()
             finally:
@@ -653,6 +657,7 @@ _open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()
 def _after_fork() -> None:
     for broker in list(_open_brokers):
         broker.dead, broker._why_dead = True, "was opened before a fork: open the broker anew in the child"
+        broker._writing.let_go(broker._closed())
     _open_brokers.clear()
 
 

@@ -42,9 +42,8 @@ class Holds:
         self._count = itertools.count()
         self.by_queue: dict[_QueueName, dict[_Holder, _Hold]] = {}
         """Only queues with holds are in it."""
-        self._ended_by: dict[
-            tuple[_QueueName, _Holder], tuple[Selection, AppendResult]
-        ] = {}  # until the client asks again
+        # By whom holds were ended, until the client asks again.
+        self._ended_by: dict[tuple[_QueueName, _Holder], tuple[Selection, AppendResult]] = {}
 
     def add(
         self,

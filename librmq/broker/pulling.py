@@ -167,9 +167,9 @@ class Pulling:
                 "instances subscribe to the same topics?",
             )
         found = self._selected.get((group.name, name))
-        return (
-            found[1] if found is not None and found[0] is subscription else self._selection_of(group.name, subscription)
-        )
+        if found is not None and found[0] is subscription:
+            return found[1]
+        return self._selection_of(group.name, subscription)
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
         """What a group's subscription takes, made once."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.brokerconfig import BrokerConfig, ConfigTable
-from librmq.errors import StoreIOError
+from librmq.errors import StoreClosedError, StoreIOError
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -38,13 +38,15 @@ class Writing:
         self._pending: dict[ConfigTable, bytes] = {}
         self._is_submitted = False
         self._one_at_a_time = threading.Lock()
-        self._is_over = False
+        self._why_over: str | None = None
 
     def save(self, table: ConfigTable, now_ms: int) -> None:
         """Write what a table holds now. Under the runner's lock.
 
-        It is durable when a `write` returns that was called later.
+        It is durable when a `write` returns that was called later. `StoreClosedError` behind the end: the files are
+        somebody else's by then.
         """
+        self._check_goes_on()
         if self._submit is None:
             table.persist(now_ms)
         else:
@@ -60,18 +62,19 @@ class Writing:
     def write(self) -> None:
         """Return when all that was saved before the call is durable. Thread-safe.
 
-        `StoreIOError` if the disk refuses it: it is kept for the next time.
+        `StoreIOError` if the disk refuses it: it is kept for the next time. `StoreClosedError` behind the end.
         """
-        if not self._pending and not self._one_at_a_time.locked():
-            return
+        self._check_goes_on()  # in a child process nobody would release the lock
         with self._one_at_a_time:
-            while self._pending and not self._is_over:
+            self._check_goes_on()
+            while self._pending:
                 table, data = self._pending.popitem()
                 try:
                     table.write(data)
                 except BaseException:
                     self._pending.setdefault(table, data)  # unless it is outdated by now
                     raise
+                self._check_goes_on()
 
     def written(self, error: Exception | None) -> bool:
         """What was submitted has ended; whether it is to be tried again some time later. Under the runner's lock."""
@@ -82,11 +85,19 @@ class Writing:
         _log.error("topics, groups, progress or filters could not be written: %s", error)
         return True
 
-    def end(self) -> None:
-        """Return when nothing is being written; nothing will be any more."""
-        self._is_over = True
+    def let_go(self, why: str) -> None:
+        """Nothing begins to be written any more; ``why`` is told to those who want it to."""
+        self._why_over = why
+
+    def end(self, why: str) -> None:
+        """`let_go`; returns when nothing is being written."""
+        self.let_go(why)
         with self._one_at_a_time:
             self._pending.clear()
+
+    def _check_goes_on(self) -> None:
+        if self._why_over is not None:
+            raise StoreClosedError(self._why_over)
 
 
 class Saving:
@@ -140,11 +151,11 @@ class Saving:
             return now_ms + _AGAIN_MS
         return None
 
-    def save_all(self, now_ms: int) -> None:
-        """Save whatever has changed, in every table."""
+    def save_all(self, now_ms: int, why: str) -> None:
+        """Save whatever has changed, in every table, for the last time: ``why`` is told to those who come later."""
         self.offsets.save(now_ms)
         self._save_filters(now_ms)
-        self._writing.end()
+        self._writing.end(why)
         self._tables.persist(now_ms)
 
     def _save_filters(self, now_ms: int) -> None:

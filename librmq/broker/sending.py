@@ -96,7 +96,7 @@ class Sending:
         message = request.message
         name = message.topic
         topic = self._topics.get(name)
-        if topic is None or not topic.is_sendable:
+        if topic is None or not topic.is_ready:
             topic = self._for_send(name, request.default_queues)
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
@@ -145,7 +145,9 @@ class Sending:
         if not request.messages:
             raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "a batch needs at least one message")
         first = request.messages[0]
-        topic = self._for_send(first.topic, request.default_queues)
+        topic = self._topics.get(first.topic)
+        if topic is None or not topic.is_ready:
+            topic = self._for_send(first.topic, request.default_queues)
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
@@ -181,6 +183,7 @@ class Sending:
         with self._runner.lock:
             topic = self._table.for_send(name, default_queues)
         self._write_tables()  # before its first message
+        topic.is_ready = True
         return topic
 
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:

@@ -37,6 +37,7 @@ class Topic:
     __slots__ = (
         "_turn",
         "is_multi_tag",
+        "is_ready",
         "is_retry",
         "is_sendable",
         "name",
@@ -55,6 +56,8 @@ class Topic:
         self.is_multi_tag = row.get("topicFilterType") == "MULTI_TAG"
         self.is_retry = name.startswith(RETRY_PREFIX)
         self.is_sendable = is_sendable
+        self.is_ready = False
+        """Sendable, and durable: a send has nothing more to see to."""
         self._turn = itertools.count()  # counting is one step for the interpreter
 
     def next_queue(self) -> int:

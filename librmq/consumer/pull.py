@@ -54,6 +54,16 @@ class _Arrival(threading.Event):
             with suppress(RuntimeError):  # the loop was closed: nobody waits in it any more
                 loop.call_soon_threadsafe(event.set)
 
+    def is_awaited_here(self) -> bool:
+        """Whether it is waited for in the event loop that runs in this thread."""
+        awaited = self.awaited
+        if awaited is None:
+            return False
+        try:
+            return awaited[0] is asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+
 
 class PullConsumer(Member[PullConsumerConfig]):
     """One instance of a group that polls. Thread-safe, but one thread or coroutine at a time polls.
@@ -182,9 +192,12 @@ class PullConsumer(Member[PullConsumerConfig]):
         """Up to ``pull_batch_size`` messages of one queue; waits up to ``timeout`` seconds (None: as configured).
 
         Empty when the time is over, though the next poll may go on over messages that the filter does not take; under
-        a clock that is moved by hand, at once where there is nothing.
+        a clock that is moved by hand, at once where there is nothing. Waits for a poll that goes on in another thread;
+        `ClientStateError` in an event loop in which `poll_async` goes on.
         """
         self._life.check_running("poll")
+        if self._arrived.is_awaited_here():
+            raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
         clock = self.runner.clock
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
         with self._polling:

@@ -101,6 +101,8 @@ async def test_one_poll_at_a_time(reader: PullConsumer) -> None:
     await asyncio.sleep(0)
     with pytest.raises(ClientStateError, match="one poll at a time"):
         await reader.poll_async()
+    with pytest.raises(ClientStateError, match="one poll at a time"):
+        reader.poll(0)  # would block the loop, and so wait for itself
     polling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await polling

@@ -249,6 +249,18 @@ def test_many_at_one_time_take_several_turns() -> None:
     assert [body for body, _ in waiting.delivered()] == [str(number).encode() for number in range(25)]
 
 
+def test_what_is_left_of_many_is_due_at_once_between_two_looks_too() -> None:
+    waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
+    for number in range(25):
+        waiting.put(str(number).encode())
+    waiting.clock.advance(ms=1_003)  # threads are a little late
+    now_ms = waiting.clock.now_ms()
+    dues = [waiting.schedule.run_due(now_ms) for _ in range(3)]
+    assert all(due is not None and due <= now_ms for due in dues[:2])
+    assert dues[2] is None
+    assert len(waiting.delivered()) == 25
+
+
 def test_progress_is_saved_after_a_while_and_not_lost() -> None:
     waiting = Waiting(settings=dataclasses.replace(NOW, save_every_s=10))
     waiting.put()

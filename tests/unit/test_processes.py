@@ -83,6 +83,7 @@ def child():
     refused(lambda: producer.send("orders", b"2"), BrokerUnreachableError)
     refused(lambda: Producer(broker, "other").send("orders", b"2"), (NoRouteError, BrokerUnreachableError))
     refused(lambda: broker.create_topic("more", 1), BrokerUnreachableError)
+    refused(lambda: producer.send("fresh", b"2"), BrokerUnreachableError)
     refused(lambda: list(broker.messages("orders")), StoreClosedError)
     consumer.shutdown(timeout=0)
     broker.close()
@@ -98,6 +99,7 @@ in_child(child)
 released.set()
 producer.send("orders", b"3")
 assert [message.body for message in broker.messages("orders")] == [b"1", b"3"]
+assert "fresh" not in open(os.path.join(sys.argv[1], "config", "topics.json")).read()
 consumer.shutdown()
 broker.close()
 """,

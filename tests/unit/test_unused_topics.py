@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from librmq.broker import Broker
 from librmq.config import StoreConfig
-from librmq.errors import StoreClosedError
+from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.files import MemoryFiles
 from librmq.layout import list_queues
 from librmq.message import Message
@@ -114,5 +116,40 @@ def test_a_broker_deletes_the_queues_of_topics_that_it_does_not_have() -> None:
         assert broker.consumer_offsets("g", "Old") == {}
         assert broker.consumer_offset("g", "Old", 1) is None
         assert broker.consumer_offset("g", "New", 1) == 3
+    assert verify("/b", config, files).sound
+    assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
+
+
+def test_where_a_disk_refuses_on_the_way_what_is_deleted_is_forgotten_all_the_same() -> None:
+    class Refuses(MemoryFiles):
+        refused = ""
+
+        def delete(self, path: str) -> None:
+            if self.refused and path.endswith(self.refused):
+                raise StoreIOError("delete", path, OSError(errno.EIO, "broken"))
+            super().delete(path)
+
+    files = Refuses()
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)
+    with Broker.open("/b", files=files, runner=ManualRunner(), store_config=config) as broker:
+        for topic in ("Old", "New"):
+            broker.create_topic(topic, 2)
+            for number in range(40):
+                broker.store.append(Message(topic, b"%d" % number * 50), number % 2)
+        for queue_id in (0, 1):
+            broker.call(UpdateOffset("g", "Old", queue_id, 15))
+        broker.delete_topic("Old")
+        broker.store.flush()
+        broker.store._retention.delete_before(list(broker.store.messages("New"))[-1].physical_offset)
+        files.refused = "/consumequeue/Old/1"
+        with pytest.raises(BrokerError, match="broken"):
+            broker.clean_unused_topics()
+        assert broker.store.queue_range("Old", 0) == (0, 0)
+        assert broker.consumer_offset("g", "Old", 0) is None
+        assert broker.consumer_offset("g", "Old", 1) is None
+        assert broker.store.append(Message("Old", b"anew"), 1).queue_offset == 0
+        files.refused = ""
+        assert broker.clean_unused_topics() == []  # the log has a message of queue 1, nothing is left of queue 0
+        assert [message.body for message in broker.messages("Old")] == [b"anew"]
     assert verify("/b", config, files).sound
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")

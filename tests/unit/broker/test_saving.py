@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,12 @@ import pytest
 from librmq.broker import Broker
 from librmq.broker.saving import Writing
 from librmq.brokerconfig import BrokerConfig
-from librmq.errors import BrokerError, StoreIOError
+from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
 from librmq.files import DiskFiles, MemoryFiles
 from librmq.message import Message
 from librmq.producer import Producer
+from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
+from librmq.runner import ManualRunner
 
 WAIT_S = 30.0
 
@@ -107,8 +109,101 @@ def test_nothing_is_written_after_a_broker_was_let_go(tmp_path: Path, disk: Gate
         broker.create_topic("T", 3)
     broker.abandon()
     disk.failure = None
-    broker._writing.write()
+    with pytest.raises(StoreClosedError):
+        broker._writing.write()
     assert "T" not in stored(broker).topics.rows
+
+
+def test_a_second_send_waits_until_the_topic_that_the_first_has_made_is_durable(broker: Broker, disk: Gated) -> None:
+    producers = [Producer(broker, f"writers-{number}").start() for number in range(2)]
+    disk.begun.clear()
+    disk.may.clear()
+    sending = [
+        threading.Thread(target=producer.send, args=(Message("T", b"first"),), kwargs={"timeout": WAIT_S})
+        for producer in producers
+    ]
+    sending[0].start()
+    assert disk.begun.wait(WAIT_S)
+    asked = threading.Event()
+    write = broker._writing.write
+
+    def told() -> None:
+        asked.set()
+        write()
+
+    broker._sending._write_tables = told
+    sending[1].start()
+    assert asked.wait(WAIT_S)
+    assert broker.store.log.end == 0
+    disk.may.set()
+    for one in sending:
+        one.join(WAIT_S)
+    assert len(list(broker.messages("T"))) == 2
+
+
+def test_no_batch_waits_for_progress_to_be_written(broker: Broker, disk: Gated) -> None:
+    broker.create_topic("T", 1)
+    producer = Producer(broker, "writers").start()
+    producer.send("T", b"first")
+    with broker.runner.lock:
+        disk.begun.clear()
+        disk.may.clear()
+        broker.call(UpdateOffset("g", "T", 0, 1))
+        broker._saving.offsets.save(broker.runner.now_ms())
+    assert disk.begun.wait(WAIT_S)
+    sending = threading.Thread(target=producer.send_batch, args=([Message("T", b"second")],), daemon=True)
+    sending.start()
+    sending.join(WAIT_S)
+    assert not sending.is_alive()
+    disk.may.set()
+    assert len(list(broker.messages("T"))) == 2
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("end", [Broker.close, Broker.abandon])
+def test_who_comes_after_the_end_changes_no_table(tmp_path: Path, end: Callable[[Broker], None], by_hand: bool) -> None:
+    broker = Broker.open(tmp_path / "broker", runner=ManualRunner() if by_hand else None)
+    broker.create_topic("T", 3)
+    end(broker)
+    with Broker.open(tmp_path / "broker") as again:
+        again.create_topic("U", 3)
+        with pytest.raises(BrokerUnreachableError):
+            broker.call(SendMessage("writers", Message("V", b"late"), 0, 0, LOCAL_HOST))
+        with pytest.raises(BrokerUnreachableError):
+            broker.call(PullMessage("late", "late", "T", 0, 0))
+        assert {"T", "U"} <= set(stored(again).topics.rows)
+        assert "V" not in stored(again).topics.rows
+        assert "late" not in stored(again).groups.rows
+
+
+def test_a_change_that_the_end_of_a_broker_overtakes_is_not_called_durable(tmp_path: Path, disk: Gated) -> None:
+    broker = Broker.open(tmp_path / "broker", files=disk)
+    held = threading.Event()
+    write = broker._writing.write
+
+    def late() -> None:
+        held.set()
+        assert disk.begun.wait(WAIT_S)
+        write()
+
+    broker._writing.write = late  # type: ignore[method-assign]
+    failures: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            broker.create_topic("T", 3)
+        except BrokerUnreachableError as error:
+            failures.append(error)
+
+    disk.begun.clear()
+    making = threading.Thread(target=make)
+    making.start()
+    assert held.wait(WAIT_S)
+    broker._writing.end("was abandoned")
+    disk.begun.set()
+    making.join(WAIT_S)
+    assert "was abandoned" in str(failures)
+    broker.abandon()
 
 
 def test_of_what_is_to_be_written_the_latest_wins() -> None:
