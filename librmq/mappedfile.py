@@ -253,7 +253,6 @@ class MappedFileQueue:
         """Write much data into the file at ``start`` at once."""
         self.reserve(start, at, at + len(data))
         self._files.put(self.file(start), at, data)
-        self._dirty.add(start)
 
     def no_read_ahead(self, start: int, begin: int) -> None:
         """`Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""

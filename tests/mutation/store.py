@@ -148,6 +148,7 @@ TOLD_BY = {
     "flushing.flush": CRASH("settled"),
     "flushing.wait": UNIT("flushing"),
     "housekeeping.": UNIT("housekeeping"),
+    "store.clean_unused_topics": UNIT("unused_topics"),
     "salvage.": CRASH("copies"),
     "snapshot.": CRASH("copies"),
     # A store has flushed its parts before it closes them, and before it expires anything; parts in use alone do it then.

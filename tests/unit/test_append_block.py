@@ -11,7 +11,7 @@ from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.errors import StoreIOError
 from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.testing import FailingFiles
+from librmq.testing import FailingFiles, RecordingFiles
 
 SIZE = 1 << 16
 
@@ -70,3 +70,14 @@ def test_a_block_that_can_not_be_written_is_not_there() -> None:
         assert log.end == end
         log.append_block(records(3))
         assert log.end == 2 * end
+
+
+def test_a_block_is_flushed_with_its_file() -> None:
+    files = RecordingFiles()
+    with CommitLog.open("/log", SIZE, files=files) as log:
+        log.append_block(records(3))
+        log.flush()
+        files.trace.clear()
+        log.append_block(records(3))
+        log.flush()
+        assert [event.call for event in files.trace if event.call != "write"] == ["flush"]

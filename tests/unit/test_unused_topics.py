@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
@@ -15,6 +16,7 @@ from librmq.message import Message
 from librmq.protocol import UpdateOffset
 from librmq.runner import ManualRunner
 from librmq.store import MessageStore
+from librmq.testing.files import RecordingFiles
 from librmq.verify import verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, died, opened
 
@@ -153,3 +155,17 @@ def test_where_a_disk_refuses_on_the_way_what_is_deleted_is_forgotten_all_the_sa
         assert [message.body for message in broker.messages("Old")] == [b"anew"]
     assert verify("/b", config, files).sound
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
+
+
+def test_files_are_gone_for_good_before_their_folder_goes() -> None:
+    """Else those of a queue that begins anew could come back beside its own after a loss of power."""
+    files = RecordingFiles()
+    store = filled(SMALL, files)
+    files.trace.clear()
+    assert store.clean_unused_topics({"New", "Mixed", "Older"}) == GONE[:2]
+    folder = f"{ROOT}/consumequeue/Old/3"
+    told = [event.call for event in files.trace if os.path.join(event.path, "").startswith(folder + "/")]
+    assert told[-2:] == ["flush_folder", "delete"]
+    assert told[:-2] == ["delete"] * (len(told) - 2)
+    assert len(told) > 2
+    store.close()
