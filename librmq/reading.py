@@ -163,8 +163,7 @@ def _read_all(
         return None
     buffer, new, heads = file.buffer, object.__new__, _heads
     messages = []
-    before: int | None = None  # no size, not even a damaged one
-    head = b""
+    before, head = 0, _head(0)  # as no record begins
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:  # messages of a queue are often alike
             before, head = size, heads.get(size) or _head(size)
