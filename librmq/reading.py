@@ -162,7 +162,8 @@ def _read_all(
         return None
     buffer, new, heads = file.buffer, object.__new__, _heads
     messages = []
-    before, head = -1, b""
+    before: int | None = None
+    head = b""
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:  # messages of a queue are often alike
             before, head = size, heads.get(size) or _head(size)
