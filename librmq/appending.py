@@ -34,6 +34,7 @@ _TRANSACTION_MASK: Final = codec.TRANSACTION_MASK
 _MAGIC: Final = codec.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
+_TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
@@ -97,7 +98,6 @@ class Appends:
     _compress_from: int
     _dispatcher: Dispatcher
     _host: bytes
-    _host_is_v6: bool
     _housekeeping: Housekeeping
     _lanes: dict[tuple[str, int], Lane]
     _largest_body: int
@@ -171,11 +171,11 @@ class Appends:
             waits_ms = self._waits_ms(properties)
         stored_at = born_at = self._host
         counted = True
-        if born_host is not None or store_host is not None or sys_flag or self._host_is_v6:
-            if store_host is not None:
-                stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
-            if born_host is not None:
-                born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+        if store_host is not None:
+            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
+        if born_host is not None:
+            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+        if sys_flag or len(born_at) + len(stored_at) > _TWO_HOSTS:
             sys_flag |= _host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
             if not is_indexed(sys_flag):
@@ -403,6 +403,8 @@ class Appends:
         check_batch(messages)
         if sys_flag & _TRANSACTION_MASK:
             raise MessageIllegalError("a batch can't be part of a transaction")
+        if properties and parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+            raise MessageIllegalError("a batch can't be delayed")
         added = codec.encode_properties(properties) if properties else b""
         lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
         stored_at = self._host if store_host is None else codec.encode_host(store_host)

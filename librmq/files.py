@@ -388,6 +388,8 @@ class DiskFiles:
 
     def flush(self, file: File) -> None:
         with self._descriptor(file, "flush") as descriptor:
+            if sys.platform != "linux" and file.writable:  # elsewhere a file need not know what its mapping shows
+                file.buffer.flush()
             (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
     @contextmanager

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
@@ -45,13 +46,16 @@ def flush_all(parts: set[_F]) -> None:
         parts.discard(part)
 
     ordered = sorted(parts, key=lambda part: part.folder)
-    if len(ordered) < _MANY:
-        for part in ordered:
-            flush(part)
-        return
-    with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
-        for done in [pool.submit(flush, part) for part in ordered]:
-            done.result()
+    if len(ordered) >= _MANY:
+        begun: list[Future[None]] = []
+        with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
+            with suppress(RuntimeError):  # no thread starts any more once the interpreter calls exit handlers
+                begun.extend(pool.submit(flush, part) for part in ordered)
+            for done in begun:
+                done.result()
+        ordered = ordered[len(begun) :]
+    for part in ordered:
+        flush(part)
 
 
 class GroupCommit:
@@ -73,9 +77,9 @@ class GroupCommit:
         """The first flush that failed; nothing unflushed is acknowledged after it."""
         self._flush = flush
         self._on_failure = on_failure
-        self._turn = threading.Lock()  # of what follows
-        self._taken = False  # somebody has his turn
-        self._row: deque[threading.Lock] = deque()  # of the others, each held until its turn comes
+        self._guard = threading.Lock()  # of what follows
+        self._turn_of: threading.Lock | None = None  # the place of whoever has his turn
+        self._row: deque[threading.Lock] = deque()  # the places of the others, each held until its turn comes
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
@@ -86,8 +90,9 @@ class GroupCommit:
         if self.flushed >= physical_offset:
             return
         self.check()
-        self._take_turn()
+        mine = threading.Lock()
         try:
+            self._take_turn(mine)
             if self.flushed < physical_offset:
                 self.check()
                 try:
@@ -96,37 +101,29 @@ class GroupCommit:
                     self.failure = error
                     self._on_failure()
         finally:
-            self._pass_on()
+            self._leave(mine)
         if self.flushed < physical_offset:
             self.check()
 
-    def _take_turn(self) -> None:
-        """Return when the caller has his turn, in the order of the calls."""
-        mine = threading.Lock()
+    def _take_turn(self, mine: threading.Lock) -> None:
+        """Return when it is the turn of whoever takes the place ``mine``, in the order of the calls."""
         mine.acquire()
-        with self._turn:
-            if not self._taken:
-                self._taken = True
+        with self._guard:
+            if self._turn_of is None:
+                self._turn_of = mine
                 return
             self._row.append(mine)
-        try:
-            mine.acquire()
-        except BaseException:  # interrupted
-            with self._turn:
-                waits = mine in self._row
-                if waits:
-                    self._row.remove(mine)
-            if not waits:
-                self._pass_on()
-            raise
+        mine.acquire()
 
-    def _pass_on(self) -> None:
-        """Wake the next in the row, if any."""
-        with self._turn:
-            if self._row:
-                self._row.popleft().release()
-            else:
-                self._taken = False
+    def _leave(self, mine: threading.Lock) -> None:
+        """Give up a place, wherever its owner was interrupted: if it had its turn, the next in the row has it."""
+        with self._guard:
+            if self._turn_of is mine:
+                self._turn_of = self._row.popleft() if self._row else None
+                if self._turn_of is not None:
+                    self._turn_of.release()
+            elif mine in self._row:
+                self._row.remove(mine)
 
     def check(self) -> None:
         """`FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
@@ -141,8 +138,11 @@ class GroupCommit:
         Returns when a flush that is under way has ended.
         """
         self._stopped = why
-        self._take_turn()
-        self._pass_on()
+        mine = threading.Lock()
+        try:
+            self._take_turn(mine)
+        finally:
+            self._leave(mine)
 
     def forget(self, why: str) -> None:
         """`stop` in a child process after a fork, where nobody may still hold what this waits for."""

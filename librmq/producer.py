@@ -58,6 +58,8 @@ _RETRIED: Final = frozenset(
 _COMPRESSED: Final = codec.COMPRESSED | codec.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
 _WAIT: Final = codec.PROPERTY_WAIT
+_OK: Final = SendStatus.SEND_OK  # a member of an enum is found in twice the time
+_RUNNING: Final = State.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +352,7 @@ class Producer:
             except BrokerUnreachableError as error:
                 failure = error
             else:
-                if result.status is SendStatus.SEND_OK or not self.config.retry_another_broker_when_not_ok:
+                if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
                     return result
         if result is not None:
             return result
@@ -372,7 +374,7 @@ class Producer:
         sys_flag: int = 0,
     ) -> SendResult:
         """One try. `SendTimeoutError` for an answer that comes after ``timeout_ms``: the message is stored."""
-        if self._life.state is not State.RUNNING:
+        if self._life.state is not _RUNNING:
             self._start_or_refuse()
         self._runner.point(f"send {queue.topic}")
         client = self.client

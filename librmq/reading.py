@@ -77,7 +77,7 @@ class MessageFilter(Protocol):
 class Transfer:
     """How much one read may give, by whether the messages count as in memory. Immutable."""
 
-    __slots__ = ("_bytes", "_count", "_memory")
+    __slots__ = ("_bytes", "_count", "memory")
 
     def __init__(self, config: StoreConfig) -> None:
         self._count = config.max_transfer_count_in_memory, config.max_transfer_count_on_disk
@@ -85,16 +85,17 @@ class Transfer:
         memory = _UNKNOWN_MEMORY
         if hasattr(os, "sysconf"):
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._memory = memory * config.memory_ratio // 100
+        self.memory = memory * config.memory_ratio // 100
+        """So many bytes before the log's end a message may begin and counts as in memory."""
 
     def limits(self, log_end: int, physical_offset: int) -> tuple[int, int]:
         """Messages and bytes for a read that comes to ``physical_offset``."""
-        on_disk = log_end - physical_offset > self._memory
+        on_disk = log_end - physical_offset > self.memory
         return self._count[on_disk], self._bytes[on_disk]
 
     def is_on_disk(self, log_end: int, physical_offset: int) -> bool:
         """Whether a message at ``physical_offset`` counts as on disk."""
-        return log_end - physical_offset > self._memory
+        return log_end - physical_offset > self.memory
 
 
 def read_queue(
@@ -144,11 +145,11 @@ def _read_all(
     places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
     begin = places[0]
     most, most_bytes = transfer.limits(log_end, begin)
-    most = min(most, max_messages)
+    if log_end - begin > transfer.memory >= log_end - places[-1]:
+        return None  # of those that count as in memory others fit
+    most = max(min(most, max_messages), 1)
     if len(places) > most:
         del places[most:], sizes[most:]
-        if not places:
-            return ReadResult(GetStatus.FOUND, [], queue_offset, low, high)
     total = sum(sizes)
     while total > most_bytes and len(sizes) > 1:
         total -= sizes.pop()
@@ -162,7 +163,7 @@ def _read_all(
         return None
     buffer, new, heads = file.buffer, object.__new__, _heads
     messages = []
-    before: int | None = None
+    before: int | None = None  # no size, not even a damaged one
     head = b""
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:  # messages of a queue are often alike

@@ -163,7 +163,6 @@ class MessageStore(Appends):
         self.levels = DelayLevels.parse(config.message_delay_level)
         self._delays = {}
         self._host = codec.encode_host(codec.parse_host(config.store_host))
-        self._host_is_v6 = len(self._host) > 8
         self._largest_body = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._transfer = Transfer(config)
@@ -228,6 +227,7 @@ class MessageStore(Appends):
             self._flush_derived,
             lambda: self._dispatcher.entries + len(self._dispatcher.records),
             self._expire,
+            self._make_ready,
             self.clock.now_ms(),
         )
 
@@ -446,6 +446,11 @@ class MessageStore(Appends):
                 if isinstance(error, StoreIOError) and error.call.startswith("flush"):
                     self._derived_failure = error
                 raise
+
+    def _make_ready(self, now_ms: int) -> None:
+        with self._deriving:
+            if self._parts is not None:
+                self._dispatcher.make_ready(now_ms)
 
     def _wake(self) -> None:
         """Let the store's thread look at what there is to do."""

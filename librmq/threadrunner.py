@@ -149,10 +149,10 @@ class ThreadRunner(Runner):
         self._seen_begun = self._begun
 
     def _leave_ready_work(self) -> None:
-        """A worker is about to begin with user code, there is more, and no other is looking."""
+        """A worker is about to begin with user code, there is more, and nobody is looking, nor the clock thread."""
         if not self._is_swift:
             self._rouse()
-        elif not self._is_watched:
+        else:
             self._is_watched, self._seen_begun = True, self._begun
             if self._clock_runs:
                 self._clock_turn.notify()
@@ -210,7 +210,7 @@ class ThreadRunner(Runner):
                 if not self._begun % _MANY:
                     begin, self._many_since = self._many_since, self.clock.monotonic()
                     self._is_swift |= self._many_since - begin < _SWIFT_S
-                if ready and not self._looking:
+                if ready and not self._looking and not self._is_watched:
                     self._leave_ready_work()
                 return work
             if not ready and at <= self.now_ms():

@@ -92,9 +92,10 @@ class ConcurrentDelivery(Delivery):
                 messages = next_one.again
                 pulled.popleft()
             else:
-                messages = held.messages.take(min(batch, next_one.count))
-                next_one.count -= len(messages)
-                if next_one.count <= 0 or not messages:
+                count = next_one.count
+                messages = held.messages.take(count if count < batch else batch)
+                next_one.count = count = count - len(messages)
+                if count <= 0 or not messages:
                     pulled.popleft()
                 if not messages:
                     continue
@@ -118,13 +119,13 @@ class ConcurrentDelivery(Delivery):
         self.ended()
         if not held.dropped:
             consumed = 0
-            if isinstance(error, ReconsumeLater) and listener.as_list:
-                consumed = min(max(0, error.consumed), len(messages))
             if error is None:
                 try:
                     consumed = listener.acknowledged(result, len(messages)) + 1
                 except ValueError as refused:
                     error = refused
+            elif isinstance(error, ReconsumeLater) and listener.as_list:
+                consumed = min(max(0, error.consumed), len(messages))
             self._apply(held, messages, consumed, error)
         if self._pulled:
             self._begin(self.runner.now_ms())

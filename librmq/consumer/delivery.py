@@ -160,15 +160,13 @@ class Delivery:
     ) -> None:
         """Let the listener run; ``done`` gets what it returned or raised."""
         consumer = self.consumer
-        first = messages[0]
-        topic = first.topic if held.is_retry else held.queue.topic
+        topic = messages[0].topic if held.is_retry else held.queue.topic
         listener = consumer.listeners.get(topic)
         if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
             listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        call, then = partial(self._call, listener, held, messages), partial(done, held, messages, listener)
-        self.runner.submit(_Call(consumer, held, messages, call, then))
+        self.runner.submit(_Call(self, listener, held, messages, done))
 
     def ended(self) -> None:
         """A listener has ended."""
@@ -240,23 +238,27 @@ class Delivery:
 class _Call(Work):
     """A call of a listener. What it is called and about is put together only for those who look."""
 
-    __slots__ = ("_consumer", "_held", "_messages")
+    __slots__ = ("_consumer", "_done", "_held", "_listener", "_messages")
 
     def __init__(
         self,
-        consumer: PushConsumer,
+        delivery: Delivery,
+        listener: Listener,
         held: HeldQueue,
         messages: list[DeliveredMessage],
-        call: Callable[[], object],
-        done: Callable[[Any, Exception | None], None],
+        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
-        self.call = call
-        self.done = done
+        self.call = partial(delivery._call, listener, held, messages)
+        consumer = self._consumer = delivery.consumer
         self.owner = consumer.client
         self.loop = consumer.loop
-        self._consumer = consumer
+        self._done = done
+        self._listener = listener
         self._held = held
         self._messages = messages
+
+    def done(self, result: object, error: Exception | None) -> None:
+        self._done(self._held, self._messages, self._listener, result, error)
 
     @property
     def label(self) -> str:  # type: ignore[override]

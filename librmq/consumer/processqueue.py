@@ -15,22 +15,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from librmq.codec import SYS_FLAG_AT
+from librmq.codec import QUEUE_OFFSET_AT
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage
 
 __all__ = ["ProcessQueue"]
 
 _V6_HOSTS: Final = 0x30
-_BODY_SIZE: Final = struct.Struct(">i").unpack_from
+_unpack_body = struct.Struct(">39xB44xi").unpack_from  # the low byte of the sys flag, and the body's length
+_unpack_long = struct.Struct(">q").unpack_from
 
 
 def _body_size(message: StoredMessage) -> int:
-    raw = message.raw
-    if raw[SYS_FLAG_AT + 3] & _V6_HOSTS:
-        return len(message.stored_body)
-    size: int = _BODY_SIZE(raw, 84)[0]
-    return size
+    flags, size = _unpack_body(message.raw)
+    return len(message.stored_body) if flags & _V6_HOSTS else size
 
 
 class ProcessQueue:
@@ -115,11 +113,11 @@ class ProcessQueue:
     def take(self, most: int) -> list[DeliveredMessage]:
         """Begin the first ``most`` messages that wait."""
         waiting, bounds, begun = self._waiting, self._bounds, self._begun
-        taken = []
-        for _ in range(min(most, len(waiting))):
+        taken: list[DeliveredMessage] = []
+        while waiting and len(taken) < most:
             message = waiting.popleft()
             if message.__class__ is not DeliveredMessage:
-                queue_offset = message.queue_offset
+                (queue_offset,) = _unpack_long(message.raw, QUEUE_OFFSET_AT)
                 while bounds[0][0] < queue_offset:
                     bounds.popleft()
                 message = DeliveredMessage(message.raw, self.queue, queue_offset, bounds[0][1])

@@ -4,14 +4,15 @@
 
     librmq/spark/<job>/<task>.log      records, what only the store knows still zero
     librmq/spark/<job>/<task>.arrow    a row a record: size, queue, tags code, keys, what to order by
-    librmq/spark/<job>.json            {"version", "begin", "end", "first", "records"}: where the records of the job
-                                       are to stand in the log, and how the first of them begins
+    librmq/spark/<job>.json            {"version", "begin", "end", "first", "records", "done"}: where the records of the
+                                       job are to stand in the log, how the first of them begins, whether all is done
 
 Everything is written behind the log's end but for the first bytes, up to the end of their sector: to whoever looks, the
 log ends where it did. When all of that has reached the device those bytes are written, and the whole is there at once.
 A process that dies before leaves a sector that was never written, which recovery knows from crashes of the broker, and
 cuts; one that dies behind leaves records whose queue entries and keys recovery makes. A job's file tells which of the
-two it was, by looking whether its first record stands where it was to stand, so that a commit may be repeated.
+two it was, by looking whether its first record stands where it was to stand, so that a commit may be repeated. When
+retention has taken that place away, only what the file says is known: done, or not, as a process that died left it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def commit(path: str, job: str, staged: Sequence[Staged], folder: str, *, ordere
     """Bring the records of ``staged`` into the store in ``path``; how many there are, 0 if that was done before.
 
     Returns when they have reached the device. `StoreLockedError` if somebody else writes to the store. After an error
-    the store is as it was.
+    the store is as it was, unless it came when the records were shown already: then the next open completes what
+    follows from them, and the same job, committed again, finds them there.
     """
     files = DiskFiles()
     make_folders(files, os.path.join(path, layout.OWN, "spark"))
@@ -90,10 +92,13 @@ def commit(path: str, job: str, staged: Sequence[Staged], folder: str, *, ordere
         with closing(_Staging(folder, sorted(staged, key=lambda one: one.task), ordered)) as records:
             if len(records):
                 _bring_in(store, job, records, folder)
-                if not keep_note:
+                if keep_note:
+                    _mark_done(store, job)
+                else:
                     files.delete(_note(path, job))
             elif keep_note:
                 _write_note(store, job, store.log.end, store.log.end, b"", 0)
+                _mark_done(store, job)
             count = len(records)
     discard(folder)
     return count
@@ -106,17 +111,22 @@ def _was_committed(store: MessageStore, job: str) -> bool:
     try:
         found = json.loads(store.files.read(note))
         begin, first, records = int(found["begin"]), bytes.fromhex(found["first"]), int(found["records"])
+        done = found.get("done") is True
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptionError(note, 0, "config", f"expected the note of a write: {error}") from None
-    # Files of the log that have gone since held the records.
-    return not records or begin < store.log.begin or (
-        begin < store.log.end and store.log.data_at(begin, len(first)) == first
-    )  # fmt: skip
+    if begin < store.log.begin:  # files of the log that have gone since held the records, if there were any
+        return done
+    return not records or (begin < store.log.end and store.log.data_at(begin, len(first)) == first)
 
 
 def _write_note(store: MessageStore, job: str, begin: int, end: int, first: bytes, records: int) -> None:
-    document = {"version": 1, "begin": begin, "end": end, "first": first.hex(), "records": records}
+    document = {"version": 1, "begin": begin, "end": end, "first": first.hex(), "records": records, "done": False}
     store.files.write(_note(store.path, job), json.dumps(document).encode())
+
+
+def _mark_done(store: MessageStore, job: str) -> None:
+    note = _note(store.path, job)
+    store.files.write(note, json.dumps(json.loads(store.files.read(note)) | {"done": True}).encode())
 
 
 def _opened(folder: str, one: Staged) -> tuple[pa.Table, FileIO]:
@@ -270,7 +280,7 @@ def _write(store: MessageStore, job: str, records: _Staging, places: Ints, queue
 
 
 def _derive_queues(store: MessageStore, records: _Staging, lanes: list[LaneOfStore], places: Ints) -> None:
-    """Queue entries of all records at once, as the store's own dispatcher writes them by the 64."""
+    """Queue entries of all records at once, as the store's own dispatcher writes them batch by batch."""
     entries = np.empty(len(places), ENTRY_DTYPE)
     entries["physical_offset"], entries["size"], entries["tags_code"] = places, records.sizes, records.codes
     order = np.argsort(records.lane, kind="stable")

@@ -208,7 +208,17 @@ def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     at = batch.schema.get_field_index(name)
-    return None if at < 0 else batch.column(at)
+    if at < 0:
+        return None
+    column, kind = batch.column(at), batch.schema.field(at).type
+    # Texts may come with offsets of 64 bits, as a session can ask for.
+    if pa.types.is_large_string(kind):
+        return column.cast(pa.string())
+    if pa.types.is_list(kind) and pa.types.is_large_string(kind.value_type):
+        return column.cast(pa.list_(pa.string()))
+    if pa.types.is_map(kind) and pa.types.is_large_string(kind.key_type):
+        return column.cast(pa.map_(pa.string(), pa.string()))
+    return column
 
 
 def _bodies(batch: pa.RecordBatch, rows: int) -> pa.Array:

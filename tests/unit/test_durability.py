@@ -588,6 +588,23 @@ def run_python(program: str, *arguments: str | Path) -> subprocess.CompletedProc
     )
 
 
+def test_an_exit_handler_closes_a_store_of_many_queues(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import atexit, sys
+        from librmq import Message, MessageStore, StoreConfig
+
+        store = MessageStore.open(sys.argv[1], StoreConfig.tiny())
+        atexit.register(store.close)
+        for queue_id in range(40):
+            store.append(Message("t", b"x"), queue_id)
+        """,
+        tmp_path / "s",
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert not (tmp_path / "s" / "abort").exists()
+
+
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str) -> None:
     done = run_python(
@@ -623,7 +640,7 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
         held = threading.Event()
 
         def hold():
-            with store._lock, store._deriving, store._commit._turn:
+            with store._lock, store._deriving, store._commit._guard:
                 held.set()
                 released.wait()
 

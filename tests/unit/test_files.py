@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import random
 import re
@@ -11,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from librmq import files as seam
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files import DiskFiles, File, Files, MemoryFiles
 from librmq.testing import Event, FailingFiles, RecordingFiles
 
 Make = Callable[[], Files]
@@ -242,6 +245,28 @@ def test_a_file_that_can_not_be_made_whole_is_gone(tmp_path: Path, monkeypatch: 
     assert (told.value.errno, told.value.filename) == (errno.ENOMEM, path)
     assert names(DiskFiles(), str(tmp_path)) == []
     assert DiskFiles().create(path, 100).size == 100
+
+
+@pytest.mark.parametrize(("system", "told"), [("linux", []), ("darwin", ["mapping"]), ("win32", ["mapping"])])
+def test_a_flush_takes_along_what_only_the_mapping_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, told: list[str]
+) -> None:
+    """Linux alone writes out a file's mapped pages with the file."""
+    calls: list[str] = []
+
+    class Mapping(mmap.mmap):
+        def flush(self, *place: int) -> None:
+            calls.append("mapping")
+
+    disk, path = DiskFiles(), tmp_path / "f"
+    path.write_bytes(bytes(100))
+    with open(path, "rb+") as opened:
+        file = File(str(path), Mapping(opened.fileno(), 100), 100, True)
+    monkeypatch.setattr(seam, "sys", SimpleNamespace(platform=system))
+    disk.put(file, 10, b"much")
+    disk.flush(file)
+    assert calls == told
+    assert path.read_bytes()[10:14] == b"much"
 
 
 def test_a_folder_is_not_mapped(tmp_path: Path) -> None:

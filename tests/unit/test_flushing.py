@@ -200,13 +200,13 @@ def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
     """Whoever has been flushed for goes on and wakes the next, and those who come meanwhile have their turn behind."""
     turns: list[int] = []
     commit = device.commit
-    pass_on = commit._pass_on
+    leave = commit._leave
 
-    def note() -> None:
+    def note(mine: Any) -> None:
         turns.append(int(threading.current_thread().name))
-        pass_on()
+        leave(mine)
 
-    commit._pass_on = note  # type: ignore[method-assign]
+    commit._leave = note  # type: ignore[method-assign]
     with held(device) as (waiters, row):
         for _ in range(20):
             waiters.start(device.append())
@@ -239,7 +239,7 @@ def test_one_who_is_interrupted_while_he_waits_holds_nobody_up(
                 row.waiting.acquire()
                 waiters.start(device.append())
                 row.waiting.acquire()
-                with commit._turn:  # behind which the other waits by now
+                with commit._guard:  # behind which the other waits by now
                     pass
                 device.held = False
                 if his_turn:
@@ -259,7 +259,47 @@ def test_one_who_is_interrupted_while_he_waits_holds_nobody_up(
             assert len(row) == 1
             device.go_on.release()
     assert waiters.join()[1] == 300
-    assert not commit._taken
+    assert commit._turn_of is None
+
+
+def test_one_who_is_interrupted_as_he_takes_his_place_holds_nobody_up(device: Device) -> None:
+    commit = device.commit
+    with held(device) as (waiters, _):
+
+        class Interrupting(deque[Any]):
+            def append(self, one: Any) -> None:
+                super().append(one)
+                raise KeyboardInterrupt
+
+        row = commit._row = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            commit.reach(device.append())
+        assert not row
+        device.go_on.release()
+    waiters.join()
+    assert commit._turn_of is None
+
+
+def test_one_who_is_interrupted_as_his_turn_comes_at_once_holds_nobody_up(device: Device) -> None:
+    commit = device.commit
+
+    class Interrupting:
+        """A lock of which letting go is interrupted, once."""
+
+        lock = commit._guard
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            commit._guard = self.lock
+            raise KeyboardInterrupt
+
+    commit._guard = Interrupting()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        commit.reach(device.append())
+    assert commit._turn_of is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -732,6 +733,50 @@ def test_readers_miss_nothing_between_two_writes(slots: int, entries: int) -> No
         old = [index.query(TOPIC, key) for key in KEYS]
     assert seen > 100
     assert all(old)
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_a_write_that_ends_while_somebody_looks_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He has seen its slot, and the header as it was before."""
+    at_header, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    writes = 0
+    last = -1
+
+    def hold_the_header_up() -> None:
+        nonlocal writes
+        writes += 1
+        if writes == last:
+            at_header.release()
+            go_on.acquire()
+
+    def with_two() -> KeyIndex:
+        files = WatchedFiles(lambda: None)
+        index = open_index(files, slots=3, entries=128)
+        index.append_many([(100, BEGIN, HASHES[1:2]), (200, BEGIN, HASHES[1:2])])
+        files.watch = hold_the_header_up
+        return index
+
+    two_more = [(300, BEGIN, HASHES[1:2]), (400, BEGIN, HASHES[1:2])]
+    with_two().append_many(two_more)
+    writes, last = 0, writes  # the header is the last of so many
+    index = with_two()
+    (file,) = index.files
+    header = IndexFile.header
+    writer = threading.Thread(target=index.append_many, args=(two_more,))
+    writer.start()
+    at_header.acquire()
+
+    def slow_header(file: IndexFile) -> IndexHeader:
+        before = header.__get__(file)
+        go_on.release()
+        writer.join()
+        assert isinstance(before, IndexHeader)
+        return before
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexFile, "header", property(slow_header))
+        now = found(file, HASHES[1])
+    assert now[-2:] == [200, 100]
 
 
 def test_a_wrong_count_destroys_nothing() -> None:

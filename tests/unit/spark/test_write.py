@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -174,6 +175,40 @@ def test_a_task_that_is_tried_again_writes_once(tmp_path: Path) -> None:
     assert not list((path / "librmq" / "spark").iterdir())
 
 
+def test_texts_with_wide_offsets_are_the_same_texts() -> None:
+    """As Spark gives them with spark.sql.execution.arrow.useLargeVarTypes."""
+    found = []
+    for text, binary in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
+        batch = pa.RecordBatch.from_pydict(
+            {
+                "topic": pa.array(["A", "B", "A"], text),
+                "body": pa.array([b"a", None, b"c"], binary),
+                "tags": pa.array(["t", None, "u"], text),
+                "keys": pa.array([["a", "b"], None, ["c"]], pa.list_(text)),
+                "uniqueKey": pa.array(["U1", "U2", "U3"], text),
+                "properties": pa.array([[("x", "y")], None, [("é", "ü"), ("p", "q")]], pa.map_(text, text)),
+            }
+        )
+        encoded = Encoder(None, None, 1, "127.0.0.1:10911", 8192, 16376).encode(batch, 0, START_MS)
+        found.append((encoded.data.to_pybytes(), encoded.key_hashes.tolist(), encoded.lanes))
+    assert found[0] == found[1]
+
+
+@pytest.mark.spark
+def test_a_session_with_wide_offsets_writes_and_reads(tmp_path: Path) -> None:
+    path, spark = tmp_path / "store", shared_session()
+    spark.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    try:
+        frame = spark.createDataFrame(
+            [("T", b"one", "t1", ["k1", "k2"])], "topic string, body binary, tags string, keys array<string>"
+        )
+        frame.write.format("rocketmq").mode("append").save(str(path))
+        (row,) = spark.read.format("rocketmq").load(str(path)).select("topic", "body", "tags", "keys").collect()
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
+    assert (row.topic, bytes(row.body), row.tags) == ("T", b"one", "t1")
+
+
 def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
     """Files as tasks make them."""
     import numpy as np
@@ -200,6 +235,36 @@ def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
             file.write_table(table)
         made.append(Staged(f"t{task}", task, records, tuple(encoded.lanes)))
     return made
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_job_comes_again_when_retention_has_taken_the_place_of_its_records(tmp_path: Path, died: bool) -> None:
+    """One that died before it showed a record is not done, whatever has been written and deleted there since."""
+    path = new_store(tmp_path / "store")
+    with MessageStore.open(path) as store:
+        while store.log.end < 20_000:
+            store.append(Message("Old", bytes(1000)))
+    staged = stage(path, "job", 1, 10)
+    folder, note = job_folder(str(path), "job", None), path / "librmq" / "spark" / "job.json"
+    assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 10
+    found = json.loads(note.read_bytes())
+    assert found["done"] is True
+    note.write_text(json.dumps(found | {"begin": 100, "end": 200, "done": not died}))
+    (path / "commitlog" / f"{0:020}").unlink()
+    again = stage(path, "job", 1, 10)
+    assert commit(str(path), "job", again, folder, ordered=False, keep_note=True) == (10 if died else 0)
+    with MessageStore.open(path, read_only=True) as store:
+        assert sum(message.topic == "N" for message in store) == (20 if died else 10)
+
+
+def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    folder = job_folder(str(path), "job", None)
+    for _ in range(2):
+        assert commit(str(path), "job", [], folder, ordered=False, keep_note=True) == 0
+    assert json.loads((path / "librmq" / "spark" / "job.json").read_bytes())["done"] is True
+    staged = stage(path, "job", 1, 10)
+    assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 0
 
 
 def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
