@@ -57,7 +57,6 @@ _FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
 _FILLER_PLACE: Final = (0, 0x7FFFFFFF)
 _BLOCK: Final = 65536  # entries that are looked at together
 _RECOVERED_FILES: Final = 3
-_MOST_READY: Final = 1 << 17  # entries
 _pack = ENTRY.pack
 
 
@@ -78,7 +77,6 @@ class ConsumeQueue:
     __slots__ = (
         "_closed",
         "_files",
-        "_seen",
         "_sure",
         "_tail",
         "ext",
@@ -102,7 +100,6 @@ class ConsumeQueue:
         self._tail = -1  # where the file starts that is appended to
         self._sure = 0  # up to this position there are blocks behind it; 0 until they were asked for
         self.max_offset = self._find_end() // ENTRY_SIZE
-        self._seen = self.max_offset  # when `make_ready` was last called
         self.min_offset = self._find_begin()
         self.max_physic_offset = self._last_place()
         self.ext = None
@@ -428,19 +425,6 @@ class ConsumeQueue:
         physical_offset, size = _PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + len(entries) // ENTRY_SIZE
-
-    def make_ready(self, times: float) -> None:
-        """Make sure of blocks for ``times`` as many entries as came since the last call, within the newest file.
-
-        For a thread beside the writer's, so that an append does not wait for them; not while files are deleted.
-        """
-        files, start, queue_offset = self._files, self._tail, self.max_offset
-        entries = min(int((queue_offset - self._seen) * times), _MOST_READY)
-        self._seen = queue_offset
-        position = queue_offset * ENTRY_SIZE
-        upto = min(position + entries * ENTRY_SIZE, start + files.file_size)
-        if self._sure and start <= position < upto:
-            files.reserve(start, position - start, upto - start)
 
     def _prepare(self, queue_offset: int, length: int) -> None:
         """Make sure of the file and the blocks for ``length`` bytes at ``queue_offset``, all of one file."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from librmq import codec
 from librmq.consumequeue import ConsumeQueue
-from librmq.indexfile import ascending
 from librmq.javahash import hash_append, index_key_hashes, java_decode, java_int, string_hash
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels
@@ -37,8 +36,6 @@ __all__ = [
 
 _FEW: Final = 16
 """Below so many records a loop is quicker than arrays."""
-_READY_MS: Final = 1000
-_READY_QUEUES: Final = 16
 
 BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
 """From a topic and a message's properties to the bitmap of the filters that match, None where none is registered."""
@@ -139,7 +136,6 @@ class Dispatcher:
         """How many entries were written since `unflushed` was last taken."""
         self.dispatched_timestamp_ms = 0
         """The store time of the last record whose entry and keys are written."""
-        self._ready_at_ms = 0  # when `make_ready` was last called
 
     def add_unit(self, lane: Lane, tags_code: int, store_timestamp_ms: int, properties: bytes) -> int:
         """Give a record of a queue with extension its unit; returns the unit's address, its entry's tags code."""
@@ -174,20 +170,6 @@ class Dispatcher:
         self.records = []
         self._failed = False
 
-    def make_ready(self, now_ms: int) -> None:
-        """Make sure of blocks for the entries and keys of a second like the time since the last call.
-
-        For a thread beside the producers', who hold the lock when they call `drain` and shall not wait for the device
-        there; not while files are deleted. Many queues get few entries each: then it is for the index alone.
-        """
-        times = _READY_MS / max(now_ms - self._ready_at_ms, 1)
-        self._ready_at_ms = now_ms
-        self._index.make_ready(times)
-        queues = list(self.unflushed)
-        if len(queues) <= _READY_QUEUES:
-            for queue in queues:
-                queue.make_ready(times)
-
     def _resume(self) -> list[tuple[int, int, int, str | None, str | None]]:
         """Drop the entries that are written; returns the records that are not, or not wholly, indexed."""
         for lane in self.lanes:
@@ -211,7 +193,7 @@ def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | No
     prefix_hashes = np.array(prefixes, np.int64)
     if all(uniques) and all(keys) and not _has_blank(keys):
         # The usual records, a unique id and one key each.
-        record_of_key = np.repeat(ascending(0, len(records)), 2)
+        record_of_key = np.repeat(np.arange(len(records)), 2)
         hashes = np.empty(len(record_of_key), np.int64)
         hashes[::2] = index_key_hashes(prefix_hashes, uniques)
         hashes[1::2] = index_key_hashes(prefix_hashes, keys)

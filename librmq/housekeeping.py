@@ -45,11 +45,10 @@ class Housekeeping:
         flush_derived: Callable[[], None],
         entries: Callable[[], int],
         expire: Callable[[int], int | None],
-        make_ready: Callable[[int], None],
         now_ms: int,
     ) -> None:
         """``flush_derived()`` flushes queues, index and checkpoint; ``entries()`` counts entries that are not flushed;
-        ``expire(now_ms)`` is the step of retention; ``make_ready(now_ms)`` makes room ahead of queues and index.
+        ``expire(now_ms)`` is the step of retention.
         """
         self._config = config
         self._log = log
@@ -57,7 +56,6 @@ class Housekeeping:
         self._flush_derived = flush_derived
         self._entries = entries
         self._expire = expire
-        self._make_ready = make_ready
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._expire_at_ms: int | None = now_ms
         self._expired_end = -1  # the end of the log's files when expiry was last looked at
@@ -72,9 +70,8 @@ class Housekeeping:
         ahead = self._ahead()
         try:
             log.prepare(ahead)
-            self._make_ready(now_ms)
         except StoreError as error:  # the append that needs the room will meet it
-            _log.warning("no room could be made ready ahead: %s", error)
+            _log.warning("no room could be made ready ahead of the log: %s", error)
         log_due, log_alarm = self._flush_log(now_ms)
         if self._commit.failure is not None:
             return None  # nothing is taken any more

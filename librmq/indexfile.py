@@ -66,11 +66,6 @@ _MAX_INT: Final = (1 << 31) - 1
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
-_MOST_READY: Final = 1 << 18  # entries
-_FEW: Final = 512
-"""Up to so many keys are written without letting go of the interpreter, which numpy does for more than 500 numbers and
-in `arange` and `sort` always: another thread would take it in the middle of an append."""
-_NUMBERS: Final = np.arange(_FEW)
 
 
 def file_length(slots: int, entries: int) -> int:
@@ -87,11 +82,6 @@ def geometry(length: int) -> tuple[int, int] | None:
 def check_geometry(slots: int, entries: int) -> None:
     if slots < 1 or entries < 2:
         raise ConfigError(f"expected at least 1 slot and 2 entries, found {slots} and {entries}")
-
-
-def ascending(first: int, count: int) -> NDArray[np.int64]:
-    """``count`` numbers from ``first`` on; for few of them `numpy.arange` would let go of the interpreter."""
-    return _NUMBERS[:count] + first if count <= _FEW else np.arange(first, first + count)
 
 
 class IndexHeader(NamedTuple):
@@ -141,7 +131,6 @@ class IndexFile:
         "_files",
         "_on_map",
         "_reserved",
-        "_seen",
         "_slot_count",
         "count",
         "end_physical",
@@ -185,7 +174,6 @@ class IndexFile:
         self._announced = 0  # slots may lead to entries below this number though the header does not tell yet
         self._take(file)
         self._load()
-        self._seen = self.count  # when `make_ready` was last called
 
     @classmethod
     def create(
@@ -492,21 +480,20 @@ class IndexFile:
             self._reserve(number + keys)
         buffer = (self._file or self._map()).buffer
         slots = hashes % self.max_slots
-        numbers = ascending(number, keys)
+        numbers = np.arange(number, number + keys)
         before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots].astype(np.int64)
         previous = np.where((before > 0) & (before <= numbers), before, 0)
+        # Keys by slot, those of a slot in order: pairs sorted as single numbers are the quickest stable sort.
+        shift = keys.bit_length()
+        pairs = np.sort(slots << shift | np.arange(keys))
+        ordered = pairs >> shift
+        again = ordered[1:] == ordered[:-1]
         touched, newest = slots, numbers
-        if keys > _FEW or len(set(slots.tolist())) < keys:
-            # Keys by slot, those of a slot in order: pairs sorted as single numbers are the quickest stable sort.
-            shift = keys.bit_length()
-            pairs = np.sort(slots << shift | ascending(0, keys))
-            ordered = pairs >> shift
-            again = ordered[1:] == ordered[:-1]
-            if again.any():
-                order = pairs & (1 << shift) - 1
-                previous[order[1:][again]] = numbers[order[:-1][again]]
-                last = order[np.append(~again, True)]
-                touched, newest = slots[last], numbers[last]
+        if again.any():
+            order = pairs & (1 << shift) - 1
+            previous[order[1:][again]] = numbers[order[:-1][again]]
+            last = order[np.append(~again, True)]
+            touched, newest = slots[last], numbers[last]
 
         begin_timestamp, begin_physical = self._begin_timestamp, self._begin_physical
         first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
@@ -528,7 +515,7 @@ class IndexFile:
         try:
             position = self.entry_position(number)
             buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
-            self._write_slots(int(slots.min()), int(slots.max()), touched, newest.astype(">i4"))
+            self._write_slots(int(ordered[0]), int(ordered[-1]), touched, newest)
             buffer[:HEADER_SIZE] = _pack_header(
                 begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
             )
@@ -541,8 +528,8 @@ class IndexFile:
             self._load()
             raise
 
-    def _write_slots(self, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int32]) -> None:
-        """Set slots, all from ``first`` to ``last``, in one piece where they lie close together; numbers as stored."""
+    def _write_slots(self, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Set slots, all from ``first`` to ``last``, in one piece where they lie close together."""
         buffer = self.file.buffer
         if last - first < 16 * len(slots):
             begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
@@ -554,33 +541,19 @@ class IndexFile:
             np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots] = numbers
             return
         # One that tells of its writes, or copies at the first, is to see each.
-        packed: list[bytes] = numbers.view("V4").tolist()
+        packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
         for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
             buffer[position : position + 4] = number
 
-    def make_ready(self, times: float) -> None:
-        """Make sure of blocks for ``times`` as many entries as came since the last call, unless half of them are there.
-
-        For a thread beside the writer's, so that an append does not wait for them.
-        """
-        number = self.count
-        keys = min(int((number - self._seen) * times), _MOST_READY, self.max_entries - number)
-        self._seen = number
-        if keys > 0 and number + keys // 2 > self._reserved:
-            self._reserve(number + keys)
-
     def _reserve(self, upto: int) -> None:
-        """Make sure of blocks behind the entries below number ``upto`` and a growing number of others.
-
-        The writer and `make_ready` may both be here: what either notes is true, the lesser of two costs a call.
-        """
-        file, reserved = self.file, self._reserved
-        if not reserved:
+        """Make sure of blocks behind the entries below number ``upto`` and a growing number of others."""
+        file = self.file
+        if not self._reserved:
             self._files.reserve(file, 0, HEADER_SIZE + SLOT_SIZE * self.max_slots)
-            reserved = self.count
-        step = min(max(self.count, _FIRST_STEP, 16 * (upto - reserved)), _LARGEST_STEP)
-        target = min(max(upto, reserved + step), self.max_entries)
-        self._files.reserve(file, self.entry_position(reserved), self.entry_position(target))
+            self._reserved = self.count
+        step = min(max(self.count, _FIRST_STEP), _LARGEST_STEP)
+        target = min(max(upto, self._reserved + step), self.max_entries)
+        self._files.reserve(file, self.entry_position(self._reserved), self.entry_position(target))
         self._reserved = target
 
     def _load(self) -> None:

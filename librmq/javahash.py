@@ -48,8 +48,6 @@ _DIGITS = b"0123456789abcdefghijklmnopqrstu"
 _QUOTIENTS = bytes(_DIGITS[c // 31] if c < 128 else 0 for c in range(256))
 _REMAINDERS = bytes(_DIGITS[c % 31] if c < 128 else 0 for c in range(256))
 LONGEST_FIXED_KEY = 128
-_SMALL_TABLE = 1 << 14
-_UNINTERRUPTED = 500  # so many numbers numpy converts without letting go of the interpreter
 _CHUNK = LONGEST_FIXED_KEY  # int() takes time that grows with the square of the length
 
 _POWERS = tuple(pow(31, n, 1 << 32) for n in range(_CHUNK + 1))
@@ -247,21 +245,7 @@ def _table_hashes(joined: bytes | npt.NDArray[np.uint8], length: int) -> npt.NDA
     """What `string_hash` is modulo 2**32, of many ASCII texts of one length, at most `_CHUNK`."""
     table = np.frombuffer(joined, np.uint8).reshape(-1, length)
     # In floating point it is several times as fast, and exact, since no sum comes near 2**53.
-    return (_floats(table) @ _float_weights(length)).astype(np.int64)
-
-
-def _floats(table: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """``table`` in floating point; where it is small by parts so small that numpy keeps hold of the interpreter.
-
-    Else another thread would take it in the middle of an append.
-    """
-    if table.size > _SMALL_TABLE:
-        return table.astype(np.float64)
-    floats = np.empty(table.shape, np.float64)
-    characters, numbers = table.reshape(-1), floats.reshape(-1)
-    for begin in range(0, table.size, _UNINTERRUPTED):
-        numbers[begin : begin + _UNINTERRUPTED] = characters[begin : begin + _UNINTERRUPTED]
-    return floats
+    return (table.astype(np.float64) @ _float_weights(length)).astype(np.int64)
 
 
 def _pieces(joined: bytes, lengths: Sequence[int]) -> Iterator[bytes]:

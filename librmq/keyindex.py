@@ -265,12 +265,6 @@ class KeyIndex:
         if keys and record_of_key[-1] < records - 1:
             self._room()  # the record behind the last key finds a full file, if it is full now
 
-    def make_ready(self, times: float) -> None:
-        """`IndexFile.make_ready` of the newest file. For a thread beside the writer's, not while files are deleted."""
-        tail = self._tail
-        if tail is not None:
-            tail.make_ready(times)
-
     def _room(self) -> IndexFile:
         """The newest file, or a new one behind it if it is full."""
         self._check_writable()

@@ -227,7 +227,6 @@ class MessageStore(Appends):
             self._flush_derived,
             lambda: self._dispatcher.entries + len(self._dispatcher.records),
             self._expire,
-            self._make_ready,
             self.clock.now_ms(),
         )
 
@@ -446,11 +445,6 @@ class MessageStore(Appends):
                 if isinstance(error, StoreIOError) and error.call.startswith("flush"):
                     self._derived_failure = error
                 raise
-
-    def _make_ready(self, now_ms: int) -> None:
-        with self._deriving:
-            if self._parts is not None:
-                self._dispatcher.make_ready(now_ms)
 
     def _wake(self) -> None:
         """Let the store's thread look at what there is to do."""

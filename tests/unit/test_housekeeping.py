@@ -58,8 +58,6 @@ class Subject:
     flush_error: StoreIOError | None = None
     derived_error: StoreError | None = None
     expire_error: StoreError | None = None
-    ready: list[int] = field(default_factory=list)
-    """When queues and index were to be made ready."""
     wakes: int = 0
     appended_during_flush: int = 0
     appended_during_expire: int = 0
@@ -71,14 +69,7 @@ class Subject:
         self.clock = ManualClock(NOW)
         self.commit = GroupCommit(self._flush, 0, lambda: None)
         self.step = Housekeeping(
-            self.config,
-            self.log,
-            self.commit,
-            self._flush_derived,
-            lambda: self.entries,
-            self._expire,
-            self.ready.append,
-            NOW,
+            self.config, self.log, self.commit, self._flush_derived, lambda: self.entries, self._expire, NOW
         )
 
     @property
@@ -314,7 +305,6 @@ def test_an_entry_that_comes_while_the_alarm_is_off_is_not_forgotten(subject: Su
         subject.commit,
         subject._flush_derived,
         lambda: next(counts),
-        lambda _: None,
         lambda _: None,
         NOW,
     )
