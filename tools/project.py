@@ -86,11 +86,15 @@ class Environment:
         self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": sorted(extras)})
 
     def variables(self) -> dict[str, str]:
-        """What programs run with: this environment first, and no ``librmq`` from the current folder."""
+        """What programs run with: this environment first, and no ``librmq`` from the current folder.
+
+        What the examples share is found in their folder.
+        """
         variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         variables["VIRTUAL_ENV"] = str(self.folder)
         variables["PATH"] = str(self.bin) + os.pathsep + variables.get("PATH", os.defpath)
         variables["PYTHONSAFEPATH"] = "1"
+        variables["PYTHONPATH"] = str(CHECKOUT / "examples")
         variables.pop("LIBRMQ_EXPECT_WHEEL", None)
         if self.wheel is not None:
             variables["LIBRMQ_EXPECT_WHEEL"] = "1"

@@ -88,7 +88,7 @@ class Stress:
     messages: int
     """So many are appended by each writer, unless the store is closed before."""
     close_after: int
-    """So many are appended by all before the store is closed."""
+    """So many are appended by all before the store is closed, at least."""
     take_away: Callable[[MessageStore], None] | None = None
     failures: list[BaseException] = field(default_factory=list)
     acknowledged: dict[int, tuple[str, int, bytes, int]] = field(default_factory=dict)
@@ -116,6 +116,10 @@ class Stress:
             for thread in threads:
                 thread.start()
             for _ in range(self.close_after):
+                self._appended.acquire()
+            for _ in range(self.messages):  # until retention has met the others
+                if self._store.log.begin or self.failures:
+                    break
                 self._appended.acquire()
             try:
                 self._store.close()
