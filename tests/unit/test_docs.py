@@ -69,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     command.write_text(f"#!{sys.executable}\nimport sys\nfrom librmq.cli import main\n\nsys.exit(main())\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join((str(command.parent), os.environ["PATH"])))
-    monkeypatch.setenv("PYTHONPATH", str(Path(librmq.__file__).parent.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(librmq.__file__).parent.parent), str(EXAMPLES))))
     monkeypatch.setenv("TZ", "UTC")
     monkeypatch.chdir(work)
     return work
