@@ -41,7 +41,7 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
     """Delete files that a crash left without what precedes them; all that was in them can be made again.
 
     Of the log those of length zero at its end; of queues and units those of length zero, and beside a missing one; of
-    the index all of length zero.
+    the index one of length zero and those behind it, which go on from where it ended.
     """
     log = os.path.join(path, layout.COMMITLOG)
     found = _empty_at_end(log, files)
@@ -51,7 +51,7 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
             folder = layout.queue_folder(path, topic, queue_id, ext=ext)
             found += _beside_missing(folder, files, 0 if ext else log_begin)
     folder = os.path.join(path, layout.INDEX)
-    found += [name for name, size in _numbered(folder, files) if not size]
+    found += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
     checkpoint = os.path.join(path, layout.CHECKPOINT)
     if files.size(checkpoint) == 0:
         found.append(checkpoint)

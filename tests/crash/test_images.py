@@ -21,6 +21,11 @@ def test_a_store_survives_any_crash(number: int) -> None:
     assert check_lives(f"quick {number}", LIVES) == 100
 
 
+@pytest.mark.parametrize("seed", ["slow 168"])
+def test_a_store_survives_what_it_once_did_not(seed: str) -> None:
+    assert check_lives(seed, LIVES) == 100
+
+
 @pytest.mark.slow
 def test_a_store_survives_very_many_crashes(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(1000, "hundreds of images of crashes", at_least=2):

@@ -18,7 +18,7 @@ from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.opening import vouched_for
+from librmq.opening import clear_leftovers, vouched_for
 from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import RecordingFiles
@@ -705,3 +705,16 @@ def test_recovering_leaves_derived_files_of_a_sound_store() -> None:
             assert store.recovered == []
             assert store.recover() == []
         assert derived(contents(files)) == before
+
+
+def test_index_files_behind_one_of_length_zero_go_with_it_the_last_first() -> None:
+    """They say that it has the keys of the records before theirs."""
+    files = RecordingFiles()
+    for folder in (ROOT, f"{ROOT}/commitlog", f"{ROOT}/index"):
+        files.make_folder(folder)
+    for number, size in enumerate((100, 0, 100, 0, 100)):
+        files.write(f"{ROOT}/index/2020010100000000{number}", bytes(size))
+    files.trace.clear()
+    cleared = [os.path.basename(damage.file)[-1] for damage in clear_leftovers(ROOT, files)]
+    assert cleared == ["4", "3", "2", "1"]
+    assert [event.path[-1] for event in files.trace if event.call == "delete"] == cleared
