@@ -312,11 +312,7 @@ class Appends:
         results: list[AppendResult] = []
         dispatcher = self._dispatcher
         with self._lock:
-            if not self._accepts:
-                raise self._refusal()
-            if len(dispatcher.records) >= _BATCH:
-                dispatcher.drain()
-            now = self._now_ms()
+            now = self._admit()
             while len(results) < len(copies):
                 try:
                     self._append_to_file(copies[len(results) :], now, results)
@@ -437,11 +433,7 @@ class Appends:
         log, dispatcher = self.log, self._dispatcher
         try:
             with self._lock:
-                if not self._accepts:
-                    raise self._refusal()
-                if len(dispatcher.records) >= _BATCH:
-                    dispatcher.drain()
-                now = self._now_ms()
+                now = self._admit()
                 born = now if born_timestamp_ms is None else born_timestamp_ms
                 places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
                 end = places.pop()
@@ -478,6 +470,17 @@ class Appends:
             else:
                 self._wake()
         return list(map(_new_result, repeat(AppendResult), results))
+
+    def _admit(self) -> int:
+        """Before several records are written, under the lock: when they are stored. `append` has it inline.
+
+        Raises why nothing can be appended, or what writing entries that are due does.
+        """
+        if not self._accepts:
+            raise self._refusal()
+        if len(self._dispatcher.records) >= _BATCH:
+            self._dispatcher.drain()
+        return self._now_ms()
 
     def submit(self, message: Message, queue_id: int = 0, **fields: Any) -> Acknowledgement[AppendResult]:
         """Append like `append` with the same keywords, but return at once, whatever the durability.
