@@ -258,7 +258,8 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("queue files of several lengths", "opening", "    if len({size for _, size in found if size}) > 1:\n        return []  # no crash does that\n", "", UNIT("recovery")),
     ("queue files that were about to go", "opening", "if not (entry_size > 0 and place < log_begin):", "if True:", UNIT("recovery")),
     ("queue files without a last entry", "opening", "if not (entry_size > 0 and place < log_begin):", "if not place < log_begin:"),
-    ("index files of length zero", "opening", "    found += [name for name, size in _numbered(folder, files) if not size]\n", ""),
+    ("index files of length zero", "opening", "    found += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])\n", ""),
+    ("index files behind one of length zero", "opening", "reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])", "[name for name, size in _numbered(folder, files) if not size]", UNIT("recovery")),
     ("a checkpoint of length zero", "opening", "    if files.size(checkpoint) == 0:\n", "    if False:\n"),
     # --- what a recovery leaves
     ("what is found is flushed", "recovery", "        if not self._clean:\n            self._write_again()\n", ""),
