@@ -104,7 +104,7 @@ class GroupCommit:
                 self._on_failure()
 
     def _in_turn(self, act: Callable[[], None]) -> None:
-        """Wait for one's turn, in the order of the calls, and ``act``. Wherever a signal interrupts it, others go on."""
+        """``act`` when it is one's turn, in the order of the calls. Wherever a signal interrupts it, others go on."""
         mine = threading.Lock()
         try:
             self._take_turn(mine)

@@ -123,14 +123,22 @@ class Runner:
     def wake(self, step: Step, at: int = 0) -> None:
         """Let ``step`` be due at ``at`` (ms since 1970; 0: at once), unless it is due earlier. Under the lock."""
         if step.at is None or at < step.at:
-            step.at = at
-            heapq.heappush(self._heap, (at, next(self._count), step))
-            self._signal(at)
+            try:
+                heapq.heappush(self._heap, (at, next(self._count), step))
+                step.at = at  # behind it: nothing is taken to be in the heap that is not
+                self._signal(at)
+            except BaseException:  # by Ctrl-C: it may be due by now, and nobody told
+                self._signal(at)
+                raise
 
     def submit(self, work: Work) -> None:
         """Let ``work`` run as soon as there is somebody for it. Under the lock."""
-        self.ready.append(work)
-        self._signal(0)
+        try:
+            self.ready.append(work)
+            self._signal(0)
+        except BaseException:
+            self._signal(0)
+            raise
 
     def point(self, label: str) -> None:
         """Say that others may run here; called without the lock at each of librmq's calls within user code."""

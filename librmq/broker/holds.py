@@ -88,9 +88,10 @@ class Holds:
             return
         for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
-                self.remove(queue, holder)
                 self._ended_by[queue, holder] = hold.selection, message
-                hold.notify()
+                hold.notify()  # before it is let go of: whoever is interrupted here leaves it to the next message
+                if held.get(holder) is hold:
+                    self.remove(queue, holder)
             elif not hold.is_passed:
                 hold.is_passed = True
                 due = self._next_sweep()
