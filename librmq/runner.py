@@ -25,12 +25,16 @@ from typing import Any, Final, Protocol, TypeVar
 from librmq.clock import Clock, ManualClock
 from librmq.errors import EndlessLoopError, NotIdleError
 
-__all__ = ["NEVER", "ManualRunner", "Owner", "Runner", "Step", "Turn", "Work"]
+__all__ = ["NEVER", "Aside", "ManualRunner", "Owner", "Runner", "Step", "Turn", "Work"]
 
 _T = TypeVar("_T")
 NEVER: Final = 1 << 62
 """A time that does not come, in milliseconds."""
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
+
+Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
+"""``aside(wait, done)`` has ``wait()``, which waits for a disk, run while other things go on, and then ``done(error)``
+where a step is run, which gives the time in ms at which that one wants to be run again."""
 
 
 class Owner(Protocol):

@@ -209,7 +209,7 @@ def test_a_message_whose_send_was_interrupted_is_told_of_by_the_next(broker: Bro
         add(*arguments)  # type: ignore[arg-type]
         added.release()
 
-    holds.add = told  # type: ignore[method-assign]
+    holds.add = told  # type: ignore[assignment,method-assign]
     consumer = PushConsumer(broker, "G")
 
     @consumer.subscribe("T")
