@@ -310,6 +310,7 @@ class Broker:
             holds,
             locks,
             self._saving.filters_changed,
+            name,
             self.metrics,
         )
         transactions = self._transactions = BrokerTransactions(
