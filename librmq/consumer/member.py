@@ -190,7 +190,7 @@ class Member(Generic[C]):
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown()
 
     def start(self) -> Self:
