@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol, TypeVar
 from librmq.clock import Clock, ManualClock
 from librmq.errors import EndlessLoopError, NotIdleError
 
-__all__ = ["NEVER", "Aside", "ManualRunner", "Owner", "Runner", "Step", "Turn", "Work"]
+__all__ = ["NEVER", "Aside", "ManualRunner", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
 
 _T = TypeVar("_T")
 NEVER: Final = 1 << 62
@@ -202,6 +202,25 @@ class Runner:
         while heap and heap[0][2].at != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][2] if heap else None
+
+
+def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], None]) -> Aside | None:
+    """Has a disk waited for without the runner's lock; ``wake(at_ms)`` wakes the step on whose behalf.
+
+    None where time is moved by hand: nobody else would go on meanwhile.
+    """
+    if isinstance(runner.clock, ManualClock):
+        return None
+
+    def aside(wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
+        def ended(_: object, error: Exception | None) -> None:
+            due = done(error)
+            if due is not None:
+                wake(due)
+
+        runner.submit(Work(label, wait, ended, owner))
+
+    return aside
 
 
 class _TimePasses:

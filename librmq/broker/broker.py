@@ -84,7 +84,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import Aside, Runner, Step, Work
+from librmq.runner import Aside, Runner, Step, Work, aside_by
 from librmq.store import AppendResult, MessageStore
 from librmq.threadrunner import ThreadRunner
 from librmq.timer import Timers
@@ -578,19 +578,7 @@ class Broker:
         self._writing.submit()
 
     def _aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
-        """Has the disk waited for without the runner's lock; by hand nobody else would go on meanwhile."""
-        if self._by_hand:
-            return None
-
-        def aside(wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
-            def ended(_: object, error: Exception | None) -> None:
-                due = done(error)
-                if due is not None:
-                    wake(due)
-
-            self.runner.submit(Work(f"{self.name} {what}", wait, ended, self))
-
-        return aside
+        return aside_by(self.runner, f"{self.name} {what}", self, wake)
 
     def _wake_housekeeping(self) -> None:
         """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""

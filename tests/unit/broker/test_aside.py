@@ -13,11 +13,12 @@ import pytest
 
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
+from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.files import Files, MemoryFiles
 from librmq.hops import HOP_GROUP, HOP_TOPIC, send_at
-from librmq.message import Message
-from librmq.protocol import EndTransaction, SendMessage, TransactionState
+from librmq.message import Message, MessageQueue
+from librmq.protocol import ConsumeFrom, EndTransaction, MessageModel, SendMessage, TransactionState
 from librmq.runner import Runner
 from librmq.threadrunner import ThreadRunner
 from librmq.timer import TimerSettings
@@ -59,14 +60,15 @@ class Gate:
 
 
 class Gated(MemoryFiles):
-    """Files of which the timer's checkpoint is behind a gate."""
+    """Files of which one is written behind a gate."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, name: str = "timercheck") -> None:
         super().__init__()
         self.gate = gate
+        self.name = name
 
     def write(self, path: str, data: bytes) -> None:
-        if path.endswith("timercheck"):
+        if path.endswith(self.name):
             self.gate.pass_through()
         super().write(path, data)
 
@@ -306,3 +308,53 @@ def test_the_end_of_a_broker_notes_what_a_check_has_done() -> None:
     assert runner.close() == []
     with opened(files, transactions=settings) as again:
         assert again.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 1
+
+
+def test_a_broadcasting_consumer_writes_its_progress_while_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    files = Gated(gate, "offsets.json")
+    with opened(MemoryFiles()) as broker:
+        broker.create_topic("T", 1)
+        seen = threading.Semaphore(0)
+        consumer = PushConsumer(
+            broker,
+            "G",
+            instance_name="one",
+            model=MessageModel.BROADCASTING,
+            consume_from=ConsumeFrom.FIRST,
+            offsets_folder="/offsets",
+            files=files,
+        )
+        consumer.subscribe("T")(lambda message: seen.release())
+        consumer.start()
+        queue = MessageQueue("T", broker.name, 0)
+
+        def consumed(number: int) -> None:
+            broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST))
+            assert seen.acquire(timeout=WAIT_S)
+            assert eventually(broker, lambda: consumer.progress().get(queue) == number)
+
+        def stored() -> bool:
+            return consumer.held[queue].told == consumer.held[queue].progress
+
+        def save() -> int | None:
+            with broker.runner.lock:
+                return consumer._save_due(broker.runner.now_ms())
+
+        consumed(1)
+        with gate.shut():
+            assert save() is not None
+            assert gate.come.acquire(timeout=WAIT_S)
+            assert others_go_on(broker)
+            consumed(2)
+            assert save() is not None  # one at a time
+        assert eventually(broker, lambda: consumer.held[queue].told == 1)
+        gate.failures.append(StoreIOError("write", "offsets.json", OSError(errno.ENOSPC, "full")))
+        assert save() is not None
+        assert eventually(broker, lambda: "progress is not stored" in caplog.text)
+        assert save() is not None
+        assert eventually(broker, stored)
+        assert save() is None
+        consumed(3)
+        consumer.shutdown()
+        assert b":3" in files.read(f"/offsets/{consumer.client.client_id}/G/offsets.json")
