@@ -167,15 +167,17 @@ class Member(Generic[C]):
     def _stop(self, timeout: float | None, ended: threading.Event | None) -> bool:
         """Wait for what runs, save, leave; without the lock. Whether all has ended in time."""
         in_time = True
-        if ended is not None:
-            seconds = self.config.shutdown_timeout if timeout is None else timeout
-            in_time = self.runner.clock.wait(ended, seconds)
-        with self.runner.lock:
-            try:
-                self._save(self.held.values())
-                self._end()
-            finally:
-                self._leave()
+        try:
+            if ended is not None:
+                seconds = self.config.shutdown_timeout if timeout is None else timeout
+                in_time = self.runner.clock.wait(ended, seconds)
+        finally:  # a second Ctrl-C ends the waiting alone
+            with self.runner.lock:
+                try:
+                    self._save(self.held.values())
+                    self._end()
+                finally:
+                    self._leave()
         return in_time
 
     def _leave(self) -> None:
