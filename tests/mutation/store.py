@@ -144,7 +144,7 @@ UNIT = "tests/unit/test_{}.py".format
 CRASH = "tests/crash/test_{}.py".format
 TOLD_BY = {
     "files.": CRASH("disk_flushes"),
-    "dispatch.drain": CRASH("settled"),
+    "dispatch.write_entries": CRASH("settled"),
     "flushing.flush": CRASH("settled"),
     "flushing.wait": UNIT("flushing"),
     "housekeeping.": UNIT("housekeeping"),
