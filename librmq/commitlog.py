@@ -36,6 +36,7 @@ _BLANK_MAGIC: Final = codec.BLANK_MAGIC
 _MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
+_MOST_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
 """Bytes to flush from which on it is quicker to let go of their pages first."""
 
@@ -216,14 +217,14 @@ class CommitLog:
         start = sequence.start_of(end)
         if start is None:
             return
-        # In one go for a file: between two calls this thread would have a busy producer wait until it has had the
-        # interpreter.
+        # In few large parts: behind each this thread has a busy producer wait until it has had the interpreter. While
+        # one is under way nobody in the process gets new memory, though.
         at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < upto:
             start = at - at % self.file_size
             if start not in sequence.starts and not self._make(start):
                 return
-            step = min(upto, start + self.file_size)
+            step = min(upto, at + _MOST_TOUCHED, start + self.file_size)
             if start != self._page_by_page:
                 # Where pages come in large pieces, each piece becomes dirty as a whole at the first write behind a
                 # flush, and that write waits for it.

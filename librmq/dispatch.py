@@ -150,7 +150,7 @@ class Dispatcher:
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
     def write_entries(self) -> None:
-        """Write the queue entries that were collected; after an error (a full disk) the next call goes on from there."""
+        """Write the queue entries that were collected; after an error (a full disk) the next call goes on there."""
         for lane in self.lanes:
             queue, pending = lane.queue, lane.pending
             first = lane.next_queue_offset - len(pending)
@@ -163,8 +163,10 @@ class Dispatcher:
         self.lanes.clear()
 
     def advance(self) -> None:
-        """Do one of two parts of what `drain` does, so that no append waits for all of it; errors are those of `drain`."""
-        if self._block is None or self._indexing:
+        """Do one of two parts of what `drain` does, so that no append waits for all of it; with its errors."""
+        if self._indexing:  # the last call failed, and it is for this one to tell if that is still so
+            self.drain()
+        elif self._block is None:
             self._begin()
             self._block = key_block(self.records)
         else:

@@ -114,7 +114,7 @@ class Files(Protocol):
 
     def touch(self, file: File, begin: int, end: int) -> None:
         """Make the pages of bytes ``begin`` to ``end`` ready for writing, where the system can: the first write to a
-        page is slow. Call it off the path of those who must not wait, for a few pages at a time."""
+        page is slow. Call it off the path of those who must not wait."""
         ...
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:

@@ -141,28 +141,36 @@ class ThreadRunner(Runner):
                 self._holder_looks = False
                 if self.ready and not self._looking and not self._is_roused and not self._is_watched:
                     self._rouse()
-                wait_s = -1.0
-                self._sleeps_until = NEVER
-                if top is not None:
-                    self._sleeps_until = top.at or 0
-                    wait_s = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
-                if self._is_watched:
-                    wait_s = _WATCH_S if wait_s < 0 else min(wait_s, _WATCH_S)
+                self._sleeps_until = NEVER if top is None else top.at or 0
                 lock.release()
-                was_told = turn.acquire(timeout=wait_s)
+                was_told = turn.acquire(timeout=self._sleep_s())
+                goes_on = True
+                # Without the lock, for which a busy worker would let this thread wait and be slower itself.
+                while self._is_watched and not was_told and (goes_on := self._goes_on()):
+                    if self._sleeps_until <= self.now_ms():
+                        break
+                    was_told = turn.acquire(timeout=self._sleep_s())
                 lock.acquire()
-                was_told |= turn.acquire(blocking=False)  # by somebody who came too late to wake it
+                turn.acquire(blocking=False)  # from somebody who came too late to wake it
                 self._sleeps_until = 0
-                if self._is_watched and not was_told:
-                    self._look_at_the_swift()
+                if not goes_on:
+                    self._is_watched = False
+                    self._is_swift &= not self.ready
 
-    def _look_at_the_swift(self) -> None:
-        """See whether what was left to a worker in user code is taken."""
-        if not self.ready:
-            self._is_watched = False
-        elif self._begun - self._seen_begun < _FEW:
-            self._is_watched = self._is_swift = False
+    def _sleep_s(self) -> float:
+        """How long the clock thread may sleep, -1 for ever."""
+        seconds = -1.0
+        if self._sleeps_until < NEVER:
+            seconds = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
+        if self._is_watched:
+            seconds = _WATCH_S if seconds < 0 else min(seconds, _WATCH_S)
+        return seconds
+
+    def _goes_on(self) -> bool:
+        """See whether what was left to a worker in user code is taken, or there was something, if nothing is left."""
+        begun = self._begun - self._seen_begun
         self._seen_begun = self._begun
+        return begun >= _FEW if self.ready else begun > 0
 
     def _leave_ready_work(self) -> None:
         """A worker is about to begin with user code, there is more, and nobody is looking, nor the clock thread."""
@@ -219,7 +227,8 @@ class ThreadRunner(Runner):
                 at = NEVER if top is None else top.at or 0
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
                 self._signal_clock(at)
-            if ready and not (self._is_swift and (self._looking > 1 or self._is_roused)):
+            # Where listeners are swift one worker is enough: what others would do, they spend on waiting for the lock.
+            if ready and not (self._is_swift and (self._is_roused or self._workers - len(parked) > 1)):
                 work = ready.popleft()
                 self.running.add(work)
                 self._looking -= 1
@@ -236,6 +245,8 @@ class ThreadRunner(Runner):
                 lock.acquire()
                 continue
             self._looking -= 1
+            if ready and not self._looking and not self._is_roused and not self._is_watched:
+                self._leave_ready_work()
             parked.append(turn)
             lock.release()
             turn.acquire()
