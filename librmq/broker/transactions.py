@@ -165,6 +165,8 @@ class BrokerTransactions:
             )
         except RmqError as error:  # an ordinary producer, or one that is about to leave: the next check asks again
             _log.warning("group %s: a producer can't be asked about a transaction: %s", question.group, error)
+        except Exception:  # of an executor of the user's, which was shut down: the check goes on
+            _log.exception("group %s: a producer can't be asked about a transaction", question.group)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count("discard", half)
