@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.client import Client, LifeCycle
+from librmq.client import Client, LifeCycle, State
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
@@ -198,17 +198,19 @@ class Member(Generic[C]):
 
     def start(self) -> Self:
         """Join the group and begin. `ClientStateError` for a second start."""
-        with self.runner.lock:
-            self._life.start(self._start_or_leave)
-        return self
-
-    def _start_or_leave(self) -> None:
+        is_first = False
         try:
-            self._start()
+            with self.runner.lock:
+                is_first = self._life.state is State.CREATED
+                self._life.start(self._start)
         except BaseException:
-            self.stopping = True
-            self._leave()
+            if is_first:
+                with self.runner.lock:
+                    self._life.state = State.START_FAILED  # by Ctrl-C, where it had started
+                    self.stopping = True
+                    self._leave()
             raise
+        return self
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Leave the group in order."""

@@ -15,8 +15,11 @@ from librmq.broker.holds import Holds
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.saving import Saving, Writing
 from librmq.broker.sending import Sending
+from librmq.client import Client, LifeCycle
 from librmq.config import StoreConfig
-from librmq.consumer import PushConsumer
+from librmq.consumer import PullConsumer, PushConsumer
+from librmq.consumer.member import Member
+from librmq.consumer.rebalancing import Rebalancing
 from librmq.files import DiskFiles, MemoryFiles
 from librmq.housekeeping import Background
 from librmq.mappedfile import MappedFileQueue, MappingPool
@@ -321,3 +324,42 @@ def test_a_file_that_was_made_as_somebody_was_interrupted_is_made_again(tmp_path
         assert again.file(4096).buffer[:4] == b"here"
 
     assert interruptions((MappedFileQueue.create,), roll) >= 10
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
+def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
+    kind: type[PushConsumer] | type[PullConsumer], broker: Broker
+) -> None:
+    functions = (
+        Member.start,
+        Member._start,
+        kind._start,
+        LifeCycle.start,
+        Client.join,
+        Client.beat,
+        Client._send_heartbeats,
+        Rebalancing.start,
+        Rebalancing.wake,
+    )
+
+    def start(number: int) -> None:
+        consumer = kind(broker, "G")
+        if isinstance(consumer, PushConsumer):
+            consumer.subscribe("T")(lambda message: None)
+        else:
+            consumer.subscribe("T")
+        try:
+            consumer.start()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            assert not consumer.is_running
+            assert consumer.shutdown()
+        else:
+            sys.settrace(None)
+            assert consumer.is_running
+            consumer.shutdown()
+        with broker.runner.lock:
+            assert broker.client_ids() == ()
+            assert not consumer.held
+
+    assert interruptions(functions, start) >= 20
