@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.client import Client, LifeCycle, State
@@ -164,20 +164,27 @@ class Member(Generic[C]):
         group[self.client.client_id] = _comparable(self.subscriptions)
         refuse_differences(self.group, group)
 
-    def _stop(self, timeout: float | None, ended: threading.Event | None) -> bool:
-        """Wait for what runs, save, leave; without the lock. Whether all has ended in time."""
-        in_time = True
+    def _stop(self, timeout: float | None, begin: Callable[[], threading.Event | None]) -> bool:
+        """If it runs: ``begin`` under the lock, wait for what that gives, save, leave. Whether all has ended in time."""
+        is_first, in_time = False, True
         try:
-            if ended is not None:
+            with self.runner.lock:
+                is_first = self._life.is_running
+                self._life.shut_down()
+                if is_first:
+                    self.stopping = True
+                    ended = begin()
+            if is_first and ended is not None:
                 seconds = self.config.shutdown_timeout if timeout is None else timeout
                 in_time = self.runner.clock.wait(ended, seconds)
-        finally:  # a second Ctrl-C ends the waiting alone
-            with self.runner.lock:
-                try:
-                    self._save(self.held.values())
-                    self._end()
-                finally:
-                    self._leave()
+        finally:  # Ctrl-C ends the waiting alone
+            if is_first:
+                with self.runner.lock:
+                    try:
+                        self._save(self.held.values())
+                        self._end()
+                    finally:
+                        self._leave()
         return in_time
 
     def _leave(self) -> None:

@@ -163,14 +163,12 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._shut_down(None, self.config.auto_commit and kind is None)
 
     def _shut_down(self, timeout: float | None, commits: bool) -> bool:
-        with self.runner.lock:
-            if not self._life.shut_down():
-                return True
+        def begin() -> None:
             if commits:
                 self._commit_polled()
-            self.stopping = True
             self._arrived.set()
-        return self._stop(timeout, None)
+
+        return self._stop(timeout, begin)
 
     # ---- queues as the rebalance gives them
 

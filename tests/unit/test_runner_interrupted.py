@@ -18,6 +18,7 @@ from librmq.broker.sending import Sending
 from librmq.client import Client, LifeCycle
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer
+from librmq.consumer.delivery import Delivery
 from librmq.consumer.member import Member
 from librmq.consumer.rebalancing import Rebalancing
 from librmq.files import DiskFiles, MemoryFiles
@@ -363,3 +364,35 @@ def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
             assert not consumer.held
 
     assert interruptions(functions, start) >= 20
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
+def test_a_consumer_whose_shutdown_is_interrupted_has_left_its_group(
+    kind: type[PushConsumer] | type[PullConsumer], broker: Broker
+) -> None:
+    functions = (
+        kind.shutdown,
+        Member._stop,
+        LifeCycle.shut_down,
+        Delivery.stop,
+        Delivery.ended,
+        PullConsumer._shut_down,
+        PullConsumer._commit_polled,
+    )
+
+    def shut_down(number: int) -> None:
+        consumer = kind(broker, "G")
+        if isinstance(consumer, PushConsumer):
+            consumer.subscribe("T")(lambda message: None)
+        else:
+            consumer.subscribe("T")
+        consumer.start()
+        with suppress(KeyboardInterrupt):
+            consumer.shutdown()
+        sys.settrace(None)
+        assert consumer.shutdown()
+        with broker.runner.lock:
+            assert broker.client_ids() == ()
+            assert not consumer.held
+
+    assert interruptions(functions, shut_down) >= 8
