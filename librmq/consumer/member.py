@@ -165,7 +165,7 @@ class Member(Generic[C]):
         refuse_differences(self.group, group)
 
     def _stop(self, timeout: float | None, begin: Callable[[], threading.Event | None]) -> bool:
-        """If it runs: ``begin`` under the lock, wait for what that gives, save, leave. Whether all has ended in time."""
+        """If it runs: ``begin`` under the lock, wait for what that gives, save, leave; whether all ended in time."""
         is_first, in_time = False, True
         try:
             with self.runner.lock:
