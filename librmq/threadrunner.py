@@ -109,7 +109,7 @@ class ThreadRunner(Runner):
         if self._parked:
             _let_go(self._parked[-1])
             self._is_roused = True
-        elif len(self._threads) < self._max_threads:
+        elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
             self._signal_clock(0)  # every worker is in user code: steps go on

@@ -126,6 +126,16 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
     assert caplog.text.count("a worker does what the clock thread would") == 1
 
 
+def test_the_clock_thread_does_not_take_the_place_of_the_only_worker() -> None:
+    runner = ThreadRunner(max_threads=1)
+    ended = threading.Event()
+    with runner.lock:
+        runner.wake(Step("far away", lambda now_ms: None), runner.now_ms() + 3_600_000)
+        runner.submit(Work("work", lambda: None, lambda result, error: ended.set()))
+    assert ended.wait(WAIT_S)
+    assert runner.close() == []
+
+
 def test_a_coroutine_that_finds_no_loop_is_a_failure_of_the_listener() -> None:
     runner = ThreadRunner()
     outcome: list[tuple[Any, Exception | None]] = []
