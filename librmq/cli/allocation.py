@@ -84,7 +84,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
         case "MACHINE_ROOM_NEARBY" if field(row, "inner", str) != name:
             inner = _strategy(row["inner"], row)
             return allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
-    raise InputError(f"unknown strategy: {name!r}")
+    raise InputError(f"unknown strategy: {name!r:.80}")
 
 
 def _stumble(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
@@ -110,7 +110,7 @@ def _selected(row: Row) -> list[Any] | None:
     queues = _queues(row, "mqs")
     name, kind, key = field(row, "selector", str), field(row, "arg_type", str), _required(row, "arg")
     if name not in ("HASH", "MACHINE_ROOM"):
-        raise InputError(f"unknown selector: {name!r}")
+        raise InputError(f"unknown selector: {name!r:.80}")
     key = _key(kind, row, key)
     if row["mqs"] is None and name == "HASH":
         raise AllocationError("null for queues", "NullPointerException")
@@ -141,7 +141,7 @@ def _key(kind: str, row: Row, key: Any) -> object:
                 return float(key)
             except OverflowError:
                 pass
-    raise InputError(f"arg: expected a value of arg_type {kind!r}, found {json.dumps(key)[:80]}")
+    raise InputError(f"arg: expected a value of arg_type {kind!r:.80}, found {json.dumps(key)[:80]}")
 
 
 def _required(row: Row, name: str) -> Any:

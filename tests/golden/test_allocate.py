@@ -62,6 +62,7 @@ CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_t
         SHARE | CHOICE,
         SHARE | {"strategy": "BEST"},
         SHARE | {"strategy": 5},
+        SHARE | {"strategy": "x" * 70_000},
         SHARE | {"cid": 5},
         {key: value for key, value in SHARE.items() if key != "cid"},
         {key: value for key, value in SHARE.items() if key != "mqs"},
@@ -79,7 +80,7 @@ CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_t
         SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "BEST"},
         SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": "10"},
         SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": 1 << 40},
-        CHOICE | {"selector": "BEST"},
+        CHOICE | {"selector": "x" * 70_000},
         CHOICE | {"arg_type": "Date"},
         CHOICE | {"arg_type": "Integer"},
         CHOICE | {"arg_type": "Integer", "arg": 1 << 31},
@@ -95,6 +96,7 @@ def test_bad_input_ends_with_the_answers_before_it(run: Run, row: Row | str) -> 
     status, lines, err = run([SHARE, row, SHARE])
     assert (status, len(lines)) == (2, 1)
     assert err.startswith("librmq allocate: line 2: ")
+    assert len(err) < 300
 
 
 @pytest.mark.parametrize(
