@@ -64,9 +64,10 @@ class Recording:
         What follows ``group:`` counts for that group alone, the rest for all.
         """
         prose = self._scenario.partition("Broker settings")[0]
+        groups = "|".join(sorted({re.escape(event["group"]) for event in self.of_kind("consumer_start")}))
         found: dict[str, int] = {}
         for part in re.split(r"[;.]\s", prose):
-            named = re.search(r"\b(g_\w+):", part)
+            named = re.search(rf"\b({groups}):", part)
             if named is None or named[1] == group:
                 found.update({name: int(n) * (60 if unit else 1) for name, n, unit in _IN_PROSE.findall(part)})
             elif group in part:
