@@ -182,6 +182,11 @@ DEVIATIONS: Final = (
         "librmq takes it as a failure of the listener. In the replay that listener never ends.",
     ),
     Deviation(
+        "a producer is known at once",
+        "A producer of the original tells brokers of itself 1 s after its start, and is asked for no transaction "
+        "before. librmq's does so when it starts. In the replay it starts later, unless it sends before that.",
+    ),
+    Deviation(
         "the delay of a half message",
         "The original's client takes it away without a word, librmq refuses the message. The replay takes it away.",
     ),

@@ -220,6 +220,14 @@ class Recording:
             return []
         return sorted({(row["at_ms"], row["client"]) for row in self.requests("HEART_BEAT") if row["at_ms"] > again[0]})
 
+    def introduced(self, start: Row) -> int | None:
+        """When a producer first told brokers of itself, if that was after its start and before it sent anything."""
+        name = start["client"]
+        begun = next((e["at_ms"] for e in self.events_from(start["seq"]) if e["client"] == name and e != start), NEVER)
+        told = (row["at_ms"] for row in self.requests("HEART_BEAT") if row["client"] == name)
+        first = next((at_ms for at_ms in told if at_ms >= start["at_ms"]), NEVER)
+        return first if first < begun else None
+
     @cached_property
     def raced_halves(self) -> frozenset[str]:
         """The half messages, by unique id, that a check gave up and committed all the same: a race of the original."""
