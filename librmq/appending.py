@@ -190,7 +190,7 @@ class Appends:
                     raise self._refusal()
                 records = dispatcher.records
                 if len(records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
-                    dispatcher.drain()
+                    dispatcher.advance()
                     records = dispatcher.records
                 now = self._now_ms()
                 physical_offset = log.end

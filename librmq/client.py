@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 
 from librmq.errors import ClientError, ClientStateError
 from librmq.hosts import Host, encode_host
@@ -22,6 +22,7 @@ from librmq.protocol import (
     ConsumerData,
     ConsumersChanged,
     Endpoint,
+    Forgotten,
     Heartbeat,
     Request,
     Route,
@@ -201,6 +202,10 @@ class Client:
 
     def call(self, request: Request[R], /) -> R:
         """A broker's request, given to the member whose group it names."""
+        if isinstance(request, Forgotten):
+            if not self.dead:
+                self.forgotten_by(request.broker_name)
+            return cast("R", None)
         group = getattr(request, "group", None)
         with self.runner.lock:
             order = (self._producers, self._consumers)

@@ -36,7 +36,7 @@ _BLANK_MAGIC: Final = codec.BLANK_MAGIC
 _MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
-_LEAST_TOUCHED: Final = 128 << 10
+_MOST_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
 """Bytes to flush from which on it is quicker to let go of their pages first."""
 
@@ -78,6 +78,7 @@ class CommitLog:
         self._buffer: Buffer | None = None
         self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
         self._prepared = -1  # up to this physical offset pages are ready
+        self._page_by_page = -1  # the file whose pages are made ready
         self._flushed = -1  # up to this physical offset the last flush went
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
@@ -216,15 +217,21 @@ class CommitLog:
         start = sequence.start_of(end)
         if start is None:
             return
-        # A few large parts: between two of them this thread may wait long for the interpreter, of which a busy
-        # producer lets go when he must.
-        part = max(ahead // 2, _LEAST_TOUCHED)
+        # In few large parts: behind each this thread has a busy producer wait until it has had the interpreter. While
+        # one is under way nobody in the process gets new memory, though.
         at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < upto:
             start = at - at % self.file_size
             if start not in sequence.starts and not self._make(start):
                 return
-            step = min(upto, at + part, start + self.file_size)
+            step = min(upto, at + _MOST_TOUCHED, start + self.file_size)
+            if start != self._page_by_page:
+                # Where pages come in large pieces, each piece becomes dirty as a whole at the first write behind a
+                # flush, and that write waits for it.
+                if self._page_by_page in sequence.starts:
+                    sequence.read_ahead(self._page_by_page, 0, wanted=True)  # it is for reading now
+                sequence.read_ahead(start, at - start, wanted=False)
+                self._page_by_page = start
             sequence.touch(start, at - start, step - start)
             at = self._prepared = step
 

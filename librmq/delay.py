@@ -35,6 +35,7 @@ from librmq.errors import (
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message import StoredMessage
+from librmq.runner import Aside
 from librmq.store import MessageStore
 from librmq.topics import HALF_TOPIC
 
@@ -154,19 +155,18 @@ class DelaySchedule:
         settings: DelaySettings | None = None,
         *,
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
-        flush: Callable[[Callable[[Exception | None], int | None]], None] | None = None,
+        aside: Aside | None = None,
     ) -> None:
         """``start_ms`` is where the grid begins. ``delivered(message, topic, queue_id, result)`` is told of each
         delivery: the message as it waited, and where it went; it must not raise.
 
-        ``flush(done)`` has the store flushed while other things go on, and then ``done(error)`` called, which gives the
-        time in ms at which `run_due` wants to be called again; None flushes within `run_due`.
+        ``aside`` lets other things go on while the store is flushed; None flushes within `run_due`.
         """
         settings = settings or DelaySettings()
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
-        self._flush = flush
+        self._aside = aside
         self._layout: _Layout | None = None  # of the message before
         self._is_flushing = False
         self._first_look_ms = round(1000 * settings.first_look_s)
@@ -258,7 +258,7 @@ class DelaySchedule:
 
     def _save_or_retry(self, now_ms: int) -> None:
         """Save now, or when the store has been flushed."""
-        if self._flush is None:
+        if self._aside is None:
             self._saved_or_told(lambda: self.save(now_ms))
             return
         reached = self._reached()
@@ -281,7 +281,7 @@ class DelaySchedule:
             return self._save_ms
 
         self._is_flushing = True
-        self._flush(flushed)
+        self._aside(self._store.flush, flushed)
 
     def _saved_or_told(self, save: Callable[[], None]) -> None:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from librmq import codec
 from librmq.consumequeue import ConsumeQueue
@@ -22,13 +23,14 @@ from librmq.message import StoredMessage
 __all__ = [
     "BitmapOf",
     "Dispatcher",
+    "KeyBlock",
     "Lane",
     "Pending",
     "RawPending",
     "derived_tags_code",
     "has_queue_entry",
-    "index_block",
     "is_indexed",
+    "key_block",
     "key_hashes",
     "parse_level",
 ]
@@ -115,8 +117,8 @@ RawPending = tuple[int, int, int, bytes | None, bytes | None]
 class Dispatcher:
     """Collects what records lead to and writes it. Not thread-safe: `MessageStore` calls it under its lock.
 
-    ``records`` is public for the store's hot path, which adds to it and to `Lane.pending` by itself and calls `drain`
-    when there are `BATCH`.
+    ``records`` is public for the store's hot path, which adds to it and to `Lane.pending` by itself and calls `advance`
+    while there are `BATCH`. Whoever reads a queue calls `write_entries` first, whoever asks the index `drain`.
     """
 
     BATCH: Final = 128
@@ -128,12 +130,14 @@ class Dispatcher:
         self.lanes: list[Lane] = []
         """The lanes that have pending entries."""
         self.records: list[tuple[int, int, int, str | None, str | None]] = []
-        """The fields of `Pending`, for each record in the order of the log, with or without keys."""
-        self._failed = False
+        """The fields of `Pending`, for each record in the order of the log, with or without keys, that the index does
+        not have yet."""
+        self._block: KeyBlock | None = None  # of the first of them
+        self._indexing = False  # true outside of a call: the last one failed
         self.unflushed: set[ConsumeQueue] = set()
         """The queues that were written since somebody last took this set to flush them."""
         self.entries = 0
-        """How many entries were written since `unflushed` was last taken."""
+        """How many records were dispatched since `unflushed` was last taken."""
         self.dispatched_timestamp_ms = 0
         """The store time of the last record whose entry and keys are written."""
 
@@ -145,36 +149,68 @@ class Dispatcher:
             bitmap = self.bitmap_of(lane.topic, codec.decode_properties(properties) if properties else None)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
+    def write_entries(self) -> None:
+        """Write the queue entries that were collected; after an error (a full disk) the next call goes on there."""
+        for lane in self.lanes:
+            queue, pending = lane.queue, lane.pending
+            first = lane.next_queue_offset - len(pending)
+            if queue.max_offset > first:  # by a call that failed
+                del pending[: queue.max_offset - first]
+                first = queue.max_offset
+            self.unflushed.add(queue)
+            queue.append_many(first, b"".join(pending))
+            lane.pending = []
+        self.lanes.clear()
+
+    def advance(self) -> None:
+        """Do one of two parts of what `drain` does, so that no append waits for all of it; with its errors."""
+        if self._indexing:  # the last call failed, and it is for this one to tell if that is still so
+            self.drain()
+        elif self._block is None:
+            self._begin()
+            self._block = key_block(self.records)
+        else:
+            self._put_block(self._block)
+
     def drain(self) -> None:
         """Write whatever was collected; after an error (a full disk) the next call goes on where this one ended."""
-        records = self.records
-        if not records:
+        if not self.records:
             return
-        if self._failed:
-            records = self.records = self._resume()
-        self._failed = True
-        for lane in self.lanes:
-            pending = lane.pending
-            lane.queue.append_many(lane.next_queue_offset - len(pending), b"".join(pending))
-            lane.pending = []
-            self.unflushed.add(lane.queue)
-        self.entries += len(records)
-        self.lanes.clear()
-        if len(records) < _FEW:
+        self._begin()
+        if self._block is not None:
+            self._put_block(self._block)
+        records = self.records
+        if len(records) >= _FEW:
+            self._put_block(key_block(records))
+        elif records:
+            self._indexing = True
             self._index.append_many(
                 [(place, stored, key_hashes(prefix, unique, keys)) for place, stored, prefix, unique, keys in records]
             )
-        else:
-            index_block(self._index, records)
-        self.dispatched_timestamp_ms = records[-1][1]
-        self.records = []
-        self._failed = False
+            self._indexed(len(records))
 
-    def _resume(self) -> list[tuple[int, int, int, str | None, str | None]]:
-        """Drop the entries that are written; returns the records that are not, or not wholly, indexed."""
-        for lane in self.lanes:
-            written = lane.queue.max_offset - (lane.next_queue_offset - len(lane.pending))
-            del lane.pending[: max(written, 0)]
+    def _begin(self) -> None:
+        """Write the entries; leave out what an index call that failed has come to."""
+        self.write_entries()
+        if self._indexing:
+            self.records, self._block, self._indexing = self._unindexed(), None, False
+
+    def _put_block(self, block: KeyBlock) -> None:
+        self._indexing = True
+        self._index.append_block(*block)
+        self._indexed(len(block.physical_offsets))
+
+    def _indexed(self, count: int) -> None:
+        """Take note that the first ``count`` records have their keys in the index."""
+        records = self.records
+        self.entries += count
+        self.dispatched_timestamp_ms = records[count - 1][1]
+        self.records = records[count:]
+        self._block = None
+        self._indexing = False
+
+    def _unindexed(self) -> list[tuple[int, int, int, str | None, str | None]]:
+        """The records that are not, or not wholly, indexed."""
         last, count = self._index.last_record()
         records: list[tuple[int, int, int, str | None, str | None]] = []
         for record in self.records:
@@ -187,8 +223,17 @@ class Dispatcher:
         return records
 
 
-def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | None, str | None] | RawPending]) -> None:
-    """Add the keys of many records (`Pending`) to an index; texts may be as they are stored, in all or in none."""
+class KeyBlock(NamedTuple):
+    """The keys of many records, as `KeyIndex.append_block` takes them."""
+
+    physical_offsets: NDArray[np.int64]
+    timestamps: NDArray[np.int64]
+    record_of_key: NDArray[np.int64]
+    key_hashes: NDArray[np.int64]
+
+
+def key_block(records: Sequence[tuple[int, int, int, str | None, str | None] | RawPending]) -> KeyBlock:
+    """The keys of many records (`Pending`); texts may be as they are stored, in all or in none."""
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)
     if all(uniques) and all(keys) and not _has_blank(keys):
@@ -208,7 +253,7 @@ def index_block(index: KeyIndex, records: Sequence[tuple[int, int, int, str | No
             owners += [number] * len(found)
         record_of_key = np.array(owners, np.int64)
         hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
-    index.append_block(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)
+    return KeyBlock(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)
 
 
 def _has_blank(keys: Sequence[str] | Sequence[bytes]) -> bool:

@@ -78,8 +78,7 @@ class GroupCommit:
         self._flush = flush
         self._on_failure = on_failure
         self._guard = threading.Lock()  # of what follows
-        self._turn_of: threading.Lock | None = None  # the place of whoever has his turn
-        self._row: deque[threading.Lock] = deque()  # the places of the others, each held until its turn comes
+        self._row: deque[threading.Lock] = deque()  # the places; the first has its turn, the others are held until then
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
@@ -90,40 +89,51 @@ class GroupCommit:
         if self.flushed >= physical_offset:
             return
         self.check()
-        mine = threading.Lock()
-        try:
-            self._take_turn(mine)
-            if self.flushed < physical_offset:
-                self.check()
-                try:
-                    self.flushed = max(self.flushed, self._flush())
-                except StoreIOError as error:
-                    self.failure = error
-                    self._on_failure()
-        finally:
-            self._leave(mine)
+        self._in_turn(lambda: self._lead(physical_offset))
         if self.flushed < physical_offset:
             self.check()
 
+    def _lead(self, physical_offset: int) -> None:
+        """Flush, unless somebody before has."""
+        if self.flushed < physical_offset:
+            self.check()
+            try:
+                self.flushed = max(self.flushed, self._flush())
+            except StoreIOError as error:
+                self.failure = error
+                self._on_failure()
+
+    def _in_turn(self, act: Callable[[], None]) -> None:
+        """``act`` when it is one's turn, in the order of the calls. Wherever a signal interrupts it, others go on."""
+        mine = threading.Lock()
+        try:
+            self._take_turn(mine)
+            act()
+        finally:
+            try:
+                self._leave(mine)
+            except BaseException:
+                self._leave(mine)  # interrupted on the way out
+                raise
+
     def _take_turn(self, mine: threading.Lock) -> None:
-        """Return when it is the turn of whoever takes the place ``mine``, in the order of the calls."""
+        """Return when it is the turn of whoever takes the place ``mine``."""
         mine.acquire()
         with self._guard:
-            if self._turn_of is None:
-                self._turn_of = mine
-                return
             self._row.append(mine)
+            if self._row[0] is mine:
+                return
         mine.acquire()
 
     def _leave(self, mine: threading.Lock) -> None:
-        """Give up a place, wherever its owner was interrupted: if it had its turn, the next in the row has it."""
+        """Give up a place, if it is there; whoever is the first then has his turn. Doing so again does no harm."""
         with self._guard:
-            if self._turn_of is mine:
-                self._turn_of = self._row.popleft() if self._row else None
-                if self._turn_of is not None:
-                    self._turn_of.release()
-            elif mine in self._row:
-                self._row.remove(mine)
+            row = self._row
+            if mine in row:
+                row.remove(mine)
+            if row:
+                with suppress(RuntimeError):  # he knows already
+                    row[0].release()
 
     def check(self) -> None:
         """`FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
@@ -138,11 +148,7 @@ class GroupCommit:
         Returns when a flush that is under way has ended.
         """
         self._stopped = why
-        mine = threading.Lock()
-        try:
-            self._take_turn(mine)
-        finally:
-            self._leave(mine)
+        self._in_turn(lambda: None)
 
     def forget(self, why: str) -> None:
         """`stop` in a child process after a fork, where nobody may still hold what this waits for."""

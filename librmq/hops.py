@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from librmq import codec
-from librmq.errors import ConfigError, MessageIllegalError
+from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.javahash import java_int, java_long
 from librmq.levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus
+from librmq.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import validate_topic
 from librmq.txnhalves import TransactionOffsets
@@ -63,6 +64,7 @@ _OF_THE_WAY: Final = frozenset(
 )
 _QUEUE: Final = 0
 _READ: Final = 32
+_RETRY_MS: Final = 10_000
 
 Choose = Callable[[int, DelayLevels], int]
 """From the milliseconds that remain, above 0, to the level of the next hop."""
@@ -135,8 +137,8 @@ class HopProxy:
     """Sends on what waits in topic ``SYSTEM_SCHEDULE_MSG``. Not thread-safe: one caller at a time.
 
     A step beside `librmq.delay.DelaySchedule`, which brings each hop back to the topic: call `run_due` when something
-    has come there. What names no time or topic is dropped, logged as an error. After a crash messages may come twice;
-    none is lost, none is early.
+    has come there. What names no time or topic is dropped, logged as an error. After a failure that may pass (a full
+    disk) it goes on 10 s later. After a crash messages may come twice; none is lost, none is early.
     """
 
     def __init__(
@@ -147,14 +149,18 @@ class HopProxy:
         *,
         save_every_s: float | None = 10,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        aside: Aside | None = None,
     ) -> None:
         """``offsets`` keeps the progress, which is noted there so long after it changed; None leaves that to `save`.
-        ``delivered(message, result)`` is told of what came to its topic.
+        ``delivered(message, result)`` is told of what came to its topic. ``aside`` lets other things go on while the
+        store is flushed; None flushes within `run_due`.
         """
         self._store = store
         self._offsets = offsets
         self._choose = choose
         self._delivered = delivered
+        self._aside = aside
+        self._is_flushing = False
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._save_every_ms = None if save_every_s is None else round(1000 * save_every_s)
@@ -163,15 +169,27 @@ class HopProxy:
     def run_due(self, now_ms: int) -> int | None:
         """Send on all that has come; returns when to call at the latest (ms), None if only what comes calls for it.
 
-        Raises what `MessageStore.append` and its flush do, and goes on there when called again.
+        `StoreClosedError`, `FlushFailedError` and `ReadOnlyError` where the store takes no messages any more.
         """
-        self._send_all(now_ms)
-        if self._next_offset == self._saved_offset or self._save_every_ms is None:
+        try:
+            self._send_all(now_ms)
+            return self._save_due(now_ms)
+        except LASTING:
+            raise
+        except StoreError as error:
+            _log.error("what is carried by levels goes on in %d ms: %s", _RETRY_MS, error)
+            return now_ms + _RETRY_MS
+
+    def _save_due(self, now_ms: int) -> int | None:
+        if self._next_offset == self._saved_offset or self._save_every_ms is None or self._is_flushing:
             return None
         if self._save_ms is None or self._save_ms > now_ms + self._save_every_ms:  # the clock was put back
             self._save_ms = now_ms + self._save_every_ms
         if self._save_ms <= now_ms:
-            self.save()
+            if self._aside is None:
+                self.save()
+            else:
+                self._save_aside(self._aside)
         return self._save_ms
 
     def _send_all(self, now_ms: int) -> None:
@@ -190,9 +208,31 @@ class HopProxy:
         """Note the progress, after a flush of the store, for whoever keeps it to write. Raises what the flush does."""
         if self._next_offset != self._saved_offset:
             self._store.flush()
-            self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, self._next_offset)
-            self._saved_offset = self._next_offset
+            self._note(self._next_offset)
         self._save_ms = None
+
+    def _save_aside(self, aside: Aside) -> None:
+        reached = self._next_offset
+
+        def flushed(error: Exception | None) -> int | None:
+            self._is_flushing = False
+            if error is None:
+                self._note(max(reached, self._saved_offset))
+                return self._save_due(self._store.clock.now_ms())
+            if isinstance(error, LASTING) or not isinstance(error, StoreError):
+                _log.error("how far what is carried by levels has come can't be saved any more: %s", error)
+                return None
+            _log.error("how far what is carried by levels has come is saved in %d ms: %s", _RETRY_MS, error)
+            self._save_ms = self._store.clock.now_ms() + _RETRY_MS
+            return self._save_ms
+
+        self._is_flushing, self._save_ms = True, None
+        aside(self._store.flush, flushed)
+
+    def _note(self, reached: int) -> None:
+        """Tell of progress that the device has the messages of."""
+        self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
+        self._saved_offset = reached
 
     def _send_on(self, message: StoredMessage, now_ms: int) -> None:
         properties = message.properties

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.damage import Damage
-from librmq.dispatch import RawPending, index_block, is_indexed, key_hashes
+from librmq.dispatch import RawPending, is_indexed, key_block, key_hashes
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.javahash import java_decode, string_hash
 from librmq.keyindex import KeyIndex
@@ -140,7 +140,7 @@ class IndexCheck:
         """Count what the index lacks, and write it if it is to be mended so."""
         self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
         if self._mend and self.sound and self.lacking:
-            index_block(self._index, self.lacking)
+            self._index.append_block(*key_block(self.lacking))
         self.lacking.clear()
 
     def _damaged(self, run: _Run, what: str) -> None:
@@ -187,7 +187,7 @@ def index_again(log: CommitLog, index: KeyIndex) -> None:
             unique_key, keys = message.unique_key, message.properties.get(codec.PROPERTY_KEYS)
         records.append((physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
         if len(records) >= _BLOCK:
-            index_block(index, records)
+            index.append_block(*key_block(records))
             records = []
     if records:
-        index_block(index, records)
+        index.append_block(*key_block(records))

@@ -487,6 +487,13 @@ class ConsumersChanged(Request[None]):
 
 
 @_value
+class Forgotten(Request[None]):
+    """The broker takes the client to be gone. If it lives, its next heartbeat says so: the original repeats them."""
+
+    broker_name: str
+
+
+@_value
 class CheckTransaction(Request[None]):
     """How did the local transaction of this half message end? Answered by `EndTransaction`, or never."""
 

@@ -25,12 +25,16 @@ from typing import Any, Final, Protocol, TypeVar
 from librmq.clock import Clock, ManualClock
 from librmq.errors import EndlessLoopError, NotIdleError
 
-__all__ = ["NEVER", "ManualRunner", "Owner", "Runner", "Step", "Turn", "Work"]
+__all__ = ["NEVER", "Aside", "ManualRunner", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
 
 _T = TypeVar("_T")
 NEVER: Final = 1 << 62
 """A time that does not come, in milliseconds."""
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
+
+Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
+"""``aside(wait, done)`` has ``wait()``, which waits for a disk, run while other things go on, and then ``done(error)``
+where a step is run, which gives the time in ms at which that one wants to be run again."""
 
 
 class Owner(Protocol):
@@ -123,14 +127,22 @@ class Runner:
     def wake(self, step: Step, at: int = 0) -> None:
         """Let ``step`` be due at ``at`` (ms since 1970; 0: at once), unless it is due earlier. Under the lock."""
         if step.at is None or at < step.at:
-            step.at = at
-            heapq.heappush(self._heap, (at, next(self._count), step))
-            self._signal(at)
+            try:
+                heapq.heappush(self._heap, (at, next(self._count), step))
+                step.at = at  # behind it: nothing is taken to be in the heap that is not
+                self._signal(at)
+            except BaseException:  # by Ctrl-C: it may be due by now, and nobody told
+                self._signal(at)
+                raise
 
     def submit(self, work: Work) -> None:
         """Let ``work`` run as soon as there is somebody for it. Under the lock."""
-        self.ready.append(work)
-        self._signal(0)
+        try:
+            self.ready.append(work)
+            self._signal(0)
+        except BaseException:
+            self._signal(0)
+            raise
 
     def point(self, label: str) -> None:
         """Say that others may run here; called without the lock at each of librmq's calls within user code."""
@@ -190,6 +202,25 @@ class Runner:
         while heap and heap[0][2].at != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][2] if heap else None
+
+
+def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], None]) -> Aside | None:
+    """Has a disk waited for without the runner's lock; ``wake(at_ms)`` wakes the step on whose behalf.
+
+    None where time is moved by hand: nobody else would go on meanwhile.
+    """
+    if isinstance(runner.clock, ManualClock):
+        return None
+
+    def aside(wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
+        def ended(_: object, error: Exception | None) -> None:
+            due = done(error)
+            if due is not None:
+                wake(due)
+
+        runner.submit(Work(label, wait, ended, owner))
+
+    return aside
 
 
 class _TimePasses:

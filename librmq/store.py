@@ -252,9 +252,9 @@ class MessageStore(Appends):
             raise self._unusable()
         if self._following is not None:
             return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
-        if self._dispatcher.records:
+        if self._dispatcher.lanes:
             try:
-                self._drain()
+                self._write_entries()
             except StoreIOError as error:
                 if error.errno != errno.ENOSPC:
                     raise
@@ -298,7 +298,7 @@ class MessageStore(Appends):
         For reading only: the store writes it.
         """
         self._check_open()
-        self._drain()
+        self._write_entries()
         return self.queues.find((topic, queue_id))
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
@@ -640,8 +640,14 @@ class MessageStore(Appends):
             raise self._unusable()
         return parts
 
+    def _write_entries(self) -> None:
+        """Write what readers of queues look into."""
+        if self._dispatcher.lanes:
+            with self._lock:
+                self._dispatcher.write_entries()
+
     def _drain(self) -> None:
-        """Write what readers look into."""
+        """Write what readers of queues and of the index look into."""
         if self._dispatcher.records:
             with self._lock:
                 self._dispatcher.drain()

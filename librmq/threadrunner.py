@@ -37,19 +37,23 @@ class ThreadRunner(Runner):
     Thread-safe. `close` ends all of them. Of no use in a child process after a fork.
 
     A worker is *parked* (it waits for its turn), *looking* (awake, and it looks at steps and ready work before it
-    parks), or in user code. Whoever makes something due rouses a worker only if none is looking. Where listeners are
-    swift, a worker that leaves ready work behind rouses nobody either, since waking a thread takes longer than what it
-    would do: the clock thread then sees to it, every few milliseconds, that the work does not wait for a listener that
-    is swift no more.
+    parks), or in user code. Whoever makes something due rouses a worker only if none is looking, nor roused already.
+    Where listeners are swift, a worker that leaves ready work behind rouses nobody either, since waking a thread takes
+    longer than what it would do: the clock thread then sees to it, every few milliseconds, that the work does not wait
+    for a listener that is swift no more.
+
+    A signal handler may raise in the main thread at any place, Ctrl-C's for one. So whoever rouses a thread does no
+    more than let go of the lock that it waits for, which may be done again; all counts are the threads' own.
     """
 
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:
         super().__init__(clock or SystemClock())
-        self._clock_turn = threading.Condition(self.lock)
+        self._clock_turn = _turn()  # the lock that the clock thread waits for
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
         self._parked: list[threading.Lock] = []  # of each parked worker the lock that it waits for; the last goes first
         self._looking = 0
+        self._is_roused = False  # a worker, which is about to look
         self._workers = 0
         self._holder_looks = False  # whoever holds the lock is a thread of ours that looks again before it waits
         self._sleeps_until = 0  # 0 while the clock thread is awake
@@ -60,20 +64,25 @@ class ThreadRunner(Runner):
         self._many_since = 0.0  # when the last `_MANY` began
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._clock_runs = False
+        self._clock_runs = False  # as far as those know who start it
+        self._is_clock_there = False
         _runners.add(self)
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=f"librmq-{name}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        self._threads.append(thread)  # first: it may run though its start is interrupted
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.remove(thread)
+            raise
 
     def _signal(self, at: int) -> None:
         if self._holder_looks or self._stopping:
             return
         if at > 0 and at > self.now_ms():
             self._signal_clock(at)
-        elif not self._looking:
+        elif not self._looking and not self._is_roused:
             self._rouse()
 
     def _signal_clock(self, at: int) -> None:
@@ -81,13 +90,13 @@ class ThreadRunner(Runner):
             self._start(self._run_clock, "clock")
             self._clock_runs = True  # once it has started, which may fail
         elif at < self._sleeps_until:
-            self._clock_turn.notify()
+            _let_go(self._clock_turn)
 
     def _rouse(self) -> None:
         """Have one more worker look."""
         if self._parked:
-            self._looking += 1
-            self._parked.pop().release()
+            _let_go(self._parked[-1])
+            self._is_roused = True
         elif len(self._threads) < self._max_threads:
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
@@ -103,7 +112,7 @@ class ThreadRunner(Runner):
             self._max_threads = len(self._threads)
             self._rouse()
         else:
-            self._looking += 1
+            self._is_roused = True
             self._workers += 1
 
     def _run_steps(self) -> Step | None:
@@ -115,38 +124,53 @@ class ThreadRunner(Runner):
             heapq.heappop(self._heap)
             try:
                 top.go(self)
-            except Exception:
+            except BaseException:  # nobody takes it of a thread of ours
                 _log.exception("%s: librmq's own step has failed", top.label)
             now = self.now_ms()
         return top
 
     def _run_clock(self) -> None:
-        with self.lock:
+        turn, lock = self._clock_turn, self.lock
+        with lock:
+            if self._is_clock_there:
+                return  # somebody was interrupted as he started that one
+            self._is_clock_there = True
             while not self._stopping:
                 self._holder_looks = True
                 top = self._run_steps()
                 self._holder_looks = False
-                if self.ready and not self._looking and not self._is_watched:
+                if self.ready and not self._looking and not self._is_roused and not self._is_watched:
                     self._rouse()
-                wait_s = None
-                self._sleeps_until = NEVER
-                if top is not None:
-                    self._sleeps_until = top.at or 0
-                    wait_s = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
-                if self._is_watched:
-                    wait_s = _WATCH_S if wait_s is None else min(wait_s, _WATCH_S)
-                was_told = self._clock_turn.wait(wait_s)
+                self._sleeps_until = NEVER if top is None else top.at or 0
+                lock.release()
+                was_told = turn.acquire(timeout=self._sleep_s())
+                goes_on = True
+                # Without the lock, for which a busy worker would let this thread wait and be slower itself.
+                while self._is_watched and not was_told and (goes_on := self._goes_on()):
+                    if self._sleeps_until <= self.now_ms():
+                        break
+                    was_told = turn.acquire(timeout=self._sleep_s())
+                lock.acquire()
+                turn.acquire(blocking=False)  # from somebody who came too late to wake it
                 self._sleeps_until = 0
-                if self._is_watched and not was_told:
-                    self._look_at_the_swift()
+                if not goes_on:
+                    self._is_watched = False
+                    self._is_swift &= not self.ready
 
-    def _look_at_the_swift(self) -> None:
-        """See whether what was left to a worker in user code is taken."""
-        if not self.ready:
-            self._is_watched = False
-        elif self._begun - self._seen_begun < _FEW:
-            self._is_watched = self._is_swift = False
+    def _sleep_s(self) -> float:
+        """How long the clock thread may sleep, -1 for ever."""
+        seconds = -1.0
+        if self._sleeps_until < NEVER:
+            seconds = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
+        if self._is_watched:
+            seconds = _WATCH_S if seconds < 0 else min(seconds, _WATCH_S)
+        return seconds
+
+    def _goes_on(self) -> bool:
+        """See whether what was left to a worker in user code is taken, or there was something, if nothing is left."""
+        begun = self._begun - self._seen_begun
         self._seen_begun = self._begun
+        return begun >= _FEW if self.ready else begun > 0
 
     def _leave_ready_work(self) -> None:
         """A worker is about to begin with user code, there is more, and nobody is looking, nor the clock thread."""
@@ -155,14 +179,15 @@ class ThreadRunner(Runner):
         else:
             self._is_watched, self._seen_begun = True, self._begun
             if self._clock_runs:
-                self._clock_turn.notify()
+                _let_go(self._clock_turn)
             else:
                 self._signal_clock(0)
 
     def _run_worker(self) -> None:
-        turn = threading.Lock()
-        turn.acquire()
+        turn = _turn()
         with self.lock:
+            self._is_roused = False
+            self._looking += 1
             work = self._next_work(turn)
         while work is not None:
             result: object = None
@@ -185,14 +210,14 @@ class ThreadRunner(Runner):
                     self._holder_looks = True
                     try:
                         self._apply(work, result, error)
-                    except Exception:
+                    except BaseException:
                         _log.exception(_NOT_APPLIED, work.label)
                     self._holder_looks = False
                 work = self._next_work(turn)
 
     def _next_work(self, turn: threading.Lock) -> Work | None:
         """Take the due steps, and what is ready or will be; None when all ends."""
-        lock, ready, heap = self.lock, self.ready, self._heap
+        lock, ready, heap, parked = self.lock, self.ready, self._heap, self._parked
         while not self._stopping:
             at = heap[0][0] if heap else NEVER
             if at <= self.now_ms():
@@ -202,7 +227,8 @@ class ThreadRunner(Runner):
                 at = NEVER if top is None else top.at or 0
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
                 self._signal_clock(at)
-            if ready and not (self._is_swift and self._looking > 1):
+            # Where listeners are swift one worker is enough: what others would do, they spend on waiting for the lock.
+            if ready and not (self._is_swift and (self._is_roused or self._workers - len(parked) > 1)):
                 work = ready.popleft()
                 self.running.add(work)
                 self._looking -= 1
@@ -210,18 +236,27 @@ class ThreadRunner(Runner):
                 if not self._begun % _MANY:
                     begin, self._many_since = self._many_since, self.clock.monotonic()
                     self._is_swift |= self._many_since - begin < _SWIFT_S
-                if ready and not self._looking and not self._is_watched:
+                if ready and not self._looking and not self._is_roused and not self._is_watched:
                     self._leave_ready_work()
                 return work
             if not ready and at <= self.now_ms():
-                seconds = _YIELD_S
-            else:
-                seconds = -1
-                self._looking -= 1
-                self._parked.append(turn)
+                lock.release()
+                turn.acquire(timeout=_YIELD_S)
+                lock.acquire()
+                continue
+            self._looking -= 1
+            if ready and not self._looking and not self._is_roused and not self._is_watched:
+                self._leave_ready_work()
+            parked.append(turn)
             lock.release()
-            turn.acquire(timeout=seconds)
+            turn.acquire()
             lock.acquire()
+            if parked[-1] is turn:
+                del parked[-1]
+            else:
+                parked.remove(turn)
+            self._is_roused = False
+            self._looking += 1
         return None
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
@@ -287,17 +322,29 @@ class ThreadRunner(Runner):
         """
         with self.lock:
             self._stopping = True
-            self._clock_turn.notify_all()
-            while self._parked:
-                self._parked.pop().release()
+            for turn in (self._clock_turn, *self._parked):
+                _let_go(turn)
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         deadline = self.clock.monotonic() + timeout
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - self.clock.monotonic()))
         with self.lock:
             return sorted(work.label for work in self.running)
+
+
+def _turn() -> threading.Lock:
+    """What one thread waits for, until another lets it go."""
+    turn = threading.Lock()
+    turn.acquire()
+    return turn
+
+
+def _let_go(turn: threading.Lock) -> None:
+    """Have the thread go on that waits for its turn; whoever was interrupted here does it again. Under the lock."""
+    if turn.locked():
+        turn.release()
 
 
 def _failure(work: Work, error: BaseException) -> RunnerError:
@@ -316,7 +363,6 @@ def _after_fork() -> None:
         runner._threads.clear()
         runner.running.clear()
         runner.lock = threading.RLock()  # some thread of the parent may hold it
-        runner._clock_turn = threading.Condition(runner.lock)
         runner._parked.clear()
     _runners.clear()
 

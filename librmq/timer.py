@@ -18,10 +18,11 @@ Mirrors 5.3.3's ``TimerMessageStore`` and ``HookUtils``; wheel and log are in `l
 from __future__ import annotations
 
 import logging
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, NamedTuple, Self
 
 from librmq import codec
 from librmq.dispatch import parse_level
@@ -37,6 +38,7 @@ from librmq.files import Files
 from librmq.javahash import java_int, java_long, string_hash
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
+from librmq.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.timerfiles import (
     DEFAULT,
@@ -191,6 +193,14 @@ class _Emptying:
         self.deleted = deleted
 
 
+class _Reached(NamedTuple):
+    """How far the timer had come when it began to be saved."""
+
+    number: int
+    """A later one has a larger."""
+    checkpoint: TimerCheckpoint
+
+
 class Timers:
     """The timers of a store. Not thread-safe: one caller at a time.
 
@@ -208,15 +218,16 @@ class Timers:
         settings: TimerSettings | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        aside: Aside | None = None,
     ) -> Self:
         """The timers of a store that is open for writing; nothing is written where it has none.
 
         ``delivered(message, result)`` is told of each delivery: the message as it waited, and where it went; it must
-        not raise. `ConfigError` for settings that disagree with the files, `CorruptionError` for files that are none
-        of a timer's.
+        not raise. ``aside`` lets other things go on while `run_due` saves; None saves within it. `ConfigError` for
+        settings that disagree with the files, `CorruptionError` for files that are none of a timer's.
         """
         timers = object.__new__(cls)
-        timers._open(store, settings or TimerSettings(), delivered)
+        timers._open(store, settings or TimerSettings(), delivered, aside)
         return timers
 
     def _open(
@@ -224,15 +235,21 @@ class Timers:
         store: MessageStore,
         settings: TimerSettings,
         delivered: Callable[[StoredMessage, AppendResult], None] | None,
+        aside: Aside | None,
     ) -> None:
         self._store = store
         self._files: Files = store.files
         self._settings = settings
         self._precision_ms = settings.timer_precision_ms
         self._delivered = delivered
+        self._aside = aside
         self._save_ms: int | None = None
         self._retry_at_ms: int | None = None
         self._changed = False
+        self._is_saving = False  # aside
+        self._one_at_a_time = threading.Lock()  # of what is written on saving
+        self._begun_saves = self._written_saves = 0
+        self._is_let_go = False
         self._emptying: _Emptying | None = None
         size = timer_log_size(store.path, self._files)
         if size is not None and size != settings.timer_log_file_size:
@@ -328,11 +345,7 @@ class Timers:
         try:
             if not (self._empty_slots(now_ms) and self._fill_slots(now_ms)):
                 return now_ms
-            if self._changed and self._settings.save_every_s is not None:
-                if self._save_ms is None or self._save_ms > now_ms + round(1000 * self._settings.save_every_s):
-                    self._save_ms = now_ms + round(1000 * self._settings.save_every_s)
-                if self._save_ms <= now_ms:
-                    self.save(now_ms)
+            self._save_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
@@ -500,27 +513,96 @@ class Timers:
 
         Raises what `MessageStore.flush` does.
         """
-        self._save_ms = None
-        if not self._slots.has_wheel and not self._changed:
+        reached = self._reached(now_ms)
+        if reached is None:
             return
-        if not self._changed and self._checkpoint.read_time_ms == self._read_ms:
-            return
-        self._changed = False
         try:
-            read_ms, queue_offset, position = self._read_ms, self._queue_offset, self._slots.log.end
-            self._store.flush()
-            self._slots.flush()
-            checkpoint = self._checkpoint
-            if queue_offset != checkpoint.queue_offset:
-                checkpoint.version_counter += 1
-                checkpoint.version_timestamp_ms = now_ms
-            checkpoint.read_time_ms, checkpoint.log_position = read_ms, position
-            checkpoint.queue_offset = checkpoint.master_queue_offset = queue_offset
-            checkpoint.write(self._store.path, self._files)
+            self._write(reached)
         except BaseException:
             self._changed = True
             raise
-        self._slots.log.trim(read_ms - self._settings.window_ms)
+        self._saved(reached)
+
+    def let_go(self) -> None:
+        """The store is let go of: write nothing any more. Returns when nothing is being written. Thread-safe."""
+        with self._one_at_a_time:
+            self._is_let_go = True
+
+    def _save_due(self, now_ms: int) -> None:
+        """Save if it is time to, or begin to."""
+        if not self._changed or self._settings.save_every_s is None or self._is_saving:
+            return
+        every_ms = round(1000 * self._settings.save_every_s)
+        if self._save_ms is None or self._save_ms > now_ms + every_ms:
+            self._save_ms = now_ms + every_ms
+        if self._save_ms <= now_ms:
+            if self._aside is None:
+                self.save(now_ms)
+            else:
+                self._save_aside(self._aside, now_ms)
+
+    def _save_aside(self, aside: Aside, now_ms: int) -> None:
+        reached = self._reached(now_ms)
+        if reached is None:
+            return
+
+        def written(error: Exception | None) -> int | None:
+            self._is_saving = False
+            now_ms = self._store.clock.now_ms()
+            try:
+                if error is not None:
+                    self._changed = True
+                    raise error
+                self._saved(reached)
+                self._save_due(now_ms)
+            except LASTING as told:  # nobody waits for this: the next delivery meets it too
+                _log.error("the timer can't be saved any more: %s", told)
+            except StoreError as told:
+                self._save_ms = now_ms + round(1000 * self._settings.retry_s)
+                _log.error("the timer is saved at %d: %s", self._save_ms, told)
+            return self._save_ms
+
+        self._is_saving = True
+        aside(lambda: self._write(reached), written)
+
+    def _reached(self, now_ms: int) -> _Reached | None:
+        """How far all has come, as it is to be saved; None where nothing has changed."""
+        self._save_ms = None
+        if not self._slots.has_wheel and not self._changed:
+            return None
+        before = self._checkpoint
+        if not self._changed and not self._is_saving and before.read_time_ms == self._read_ms:
+            return None
+        self._changed = False
+        self._begun_saves += 1
+        checkpoint = replace(
+            before,
+            read_time_ms=self._read_ms,
+            log_position=self._slots.log.end,
+            queue_offset=self._queue_offset,
+            master_queue_offset=self._queue_offset,
+        )
+        if self._queue_offset != before.queue_offset:
+            checkpoint.version_counter += 1
+            checkpoint.version_timestamp_ms = now_ms
+        return _Reached(self._begun_saves, checkpoint)
+
+    def _write(self, reached: _Reached) -> None:
+        """Flush what a checkpoint vouches for, and write it, unless a later one is written. Thread-safe."""
+        with self._one_at_a_time:
+            if self._is_let_go or reached.number <= self._written_saves:
+                return
+            self._store.flush()
+            self._slots.flush()
+            reached.checkpoint.write(self._store.path, self._files)
+            self._written_saves = reached.number
+
+    def _saved(self, reached: _Reached) -> None:
+        """What lies before a checkpoint that was written is not needed any more."""
+        if reached.number < self._written_saves:
+            return
+        self._checkpoint = reached.checkpoint
+        self._slots.log.trim(reached.checkpoint.read_time_ms - self._settings.window_ms)
 
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
         """What waits in the wheel, by slot: when it is due (ms), and the message."""

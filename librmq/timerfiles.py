@@ -183,10 +183,14 @@ class TimerWheel:
         return slots["time"].astype(np.int64)
 
     def flush(self) -> None:
-        """Return when the slots have reached the device."""
+        """Return when the slots have reached the device. Others may be written meanwhile."""
         if self._dirty:
-            self._files.flush(self._file)
-            self._dirty = False
+            self._dirty = False  # before the flush: what is written meanwhile is for the next
+            try:
+                self._files.flush(self._file)
+            except BaseException:
+                self._dirty = True
+                raise
 
 
 def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:

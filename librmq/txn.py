@@ -20,7 +20,7 @@ Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridg
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -37,12 +37,13 @@ from librmq.errors import (
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
+from librmq.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.txncheck import CheckPass
 from librmq.txnhalves import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
 
-__all__ = ["CheckBack", "Checked", "TransactionSettings", "Transactions"]
+__all__ = ["CheckBack", "Checked", "Delivered", "TransactionSettings", "Transactions"]
 
 _log = logging.getLogger("librmq.txn")
 
@@ -118,6 +119,16 @@ class Checked(NamedTuple):
     """The halves that were given up, with how often they had been checked."""
 
 
+class Delivered(NamedTuple):
+    """A final message that stands in the log."""
+
+    topic: str
+    """The topic that it is for; in the schedule topic first if it is delayed."""
+    queue_id: int
+    properties: Mapping[str, str]
+    result: AppendResult
+
+
 class _Recent(NamedTuple):
     """A half as it was prepared."""
 
@@ -154,25 +165,32 @@ class Transactions:
         *,
         ask: Callable[[CheckBack], None] = lambda question: None,
         discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
+        delivered: Callable[[Delivered], None] = lambda final: None,
         make_topic: Callable[[str], None] = lambda topic: None,
         original: bool = False,
+        aside: Aside | None = None,
     ) -> None:
         """``ask(question)`` passes a question on to a producer; its answer, if any, comes as `commit` or `rollback`.
-        ``discarded(half, check_times)`` is told what was given up. ``make_topic(topic)`` sees to it that a topic of one
-        queue, readable and writable, is in the broker's table. None of them may raise, or call this object.
+        ``discarded(half, check_times)`` is told what was given up, ``delivered(final)`` of each final message as soon
+        as it stands in the log. ``make_topic(topic)`` sees to it that a topic of one queue, readable and writable, is
+        in the broker's table. None of them may raise, or call this object. ``aside`` lets other things go on while the
+        store is flushed at the end of a check pass; None flushes within `run_due`.
         """
         self._store = store
         self._offsets = offsets
         self._settings = settings or TransactionSettings()
         self._ask = ask
         self._discarded = discarded
+        self._delivered = delivered
         self._make_topic = make_topic
+        self._aside = aside
         self._original = original
         self._interval_ms = round(1000 * self._settings.interval_s)
         self._begin_ms = start_ms + self._interval_ms
         self._next_ms: int | None = None  # None while nothing is pending
         self._last_ms = start_ms
         self._pass: CheckPass | None = None
+        self._is_flushing = False  # what the pass, which is over, has written
         self._opened_at = store.log.end  # of older halves it is not known what happened before
         self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
         self._ended: EndedHalves | None = None
@@ -279,6 +297,7 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)
+        self._delivered(Delivered(message.topic, recent.queue_id, properties, result))
         return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
@@ -387,6 +406,7 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(place)
+        self._delivered(Delivered(topic, queue_id, properties, result))
         return result
 
     def _write_op(self, half: StoredMessage) -> None:
@@ -407,14 +427,14 @@ class Transactions:
 
     def check(self, now_ms: int, settings: TransactionSettings | None = None) -> Checked:
         """Make a whole check pass now, whatever `run_due` would do. Raises what the store does."""
-        self._finish()
+        self.save()
         did = Checked([], [])
         current = self._begin_pass(now_ms, settings or self._settings, did)
         try:
             while not current.judge(now_ms, self._settings.most_at_once):
                 pass
         finally:
-            self._finish()
+            self.save()
         return did
 
     def run_due(self, now_ms: int) -> int | None:
@@ -428,6 +448,8 @@ class Transactions:
             self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)
             self._next_ms = None
         self._last_ms = now_ms
+        if self._is_flushing:
+            return None  # when it has ended, it says so
         try:
             if self._pass is None and self._next_ms is not None and now_ms >= self._next_ms:
                 self._next_ms = None
@@ -436,16 +458,22 @@ class Transactions:
             if self._pass is not None:
                 if not self._pass.judge(now_ms, self._settings.most_at_once):
                     return now_ms
-                self._finish()
+                if self._finish_aside(self._pass):
+                    return None
+                self.save()
         except LASTING:
             raise
         except RmqError as error:
             _log.error("the check of half messages ends early: %s", error)
-            self._finish()
+            self.save()
+        return self._due()
+
+    def _due(self) -> int | None:
+        """When the next pass is due."""
         if not self._has_new():
             self._next_ms = None
         elif self._next_ms is None:
-            self._next_ms = self.next_check_ms(now_ms)
+            self._next_ms = self.next_check_ms(self._last_ms)
         return self._next_ms
 
     def next_check_ms(self, now_ms: int) -> int:
@@ -487,15 +515,37 @@ class Transactions:
         )
         return self._pass
 
-    def _finish(self) -> None:
-        """Store how far the pass has come; what it wrote has reached the device before."""
-        current, self._pass = self._pass, None
-        if current is None:
-            return
-        changed = current.progress()
-        if changed:
+    def save(self) -> None:
+        """Store how far the check pass that is under way, if any, has come: it ends there.
+
+        What it wrote has reached the device before. Raises what `MessageStore.flush` does.
+        """
+        current, self._pass, self._is_flushing = self._pass, None, False
+        if current is not None and current.progress():
             self._store.flush()
-            for topic, queue_offset in changed.items():
-                self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
-            if self._ended is not None:
-                self._ended.forget_below(progress(self._store, self._offsets, HALF_TOPIC))
+            self._passed(current)
+
+    def _finish_aside(self, current: CheckPass) -> bool:
+        """`save` when the store has been flushed, if that is to be waited for elsewhere and there is anything."""
+        if self._aside is None or not current.progress():
+            return False
+
+        def flushed(error: Exception | None) -> int | None:
+            if self._pass is not current:
+                return None
+            self._pass, self._is_flushing = None, False
+            if error is None:
+                self._passed(current)
+            else:
+                _log.error("how far the check of half messages has come can't be saved: %s", error)
+            return None if isinstance(error, LASTING) else self._due()
+
+        self._is_flushing = True  # its halves count as judged by now
+        self._aside(self._store.flush, flushed)
+        return True
+
+    def _passed(self, current: CheckPass) -> None:
+        for topic, queue_offset in current.progress().items():
+            self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
+        if self._ended is not None:
+            self._ended.forget_below(progress(self._store, self._offsets, HALF_TOPIC))

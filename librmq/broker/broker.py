@@ -84,7 +84,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import Runner, Step, Work
+from librmq.runner import Aside, Runner, Step, Work, aside_by
 from librmq.store import AppendResult, MessageStore
 from librmq.threadrunner import ThreadRunner
 from librmq.timer import Timers
@@ -241,15 +241,25 @@ class Broker:
             now_ms,
             config.delay,
             delivered=self._delivered,
-            flush=None if by_hand else self._submit_flush,
+            aside=self._aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
         )
         self._delay = Step(f"{name} delivers delayed messages", self._schedule.run_due, self)
         self._timers: Timers | None = None
         if config.timers is not None:
-            self._timers = Timers.open(store, config.timers, delivered=self._timed_out)
+            self._timers = Timers.open(
+                store,
+                config.timers,
+                delivered=self._timed_out,
+                aside=self._aside("saves its timers", lambda at: runner.wake(self._timing, at)),
+            )
         self._proxy: HopProxy | None = None
         if config.hops:
-            self._proxy = HopProxy(store, CheckOffsets(self._offsets), delivered=self._hopped)
+            self._proxy = HopProxy(
+                store,
+                CheckOffsets(self._offsets),
+                delivered=self._hopped,
+                aside=self._aside("flushes for its hops", lambda at: runner.wake(self._hopping, at)),
+            )
         self._hopping = Step(f"{name} sends on by levels", self._run_hops, self)
         self._timing = Step(f"{name} delivers what is due", self._run_timers, self)
         self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
@@ -300,6 +310,7 @@ class Broker:
             holds,
             locks,
             self._saving.filters_changed,
+            name,
             self.metrics,
         )
         transactions = self._transactions = BrokerTransactions(
@@ -313,6 +324,7 @@ class Broker:
             config.original_transactions,
             name,
             lambda run_due: Step(f"{name} checks transactions", run_due, self),
+            self._aside("flushes for its check", lambda at: self._transactions.wake(at)),
             self.metrics,
         )
         progress = Progress(store, topics, self._offsets, registry, name)
@@ -565,15 +577,8 @@ class Broker:
     def _run_writing(self, now_ms: int) -> None:
         self._writing.submit()
 
-    def _submit_flush(self, done: Callable[[Exception | None], int | None]) -> None:
-        """Have the store flushed without the runner's lock, and then what the schedule does about it."""
-
-        def flushed(_: object, error: Exception | None) -> None:
-            due = done(error)
-            if due is not None:
-                self.runner.wake(self._delay, due)
-
-        self.runner.submit(Work(f"{self.name} flushes for its delays", self.store.flush, flushed, self))
+    def _aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
+        return aside_by(self.runner, f"{self.name} {what}", self, wake)
 
     def _wake_housekeeping(self) -> None:
         """There is something to flush: by hand it is flushed by a step, else by a thread of the store."""
@@ -590,22 +595,30 @@ class Broker:
         with ExitStack() as last:
             last.callback(self._release)
             if self._temporary is not None:
-                self._writing.end(self._closed())
+                self._end_writing()
                 last.callback(self.store.abandon)  # nobody opens it again
                 return
             last.callback(self.store.close)
-            with self.runner.lock:
-                self._schedule.save(now_ms)
-                if self._timers is not None:
-                    self._timers.save(now_ms)
+            last.callback(self._end_writing)
+            with self.runner.lock, ExitStack() as saves:  # each of them, whatever becomes of the others
+                saves.callback(self._saving.save_all, now_ms, self._closed())
+                saves.callback(self._transactions.save)
                 if self._proxy is not None:
-                    self._proxy.save()
-                self._saving.save_all(now_ms, self._closed())
+                    saves.callback(self._proxy.save)
+                if self._timers is not None:
+                    saves.callback(self._timers.save, now_ms)
+                self._schedule.save(now_ms)
+
+    def _end_writing(self) -> None:
+        """Return when nothing is being written, and nothing will be."""
+        self._writing.end(self._closed())
+        if self._timers is not None:
+            self._timers.let_go()
 
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""
         if self._end(was_killed=True):
-            self._writing.end(self._closed())
+            self._end_writing()
             try:
                 self.store.abandon()
             finally:

@@ -22,9 +22,12 @@ from librmq.protocol import (
     ChannelClosed,
     ConsumerIds,
     ConsumersChanged,
+    Endpoint,
+    Forgotten,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
+    Request,
     Subscription,
     UnlockQueues,
     Unregister,
@@ -52,8 +55,10 @@ class Clients:
         holds: Holds,
         locks: QueueLocks,
         filters_changed: Callable[[], None],
+        broker_name: str,
         metrics: Metrics | None,
     ) -> None:
+        self._broker_name = broker_name
         self._runner = runner
         self._topics = topics
         self._groups = groups
@@ -87,9 +92,16 @@ class Clients:
         self._tell(self._registry.leave(request.client_id, request.producer_group, request.consumer_group))
 
     def channel_closed(self, request: ChannelClosed) -> None:
-        """A client is gone without a word: it leaves all its groups. Its locks expire by themselves."""
+        """A client is gone without a word: it leaves all its groups. Its locks expire by themselves.
+
+        If it lives it is back with its next heartbeat, as in the original, and its pulls go on until then.
+        """
+        client = self._registry.endpoint(request.client_id)
+        changes = self._registry.forget(request.client_id)
         self._holds.forget(request.client_id)
-        self._tell(self._registry.forget(request.client_id))
+        if client is not None:
+            self._call(client, Forgotten(self._broker_name))
+        self._tell(changes)
 
     def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
         """The members of a consumer group."""
@@ -120,11 +132,15 @@ class Clients:
         for name in changes.changed:
             if name not in self._registry.consumers:
                 continue  # what it was told has made the last one leave
-            clients = list(self._registry.consumers[name].clients.items())
+            clients = list(self._registry.consumers[name].clients.values())
             if self._metrics is not None:
                 self._metrics.gauge("clients", len(clients), group=name)
-            for client_id, client in clients:
-                try:
-                    client.call(ConsumersChanged(name))
-                except RmqError as error:  # it is about to leave: nobody is there to share anew
-                    _log.info("group %s: %s is not told of the change: %s", name, client_id, error)
+            for client in clients:
+                self._call(client, ConsumersChanged(name))
+
+    @staticmethod
+    def _call(client: Endpoint, request: Request[None]) -> None:
+        try:
+            client.call(request)
+        except RmqError as error:  # it is about to leave: nobody is there to be told
+            _log.info("%s: a client is not told of it: %s", request, error)

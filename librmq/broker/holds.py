@@ -73,10 +73,16 @@ class Holds:
         return found[1] if found[0] is selection else None
 
     def forget(self, client_id: str, group: str | None = None) -> None:
-        """Forget what a client waits for, in a group or (None) in all of them."""
+        """Forget what a client waits for, in a group that it leaves or (None) in all of them: it is taken to be gone.
+
+        In that case its pulls are answered, in case it lives: then it asks again, and learns that it is not known.
+        """
         for queue, held in list(self.by_queue.items()):
             for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
+                hold = held[holder]
                 self.remove(queue, holder)
+                if group is None:
+                    hold.notify()
         for queue, holder in list(self._ended_by):
             if holder[0] == client_id and group in (None, holder[1]):
                 del self._ended_by[queue, holder]
@@ -88,9 +94,10 @@ class Holds:
             return
         for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
-                self.remove(queue, holder)
                 self._ended_by[queue, holder] = hold.selection, message
-                hold.notify()
+                hold.notify()  # before it is let go of: whoever is interrupted here leaves it to the next message
+                if held.get(holder) is hold:
+                    self.remove(queue, holder)
             elif not hold.is_passed:
                 hold.is_passed = True
                 due = self._next_sweep()

@@ -61,16 +61,16 @@ class ConsumerOffsets:
             _log.info("group %s: progress in %s/%d goes back from %d to %d", group, topic, queue_id, old, queue_offset)
         row[queue_id] = queue_offset
         if not self._dirty:
-            self._dirty = True
             self._changed()
+            self._dirty = True
 
     def forget(self, topic: str, queue_id: int) -> None:
         """Forget how far groups have come in a queue that is gone."""
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
             if row.pop(queue_id, None) is not None and not self._dirty:
-                self._dirty = True
                 self._changed()
+                self._dirty = True
             if not row:
                 self._table.remove(f"{topic}@{group}")
                 self._of.pop((group, topic), None)

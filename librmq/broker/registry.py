@@ -79,6 +79,13 @@ class Registry:
         self._leave_consumers(client_id, list(self.consumers), changes)
         return changes
 
+    def endpoint(self, client_id: str) -> Endpoint | None:
+        """The client of an id, None if it is not known."""
+        for clients in (*self.producers.values(), *(group.clients for group in self.consumers.values())):
+            if client_id in clients:
+                return clients[client_id]
+        return None
+
     def client_ids(self) -> tuple[str, ...]:
         """The ids of all clients, sorted."""
         ids = {client_id for clients in self.producers.values() for client_id in clients}

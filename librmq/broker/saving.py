@@ -56,8 +56,8 @@ class Writing:
     def submit(self) -> None:
         """Have what is to be written be written. Under the runner's lock."""
         if self._submit is not None and self._pending and not self._is_submitted:
-            self._is_submitted = True
             self._submit()
+            self._is_submitted = True  # behind it, for those who are interrupted between: twice does no harm
 
     def write(self) -> None:
         """Return when all that was saved before the call is durable. Thread-safe.
@@ -130,8 +130,9 @@ class Saving:
     def filters_changed(self) -> None:
         """The filters may be others than those that were saved last."""
         if self._filters_ms is None and (self._tables.filters or any(True for _ in self._registrations)):
-            self._filters_ms = self._now_ms() + _FILTERS_MS
-            self._wake(self._filters_ms)
+            due = self._now_ms() + _FILTERS_MS
+            self._wake(due)
+            self._filters_ms = due
 
     def run_due(self, now_ms: int) -> int | None:
         """Save what is due; returns when the next is."""

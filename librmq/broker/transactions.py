@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -15,14 +16,13 @@ from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
-from librmq.errors import BrokerError, RmqError, TransactionRefusedError
-from librmq.javahash import java_int
+from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
-from librmq.runner import Runner, Step, Work
+from librmq.runner import Aside, Runner, Step, Work
 from librmq.store import MessageStore
-from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.txn import CheckBack, Delivered, Transactions, TransactionSettings
 
 __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 
@@ -47,9 +47,10 @@ class BrokerTransactions:
         original: bool,
         broker_name: str,
         step: Callable[[Callable[[int], int | None]], Step],
+        aside: Aside | None,
         metrics: Metrics | None,
     ) -> None:
-        """``step(run_due)`` makes the broker's step of a function."""
+        """``step(run_due)`` makes the broker's step of a function; ``aside`` has the disk waited for elsewhere."""
         self.discard_hooks: list[DiscardHook] = []
         self._runner = runner
         self._store = store
@@ -60,6 +61,7 @@ class BrokerTransactions:
         self._topics = topics
         self._turns: dict[str, int] = {}
         self._questions: list[CheckBack] = []
+        self._finals: deque[Delivered] = deque()  # of which nobody was told yet
         self._lock = threading.Lock()  # of an end, which may wait for the device, and of the check
         self._transactions = Transactions(
             store,
@@ -68,8 +70,10 @@ class BrokerTransactions:
             settings,
             ask=self._questions.append,
             discarded=self._discarded,
+            delivered=self._finals.append,
             make_topic=self._make_topic,
             original=original,
+            aside=None if aside is None else partial(self._aside, aside),
         )
         self._step = step(self._run_due)
 
@@ -83,23 +87,50 @@ class BrokerTransactions:
         """Commit or roll back; `BrokerError` as the original says it."""
         if request.state is TransactionState.UNKNOWN:
             return
+        half = None if self._metrics is None else self._half(request.physical_offset)
         try:
             with self._lock:
                 if request.state is TransactionState.ROLLBACK:
                     self._transactions.rollback(request.physical_offset, request.queue_offset, request.group)
-                    final = None
                 else:
-                    final = self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
+                    self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
         except TransactionRefusedError as error:
             raise BrokerError(error.code, str(error)) from error
-        half = self._store.message_at(request.physical_offset)
-        if half is None:
-            return  # it ended in its last moment: retention has taken it
-        self._count(request.state.name.lower(), half)
-        if final is not None:
-            properties = half.properties
-            queue_id = java_int(properties[codec.PROPERTY_REAL_QUEUE_ID]) or 0
-            self._sending.announce(properties[codec.PROPERTY_REAL_TOPIC], queue_id, properties, final)
+        finally:
+            self._announce()  # what is delivered is, whatever became of its op message
+        if half is not None:
+            self._count(request.state.name.lower(), half)
+
+    def _half(self, physical_offset: int) -> StoredMessage | None:
+        try:
+            return self._store.message_at(physical_offset)
+        except CorruptionError:
+            return None  # the end is refused, and says so
+
+    def _announce(self) -> None:
+        """Tell whoever waits for them of final messages; without the lock, which is taken under the runner's."""
+        while True:
+            try:
+                final = self._finals.popleft()
+            except IndexError:  # maybe another thread was quicker
+                return
+            self._sending.announce(*final)
+
+    def save(self) -> None:
+        """Note how far the check has come, after a flush of the store. Raises what that does."""
+        with self._lock:
+            self._transactions.save()
+
+    def _aside(self, aside: Aside, wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
+        def ended(error: Exception | None) -> int | None:
+            with self._lock:
+                return done(error)
+
+        aside(wait, ended)
+
+    def wake(self, at_ms: int) -> None:
+        """Have the check looked at by then. Under the runner's lock."""
+        self._runner.wake(self._step, at_ms)
 
     def _run_due(self, now_ms: int) -> int | None:
         with self._lock:

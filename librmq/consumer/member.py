@@ -30,7 +30,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.rebalance import refuse_differences
-from librmq.runner import Runner, Step
+from librmq.runner import Runner, Step, aside_by
 from librmq.topics import retry_topic, validate_group
 
 __all__ = ["Member"]
@@ -148,7 +148,8 @@ class Member(Generic[C]):
             if not self.client.has_stable_name:
                 _log.warning("%s: broadcasting without an instance_name: its progress is lost at the end", self.label)
             folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
-            self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files)
+            aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
+            self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files, aside)
         if config.guard:
             self._refuse_to_differ()
         self._started_ms = self.runner.now_ms()
@@ -190,7 +191,7 @@ class Member(Generic[C]):
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown()
 
     def start(self) -> Self:
@@ -225,14 +226,17 @@ class Member(Generic[C]):
         self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
 
     def _save_due(self, now_ms: int) -> int | None:
-        if self.stopping or self._save(self.held.values()):
+        if self.stopping or self.offsets.save_soon(self._changed(self.held.values())):
             return None
         return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
 
     def _save(self, queues: Iterable[HeldQueue]) -> bool:
         """Store what is not stored yet; whether all is."""
+        return self.offsets.save(self._changed(queues))
+
+    def _changed(self, queues: Iterable[HeldQueue]) -> list[HeldQueue]:
         changed = [held for held in queues if held.progress is not None and held.progress != held.told]
-        return self.offsets.save([held for held in changed if self._may_store(held)])
+        return [held for held in changed if self._may_store(held)]
 
     def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
         """How far the queues held have come: the offset of the next message to be consumed."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Protocol
 
 from librmq.brokerjson import ObjectKey, dumps, loads
@@ -22,6 +24,7 @@ from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files import Files, make_folders
 from librmq.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
+from librmq.runner import Aside
 
 __all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
 
@@ -37,6 +40,10 @@ class Offsets(Protocol):
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
         """Store progress that is not stored yet; whether all of it is."""
+        ...
+
+    def save_soon(self, held: Iterable[HeldQueue]) -> bool:
+        """The same, but where a disk has to be waited for it may not be stored by then."""
         ...
 
 
@@ -67,16 +74,25 @@ class BrokerOffsets:
                 one.told = progress
         return all_stored
 
+    save_soon = save
+
 
 class LocalOffsets:
     """Progress in a file, for this client alone."""
 
-    def __init__(self, folder: str, client_id: str, group: str, files: Files) -> None:
-        """`MalformedError` if neither the file nor what it was before can be read."""
+    def __init__(self, folder: str, client_id: str, group: str, files: Files, aside: Aside | None = None) -> None:
+        """``aside`` lets others go on while `save_soon` writes; None writes within it.
+
+        `MalformedError` if neither the file nor what it was before can be read.
+        """
         if os.path.basename(client_id) != client_id:
             raise ConfigError(f"instance_name: {client_id!r} is no name of a folder")
         self.path = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
+        self._aside = aside
+        self._is_writing = False  # aside
+        self._one_at_a_time = threading.Lock()
+        self._begun = self._written = 0
         self._table = self._load()
 
     def _load(self) -> dict[MessageQueue, int]:
@@ -96,28 +112,67 @@ class LocalOffsets:
         return self._table.get(queue)
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
-        changed = {one: one.progress for one in held if one.progress is not None and one.progress != one.told}
+        changed = self._note(held)
         if not changed:
             return True
-        self._table.update((one.queue, progress) for one, progress in changed.items())
         try:
-            self._write()
+            self._write(*self._document())
         except RmqError as error:
-            _log.warning("%s: progress is not stored: %s", self.path, error)
+            self._failed(error)
             return False
-        for one, progress in changed.items():
-            one.told = progress
+        _tell(changed)
         return True
 
-    def _write(self) -> None:
+    def save_soon(self, held: Iterable[HeldQueue]) -> bool:
+        if self._aside is None:
+            return self.save(held)
+        changed = self._note(held)
+        if changed and not self._is_writing:
+
+            def written(error: Exception | None) -> None:
+                self._is_writing = False
+                if error is None:
+                    _tell(changed)
+                else:
+                    self._failed(error)
+
+            self._is_writing = True
+            self._aside(partial(self._write, *self._document()), written)
+        return not changed
+
+    def _note(self, held: Iterable[HeldQueue]) -> dict[HeldQueue, int]:
+        """Take what is not stored yet into the table; gives it."""
+        changed = {one: one.progress for one in held if one.progress is not None and one.progress != one.told}
+        self._table.update((one.queue, progress) for one, progress in changed.items())
+        return changed
+
+    def _document(self) -> tuple[int, bytes]:
+        """The table as it is now, with a number that is larger later."""
         rows = {
             ObjectKey((("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))): offset
             for queue, offset in sorted(self._table.items())
         }
-        make_folders(self._files, os.path.dirname(self.path))
-        if self._files.size(self.path):
-            self._files.write(self.path + ".bak", self._files.read(self.path))
-        self._files.write(self.path, dumps({"offsetTable": rows}).encode())
+        self._begun += 1
+        return self._begun, dumps({"offsetTable": rows}).encode()
+
+    def _write(self, number: int, document: bytes) -> None:
+        """Write a table, unless a later one is written. Thread-safe."""
+        with self._one_at_a_time:
+            if number <= self._written:
+                return
+            make_folders(self._files, os.path.dirname(self.path))
+            if self._files.size(self.path):
+                self._files.write(self.path + ".bak", self._files.read(self.path))
+            self._files.write(self.path, document)
+            self._written = number
+
+    def _failed(self, error: Exception) -> None:
+        _log.warning("%s: progress is not stored: %s", self.path, error)
+
+
+def _tell(stored: Mapping[HeldQueue, int]) -> None:
+    for one, progress in stored.items():
+        one.told = progress
 
 
 def _table(document: object) -> dict[MessageQueue, int]:

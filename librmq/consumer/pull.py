@@ -152,11 +152,20 @@ class PullConsumer(Member[PullConsumerConfig]):
         return self._assigned is None
 
     def shutdown(self, timeout: float | None = None) -> bool:
-        """Commit as configured, save, leave the group. Doing so again does nothing."""
+        """Commit as configured, save, leave the group. Doing so again does nothing.
+
+        What the last poll gave counts as consumed, unless a ``with`` block of this consumer is left by an exception.
+        """
+        return self._shut_down(timeout, self.config.auto_commit)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._shut_down(None, self.config.auto_commit and kind is None)
+
+    def _shut_down(self, timeout: float | None, commits: bool) -> bool:
         with self.runner.lock:
             if not self._life.shut_down():
                 return True
-            if self.config.auto_commit:
+            if commits:
                 self._commit_polled()
             self.stopping = True
             self._arrived.set()

@@ -290,9 +290,8 @@ class Kit:
         At the next of its 30 s it is back.
         """
         self.note("fault", f"{process.label} is lost to the broker, and does not know")
-        for client_id, client in process.clients.items():
+        for client_id in process.clients:
             self.broker.call(ChannelClosed(client_id))
-            client.forgotten_by(self.broker.name)
 
     def crash_broker(self, *, down: float | timedelta = 0) -> None:
         """The broker dies, and is opened again after ``down`` seconds. What it had acknowledged is there."""

@@ -144,7 +144,7 @@ UNIT = "tests/unit/test_{}.py".format
 CRASH = "tests/crash/test_{}.py".format
 TOLD_BY = {
     "files.": CRASH("disk_flushes"),
-    "dispatch.drain": CRASH("settled"),
+    "dispatch.write_entries": CRASH("settled"),
     "flushing.flush": CRASH("settled"),
     "flushing.wait": UNIT("flushing"),
     "housekeeping.": UNIT("housekeeping"),
@@ -280,7 +280,7 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("what is flushed goes, what is not stays", "retention", "            if end >= self._settled_upto:\n                break\n", "", UNIT("retention")),
     ("after a failed flush of queues nothing is vouched for", "store", "                if self._derived_failure is not None:\n", "                if False:\n", CRASH("settled")),
     ("after a failed flush of queues nothing is clean", "store", "                if self._derived_failure is None:\n", "                if True:\n", CRASH("settled")),
-    ("after a failed flush of the log nothing is acknowledged", "flushing", "                    self.failure = error\n", "                    pass\n", CRASH("failing_calls")),
+    ("after a failed flush of the log nothing is acknowledged", "flushing", "                self.failure = error\n", "                pass\n", CRASH("failing_calls")),
     ("after a failed flush of the log nothing is taken", "store", "    def _on_failed_flush(self) -> None:\n        self._accepts = False\n", "    def _on_failed_flush(self) -> None:\n        pass\n", CRASH("failing_calls")),
 )
 # fmt: on

@@ -19,6 +19,7 @@ from librmq.protocol import (
     ConsumerData,
     ConsumerIds,
     ConsumersChanged,
+    Forgotten,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -50,8 +51,12 @@ class Told:
 
     def __init__(self) -> None:
         self.changed: list[str] = []
+        self.forgotten = 0
 
     def call(self, request: Request[Any], /) -> Any:
+        if isinstance(request, Forgotten):
+            self.forgotten += 1
+            return
         assert isinstance(request, ConsumersChanged)
         self.changed.append(request.group)
 
@@ -221,10 +226,17 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(client=CLIENTS)
     def channel_closed(self, client: str) -> None:
+        is_known = client in self.broker.client_ids()
         for group in sorted(self.members):
             self.leave(client, group)
+        gone = {key: hold for key, hold in self.held.items() if key[0] == client}
         self.held = {key: hold for key, hold in self.held.items() if key[0] != client}
+        woken = [len(hold.woken) for hold in gone.values()]
+        told = self.told.setdefault(client, Told())
+        forgotten = told.forgotten
         self.broker.call(ChannelClosed(client))
+        assert told.forgotten == forgotten + is_known
+        assert [len(hold.woken) for hold in gone.values()] == [before + 1 for before in woken]
 
     # ---- locks
 

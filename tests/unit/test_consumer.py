@@ -1033,12 +1033,34 @@ def test_a_member_that_was_forgotten_is_told_again_and_pulls_again(one_queue: Wo
     consumer.start()
     one_queue.advance(1)
     one_queue.broker.forget(consumer.client.client_id)
-    consumer.client.forgotten_by("broker-a")
     one_queue.send("a")
     one_queue.advance(29)
     assert one_queue.bodies() == []
     one_queue.advance(1)
     assert one_queue.bodies() == ["a"]
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_client_that_lives_though_the_broker_has_forgotten_it_finds_out_by_itself(
+    one_queue: World, has_another: bool
+) -> None:
+    """Nobody tells it: its pull is answered, and it asks again."""
+    consumer = one_queue.consumer("c1")
+    consumer.start()
+    if has_another:
+        one_queue.consumer("c2").start()
+    one_queue.advance(1)
+    one_queue.broker.forget(consumer.client.client_id)
+    one_queue.send("at once")
+    one_queue.advance()
+    assert one_queue.bodies("c1") == (["at once"] if has_another else [])  # without a member there is no subscription
+    one_queue.advance(31)
+    del one_queue.seen[:]
+    one_queue.send("later")
+    one_queue.advance()
+    assert one_queue.bodies() == ["later"]
+    ids: tuple[str, ...] = one_queue.broker.call(ConsumerIds("g"))
+    assert consumer.client.client_id in ids
 
 
 def test_members_that_come_do_not_disturb_pulls(one_queue: World) -> None:

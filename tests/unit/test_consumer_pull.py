@@ -156,6 +156,26 @@ def test_each_poll_commits_what_the_ones_before_gave(filled: World) -> None:
     consumer.shutdown()
 
 
+def test_what_was_polled_and_not_dealt_with_comes_again(filled: World) -> None:
+    """Leaving the block by an exception (Ctrl-C, say) tells that the messages of the last poll were not."""
+    consumer = _consumer(filled)
+    consumer.assign(QUEUES[:1])
+
+    def interrupted() -> None:
+        with consumer:
+            assert len(consumer.poll()) == 10
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not consumer.is_running
+    again = _consumer(filled)
+    again.assign(QUEUES[:1])
+    with again:
+        assert [message.queue_offset for message in again.poll()] == list(range(10))
+    assert filled.broker.consumer_offset("g", "t", 0) == 10
+
+
 def test_without_auto_commit_nothing_is_stored_but_by_commit(filled: World) -> None:
     consumer = _consumer(filled, auto_commit=False)
     consumer.assign(QUEUES[:2])

@@ -486,7 +486,7 @@ class Flushes:
     def __init__(self) -> None:
         self.done: list[Callable[[Exception | None], int | None]] = []
 
-    def __call__(self, done: Callable[[Exception | None], int | None]) -> None:
+    def __call__(self, wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
         self.done.append(done)
 
     def end(self, error: Exception | None = None) -> int | None:
@@ -496,7 +496,7 @@ class Flushes:
 def flushed_apart(files: MemoryFiles | None = None) -> tuple[Waiting, Flushes]:
     waiting, flushes = Waiting(files=files), Flushes()
     waiting.schedule = DelaySchedule(
-        waiting.store, waiting.offsets, START_MS, dataclasses.replace(NOW, save_every_s=1), flush=flushes
+        waiting.store, waiting.offsets, START_MS, dataclasses.replace(NOW, save_every_s=1), aside=flushes
     )
     return waiting, flushes
 

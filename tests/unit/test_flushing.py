@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from librmq import flushing
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 from librmq.flushing import Acknowledgement, GroupCommit
+from tests.interrupting import interruptions
 
 
 def no_space() -> StoreIOError:
@@ -71,13 +73,14 @@ class Waiters:
             except Exception as error:
                 self.outcomes[number] = error
 
-        thread = threading.Thread(target=run, name=str(number))
+        thread = threading.Thread(target=run, name=str(number), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def join(self) -> list[object]:
+    def join(self, timeout: float | None = None) -> list[object]:
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout)
+            assert not thread.is_alive(), "he waits for ever"
         return [self.outcomes[number] for number in range(len(self._threads))]
 
 
@@ -106,6 +109,7 @@ def held(device: Device) -> Iterator[tuple[Waiters, CountedRow]]:
     waiters = Waiters(device.commit)
     waiters.start(device.append())
     device.begun.acquire()
+    row.waiting.acquire()
     yield waiters, row
 
 
@@ -256,10 +260,10 @@ def test_one_who_is_interrupted_while_he_waits_holds_nobody_up(
         with pytest.raises(KeyboardInterrupt):
             commit.reach(device.append())
         if not his_turn:
-            assert len(row) == 1
+            assert len(row) == 2
             device.go_on.release()
     assert waiters.join()[1] == 300
-    assert commit._turn_of is None
+    assert not commit._row
 
 
 def test_one_who_is_interrupted_as_he_takes_his_place_holds_nobody_up(device: Device) -> None:
@@ -271,13 +275,13 @@ def test_one_who_is_interrupted_as_he_takes_his_place_holds_nobody_up(device: De
                 super().append(one)
                 raise KeyboardInterrupt
 
-        row = commit._row = Interrupting()
+        row = commit._row = Interrupting(commit._row)
         with pytest.raises(KeyboardInterrupt):
             commit.reach(device.append())
-        assert not row
+        assert len(row) == 1
         device.go_on.release()
     waiters.join()
-    assert commit._turn_of is None
+    assert not commit._row
 
 
 def test_one_who_is_interrupted_as_his_turn_comes_at_once_holds_nobody_up(device: Device) -> None:
@@ -299,7 +303,7 @@ def test_one_who_is_interrupted_as_his_turn_comes_at_once_holds_nobody_up(device
     commit._guard = Interrupting()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         commit.reach(device.append())
-    assert commit._turn_of is None
+    assert not commit._row
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
@@ -396,3 +400,48 @@ def test_those_who_wait_when_the_log_is_let_go_are_told(
     assert first == 100
     assert isinstance(second, StoreClosedError)
     let_go(device.commit, "again")
+
+
+# ------------------------------------------------------------------------------------------------------ interrupted
+
+
+def test_one_who_is_interrupted_anywhere_holds_nobody_up() -> None:
+    """Behind his flush, too, and as he gives up his place: whoever waits meanwhile, and whoever comes, goes on."""
+    everything = (
+        GroupCommit.reach,
+        GroupCommit._in_turn,
+        GroupCommit._lead,
+        GroupCommit._take_turn,
+        GroupCommit._leave,
+    )
+    in_the_row: set[int] = set()
+
+    def reach(number: int) -> None:
+        device = Device()
+        commit, row = device.commit, CountedRow()
+        commit._row = row
+        waiters = Waiters(commit)
+        flush = commit._flush
+
+        def another_comes() -> int:
+            commit._flush = flush
+            end = flush()
+            row.waiting.acquire()
+            waiters.start(device.append())
+            row.waiting.acquire()
+            in_the_row.add(number)
+            return end
+
+        commit._flush = another_comes
+        try:
+            commit.reach(device.append())
+        finally:
+            sys.settrace(None)
+            commit._flush = flush
+            waiters.start(device.append())
+            outcomes = waiters.join(timeout=30)
+            assert all(isinstance(outcome, int) for outcome in outcomes), outcomes
+            assert not row
+
+    assert interruptions(everything, reach) > 15
+    assert len(in_the_row) > 5

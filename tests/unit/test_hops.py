@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
-from librmq.errors import ConfigError, MessageIllegalError
+from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
 from librmq.files import MemoryFiles
 from librmq.hops import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
 from librmq.levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
@@ -167,6 +167,32 @@ def test_what_names_no_place_is_dropped(changes: dict[str, str], caplog: pytest.
     carried.pass_to(0)
     assert [message.body for message in carried.arrived()] == [b"x"]
     assert "queue offset 0, physical offset 0 is dropped" in caplog.text
+
+
+def test_a_full_disk_stops_it_for_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    carried = Carried()
+    carried.send(0, b"first")
+    carried.send(0, b"second")
+    again, count = carried.store.append_again, 0
+
+    def refuse(*arguments: Any, **fields: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise DiskFullError("full")
+        return again(*arguments, **fields)
+
+    monkeypatch.setattr(carried.store, "append_again", refuse)
+    assert carried.proxy.run_due(START_MS) == START_MS + 10_000
+    assert "goes on in 10000 ms: full" in caplog.text
+    assert [message.body for message in carried.arrived()] == [b"first"]
+    carried.proxy.run_due(START_MS + 10_000)
+    assert [message.body for message in carried.arrived()] == [b"first", b"second"]
+    carried.store.close()
+    with pytest.raises(StoreClosedError):
+        carried.proxy.run_due(START_MS + 20_000)
 
 
 def test_messages_that_cannot_be_carried() -> None:

@@ -34,6 +34,16 @@ class TouchedFiles(MemoryFiles):
     def __init__(self) -> None:
         super().__init__()
         self.touched: list[tuple[str, int, int]] = []
+        self.alone: dict[str, int] = {}
+        """Of each file from where on pages come alone when they are touched."""
+
+    def read_ahead(self, file: File, begin: int, end: int, *, wanted: bool) -> None:
+        assert end == file.size
+        if wanted:
+            assert begin == 0
+            del self.alone[file.path]
+        else:
+            self.alone[file.path] = begin
 
     def touch(self, file: File, begin: int, end: int) -> None:
         self.touched.append((file.path, begin, end))
@@ -363,7 +373,6 @@ def test_pages_are_ready_ahead_of_the_producer(subject: Subject) -> None:
     covered = 100
     for _, begin, end in subject.files.touched:
         assert begin <= covered, "a gap"
-        assert end - begin <= 2 << 20, "too much at a time"
         covered = max(covered, end)
     assert covered == 100 + (4 << 20)
 
@@ -374,6 +383,7 @@ def test_the_more_comes_between_two_flushes_the_more_is_made_ready(subject: Subj
     subject.run()
     assert max(end for _, _, end in subject.files.touched) == waiting + ahead
     assert len(subject.files.touched) <= 2, "in few parts: a busy producer lets nobody in between"
+    assert all(end - begin <= 32 << 20 for _, begin, end in subject.files.touched), "too much at a time"
     assert subject.append(ahead // 2)
 
 
@@ -404,6 +414,16 @@ def test_the_next_file_is_made_ahead() -> None:
     subject.append(2_000)
     assert 65_536 < subject.log.end < 2 * 65_536
     assert len(subject.log.sequence.starts) == 3
+
+
+def test_pages_are_made_ready_one_by_one_and_read_ahead_again_once_a_file_is_behind() -> None:
+    subject = Subject(StoreConfig(commitlog_file_size=64 << 10, max_message_size=1 << 10))
+    subject.append(1000)
+    subject.run()
+    ready = sorted({path for path, _, _ in subject.files.touched})
+    assert len(ready) == 3
+    assert list(subject.files.alone) == ready[-1:], "those before it are for reading"
+    assert all(subject.files.alone.get(path, 0) <= begin for path, begin, _ in subject.files.touched)
 
 
 def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:

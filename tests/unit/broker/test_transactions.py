@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError
+from librmq.config import StoreConfig
+from librmq.errors import BrokerError, DiskFullError
 from librmq.files import MemoryFiles
 from librmq.message import Message
+from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
     EndTransaction,
+    Forgotten,
     Heartbeat,
     PullStatus,
     ResponseCode,
@@ -117,7 +122,7 @@ def test_a_half_message_is_given_up_after_its_checks() -> None:
         assert len(client.heard) == 1
         broker.call(ChannelClosed("c1"))
         runner.advance(60_000)  # nobody is there to be asked; the checks count
-        assert len(client.heard) == 1
+        assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
         assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
         assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
         assert "RMQ_SYS_TRANS_OP_HALF_TOPIC" not in broker.topics()
@@ -140,3 +145,82 @@ def test_a_half_message_outlives_its_broker() -> None:
         end(again, other, COMMIT)
         runner.advance(60_000)
         assert sorted(bodies(again)) == [b"0", b"1"]
+
+
+def expired(broker: Broker) -> None:
+    """Retention takes all that stands in the log by now."""
+    store = broker.store
+    end = store.log.end
+    while store.log.end - end < 2 * store.config.commitlog_file_size:
+        send(broker, "filling", bytes(1000))
+    store.flush()
+    store._retention.delete_before(end - end % store.config.commitlog_file_size + store.config.commitlog_file_size)
+    assert store.log.begin >= end
+
+
+@pytest.mark.parametrize("state", [COMMIT, ROLLBACK])
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_the_end_of_a_half_message_that_retention_has_taken_is_refused(
+    state: TransactionState, has_metrics: bool
+) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner)
+    half, other = prepare(broker), prepare(broker, 1)
+    broker.close()
+    settings = StoreConfig.tiny()
+    metrics = Metrics() if has_metrics else None
+    with Broker.open("/b", files=files, runner=runner, store_config=settings, metrics=metrics) as again:
+        expired(again)
+        before = again.store.log.end
+        for one in (half, other):
+            with pytest.raises(BrokerError, match="Find prepared transaction message failed") as caught:
+                end(again, one, state)
+            assert caught.value.code == ResponseCode.SYSTEM_ERROR
+        assert again.store.log.end == before
+        assert bodies(again) == []
+        runner.advance(200_000)  # the check goes on behind it
+        late = prepare(again, 2)
+        end(again, late, COMMIT)
+        assert bodies(again) == [b"2"]
+
+
+def test_a_message_is_told_of_though_retention_takes_its_half_in_that_moment() -> None:
+    with opened() as broker:
+        woken: list[int] = []
+        half = prepare(broker)
+        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+        again = broker.store.append_again
+
+        def taken(*arguments: Any, **fields: Any) -> Any:
+            result = again(*arguments, **fields)
+            expired(broker)
+            return result
+
+        broker.store.append_again = taken  # type: ignore[method-assign]
+        end(broker, half, COMMIT)
+        assert broker.store.message_at(half.physical_offset) is None
+        assert woken == [1]
+
+
+def test_what_is_delivered_is_told_of_though_the_end_fails_behind_it() -> None:
+    with opened() as broker:
+        woken: list[int] = []
+        half = prepare(broker)
+        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+        append, store = broker.store.append, broker.store
+
+        def refuse(message: Message, *arguments: Any, **fields: Any) -> Any:
+            if message.topic == "RMQ_SYS_TRANS_OP_HALF_TOPIC":
+                raise DiskFullError("full")
+            return append(message, *arguments, **fields)
+
+        store.append = refuse  # type: ignore[method-assign]
+        with pytest.raises(BrokerError) as caught:
+            end(broker, half, COMMIT)
+        assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+        store.append = append  # type: ignore[method-assign]
+        assert (bodies(broker), woken) == ([b"0"], [1])
+        end(broker, half, COMMIT)  # once more
+        assert bodies(broker) == [b"0"]
+        manual(broker).advance(3_600_000)
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []

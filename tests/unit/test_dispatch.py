@@ -1,0 +1,95 @@
+"""What is derived from records is written in parts: by whom, when, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from librmq.config import StoreConfig
+from librmq.dispatch import Dispatcher
+from librmq.errors import StoreIOError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.store import MessageStore
+
+BATCH = Dispatcher.BATCH
+ROOT = "/store"
+
+
+@pytest.fixture
+def store() -> Iterator[MessageStore]:
+    config = StoreConfig.tiny(max_index_num=4000)
+    with MessageStore.open(ROOT, config, files=MemoryFiles(), background=False) as opened:
+        yield opened
+
+
+def send(store: MessageStore, begin: int, end: int, topic: str = "T") -> None:
+    for number in range(begin, end):
+        message = Message(topic, b"x", keys=f"k{number}")
+        message.properties["UNIQ_KEY"] = f"u{number}"
+        store.append(message, number % 3)
+
+
+def indexed(store: MessageStore) -> int:
+    return sum(file.count - 1 for file in store.index.files)
+
+
+def test_reading_a_queue_writes_entries_and_no_keys(store: MessageStore) -> None:
+    send(store, 0, 30)
+    assert [len(store.read("T", queue_id, 0).messages) for queue_id in range(3)] == [10, 10, 10]
+    queue = store.queue("T", 0)
+    assert queue is not None
+    assert queue.max_offset == 10
+    assert indexed(store) == 0
+    assert len(store.find_by_key("T", "k7")) == 1
+    assert indexed(store) == 60
+
+
+def test_keys_are_written_in_two_parts_by_the_appends_behind_a_batch(store: MessageStore) -> None:
+    send(store, 0, BATCH + 1)
+    assert indexed(store) == 0, "the first part works them out"
+    send(store, BATCH + 1, BATCH + 2)
+    assert indexed(store) == 2 * BATCH, "the second writes those of the first"
+    send(store, BATCH + 2, 2 * BATCH + 2)
+    assert indexed(store) == 4 * BATCH
+    for number in range(2 * BATCH + 2):
+        assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
+
+
+@pytest.mark.parametrize("appended", [BATCH - 1, BATCH, BATCH + 1, BATCH + 2, 2 * BATCH + 1])
+def test_whoever_asks_the_index_between_the_parts_finds_all(store: MessageStore, appended: int) -> None:
+    send(store, 0, appended)
+    assert len(store.find_by_key("T", f"k{appended - 1}")) == len(store.find_by_key("T", "k0")) == 1
+    assert indexed(store) == 2 * appended
+    assert store.verify().sound
+
+
+@pytest.mark.parametrize("part", ["a queue", "the index"])
+@pytest.mark.parametrize("ends", ["append", "read", "find"])
+def test_a_full_disk_in_either_part_loses_nothing(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch, part: str, ends: str
+) -> None:
+    send(store, 0, BATCH if part == "a queue" else BATCH + 1)
+    queue = store.queues.find(("T", 1))
+    assert queue is not None
+    owner, name = (queue.__class__, "append_many") if part == "a queue" else (store.index.__class__, "append_block")
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> None:
+            raise StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+        full.setattr(owner, name, refuse)
+        for _ in range(2):
+            with pytest.raises(StoreIOError):
+                send(store, 1000, 1001)
+    if ends == "append":
+        send(store, BATCH + 1, BATCH + 3)
+    elif ends == "read":
+        assert len(store.read("T", 0, 0).messages) == 32
+    for number in range(BATCH):
+        assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
+    assert store.find_by_key("T", "k1000") == [], "it was refused before it was written"
+    assert store.verify().sound
