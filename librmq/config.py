@@ -40,7 +40,7 @@ def parse_hours(text: str) -> frozenset[int]:
     """The hours of the day that ``delete_when`` names; `ConfigError` if it names none, or what is none."""
     hours = text.split(";")
     if not all(hour.isascii() and hour.isdigit() and len(hour) <= 2 and int(hour) < 24 for hour in hours):
-        raise ConfigError(f"delete_when: expected hours from 0 to 23, several separated by ';', found {text!r}")
+        raise ConfigError(f"delete_when: expected hours from 0 to 23, several separated by ';', found {text!r:.80}")
     return frozenset(map(int, hours))
 
 
@@ -122,7 +122,7 @@ class StoreConfig:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name}: expected a whole number from {least} to {most}, found {value!r}")
+                raise ConfigError(f"{name}: expected a whole number from {least} to {most}, found {value!r:.80}")
         if self.consumequeue_file_size % ENTRY_SIZE:
             raise ConfigError(
                 f"consumequeue_file_size: expected a multiple of {ENTRY_SIZE}, found {self.consumequeue_file_size}"
@@ -130,14 +130,14 @@ class StoreConfig:
         for name in ("enable_consumequeue_ext", "enable_property_filter", "enable_calc_filter_bitmap"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ConfigError(f"{name}: expected true or false, found {value!r}")
+                raise ConfigError(f"{name}: expected true or false, found {value!r:.80}")
         if self.durability not in ("async", "sync"):
-            raise ConfigError(f"durability: expected 'async' or 'sync', found {self.durability!r}")
+            raise ConfigError(f"durability: expected 'async' or 'sync', found {self.durability!r:.80}")
         for name, least in (("compress_from", 1), ("max_total_size", self.commitlog_file_size)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(
-                    f"{name}: expected a whole number of at least {least} bytes, or none, found {value!r}"
+                    f"{name}: expected a whole number of at least {least} bytes, or none, found {value!r:.80}"
                 )
         for name in (
             "flush_interval_s",
@@ -147,11 +147,11 @@ class StoreConfig:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
-                raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r}")
+                raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r:.80}")
         for name in ("message_delay_level", "store_host", "delete_when"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise ConfigError(f"{name}: expected text, found {value!r}")
+                raise ConfigError(f"{name}: expected text, found {value!r:.80}")
         parse_hours(self.delete_when)
 
     @classmethod
@@ -195,5 +195,5 @@ class StoreConfig:
             if name in known:
                 changes[name] = value
             elif name not in _IGNORED | _TIMER:
-                raise ConfigError(f"unknown setting {name!r}; known are {', '.join(sorted(known))}")
+                raise ConfigError(f"unknown setting {name!r:.80}; known are {', '.join(sorted(known))}")
         return dataclasses.replace(base or cls(), **changes)

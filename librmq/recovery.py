@@ -33,6 +33,7 @@ from librmq.topics import validate_queue
 __all__ = ["Recovery"]
 
 _SECTOR: Final = 512
+_WORD: Final = 8
 _UNWRITTEN: Final = 16  # zeros at the end of a sector by which it is told that it was never written; headers have 15
 
 
@@ -85,8 +86,8 @@ class Recovery:
         """The first record of an unclean exit that did not reach the device whole though its body did, if any.
 
         Where a sector was not written there are zeros. In topic or properties they lead to no possible queue, or to
-        zeros that go on to the end of the sector; the latter is looked for behind the first record that the checkpoint
-        does not vouch for. One of which no crash explains them is served, as by a broker: nothing but its body has a
+        zeros as `_is_torn` knows them, which are looked for behind the first record that the checkpoint does not vouch
+        for. One of which no crash explains them is served, as by a broker: nothing but its body has a
         checksum. That can't be where it names no queue: `CorruptionError`, unless ``thorough``.
         """
         log, vouched_for_ms = self._parts.log, self._parts.checkpoint.min_timestamp_ms
@@ -100,7 +101,7 @@ class Recovery:
                 unvouched = physical_offset
             _, _, _, _, properties_at, _ = codec.frame(raw, 0, size)
             what = nameless = _names_no_queue(raw, known)
-            if what is None and unvouched is not None and _ends_in_zeros(log, physical_offset, raw, properties_at):
+            if what is None and unvouched is not None and _is_torn(log, physical_offset, raw, properties_at):
                 what = "its properties are zeros to the end of a sector"
             if what is None:
                 continue
@@ -371,18 +372,21 @@ def _names_no_queue(raw: bytes, known: set[tuple[bytes, bool]]) -> str | None:
     return None
 
 
-def _ends_in_zeros(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
-    """Whether a record has zeros in its properties that go on to the end of a sector."""
-    zero = raw.find(b"\0", properties_at)
-    if zero < 0:
+def _is_torn(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
+    """Whether a crash left zeros in the properties of a record.
+
+    A sector is written as a whole or not at all, and of a write that was under way so many words, nothing behind them.
+    Zeros of another kind are no crash's.
+    """
+    if raw.find(b"\0", properties_at) < 0:
         return False
     place, size = physical_offset % log.file_size, len(raw)
-    edge = (place + zero) // _SECTOR * _SECTOR + _SECTOR
-    while edge <= place + size:
-        if not raw[edge - place - 1]:
+    padded = raw + log.data_at(physical_offset + size, -(place + size) % _SECTOR)
+    for at in range(properties_at + -(place + properties_at) % _SECTOR, size, _SECTOR):
+        if not any(padded[at : at + _SECTOR]) and (at == properties_at or padded[at - 1]):
             return True
-        edge += _SECTOR
-    return not raw[-1] and not any(log.data_at(physical_offset + size, edge - place - size))
+    written = len(padded.rstrip(b"\0"))
+    return properties_at <= written < size and not (place + written) % _WORD
 
 
 def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:

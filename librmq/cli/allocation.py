@@ -71,15 +71,33 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
         case "AVG_BY_CIRCLE":
             return allocate_averagely_by_circle
         case "CONSISTENT_HASH":
-            return partial(allocate_consistent_hash, virtual_nodes=field(row, "virtual_nodes", int, 10))
+            nodes = field(row, "virtual_nodes", int, 10)
+            if nodes < 0:  # refused before any queue is looked at
+                raise AllocationError(f"virtual_nodes: expected 0 or more, found {nodes}")
+            return partial(allocate_consistent_hash, virtual_nodes=nodes)
         case "CONFIG":
-            return allocate_by_config(_queues(row, "config"))
+            chosen = _queues(row, "config")
+            return _stumble if row["config"] is None else allocate_by_config(chosen)
         case "MACHINE_ROOM":
-            return allocate_by_machine_room(_texts(row, "consumer_idcs"))
+            rooms = _texts(row, "consumer_idcs")
+            return _by_unknown_rooms if row["consumer_idcs"] is None else allocate_by_machine_room(rooms)
         case "MACHINE_ROOM_NEARBY" if field(row, "inner", str) != name:
             inner = _strategy(row["inner"], row)
             return allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
-    raise InputError(f"unknown strategy: {name!r}")
+    raise InputError(f"unknown strategy: {name!r:.80}")
+
+
+def _stumble(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+    """What the original makes of a list that is null."""
+    raise AllocationError("null for a list", "NullPointerException")
+
+
+def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+    """Rooms that are null: nobody stumbles before the first queue that has one."""
+    rooms = {queue.broker_name.partition("@")[0] for queue in queues}
+    if allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
+        return _stumble(client_id, queues, clients)
+    return []
 
 
 def _room(name: str) -> str | None:
@@ -92,7 +110,7 @@ def _selected(row: Row) -> list[Any] | None:
     queues = _queues(row, "mqs")
     name, kind, key = field(row, "selector", str), field(row, "arg_type", str), _required(row, "arg")
     if name not in ("HASH", "MACHINE_ROOM"):
-        raise InputError(f"unknown selector: {name!r}")
+        raise InputError(f"unknown selector: {name!r:.80}")
     key = _key(kind, row, key)
     if row["mqs"] is None and name == "HASH":
         raise AllocationError("null for queues", "NullPointerException")
@@ -123,7 +141,7 @@ def _key(kind: str, row: Row, key: Any) -> object:
                 return float(key)
             except OverflowError:
                 pass
-    raise InputError(f"arg: expected a value of arg_type {kind!r}, found {json.dumps(key)[:80]}")
+    raise InputError(f"arg: expected a value of arg_type {kind!r:.80}, found {json.dumps(key)[:80]}")
 
 
 def _required(row: Row, name: str) -> Any:

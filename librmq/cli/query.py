@@ -56,7 +56,7 @@ def _count(text: str) -> int:
 def _check_id(text: str) -> None:
     """Refuse what is neither an offset id nor can be a client's unique id."""
     if not text or not text.isprintable() or " " in text:
-        raise InputError(f"malformed id: {text!r}")
+        raise InputError(f"malformed id: {text!r:.80}")
     if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:
         raise InputError(f"malformed id: {len(text)} hex digits; an offset id has 32 or 56, a unique id 32")
 
@@ -77,7 +77,7 @@ def ask(arguments: argparse.Namespace, output: Output) -> int:
                 kind = field(question, "type", str)
                 answer = _ANSWERS.get(kind)
                 if answer is None:
-                    raise InputError(f"type: expected one of {', '.join(_ANSWERS)}, found {kind!r}")
+                    raise InputError(f"type: expected one of {', '.join(_ANSWERS)}, found {kind!r:.80}")
                 row = answer(store, question)
             except InputError as error:
                 raise InputError(f"line {number}: {error}") from None

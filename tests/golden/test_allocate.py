@@ -48,6 +48,8 @@ def test_every_case_is_answered_as_by_the_original(run: Run, left_out: tuple[str
 
 
 SHARE: Row = {"strategy": "AVG", "cid": "c", "mqs": [["T", "b", 0]], "cids": ["c"]}
+FAR: Row = SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "cid": "r-c", "mqs": [["T", "q-b", 0]], "cids": ["r-c", "q-c"]}
+ROOMS: Row = SHARE | {"strategy": "MACHINE_ROOM", "consumer_idcs": None}
 CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_type": "String", "arg": "x"}
 
 
@@ -60,6 +62,7 @@ CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_t
         SHARE | CHOICE,
         SHARE | {"strategy": "BEST"},
         SHARE | {"strategy": 5},
+        SHARE | {"strategy": "x" * 70_000},
         SHARE | {"cid": 5},
         {key: value for key, value in SHARE.items() if key != "cid"},
         {key: value for key, value in SHARE.items() if key != "mqs"},
@@ -77,7 +80,7 @@ CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_t
         SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "BEST"},
         SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": "10"},
         SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": 1 << 40},
-        CHOICE | {"selector": "BEST"},
+        CHOICE | {"selector": "x" * 70_000},
         CHOICE | {"arg_type": "Date"},
         CHOICE | {"arg_type": "Integer"},
         CHOICE | {"arg_type": "Integer", "arg": 1 << 31},
@@ -93,6 +96,7 @@ def test_bad_input_ends_with_the_answers_before_it(run: Run, row: Row | str) -> 
     status, lines, err = run([SHARE, row, SHARE])
     assert (status, len(lines)) == (2, 1)
     assert err.startswith("librmq allocate: line 2: ")
+    assert len(err) < 300
 
 
 @pytest.mark.parametrize(
@@ -102,6 +106,14 @@ def test_bad_input_ends_with_the_answers_before_it(run: Run, row: Row | str) -> 
         (CHOICE | {"arg_type": "Double", "arg": 2}, {"result": ["T", "b", 0]}),
         (CHOICE | {"mqs": None}, {"error_type": "NullPointerException"}),
         (SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "AVG"}, {"error_type": "IllegalArgumentException"}),
+        # A negative number of nodes is refused before any queue is looked at, a list that is null when it is used.
+        (FAR | {"inner": "CONSISTENT_HASH", "virtual_nodes": -1}, {"error_type": "IllegalArgumentException"}),
+        (FAR | {"inner": "CONSISTENT_HASH", "virtual_nodes": 0}, {"result": []}),
+        (FAR | {"inner": "CONFIG", "config": None}, {"result": []}),
+        (FAR | {"inner": "CONFIG", "config": None, "cids": ["r-c"]}, {"error_type": "NullPointerException"}),
+        (ROOMS, {"result": []}),
+        (ROOMS | {"mqs": [["T", "b", 0], ["T", "room@b", 0]]}, {"error_type": "NullPointerException"}),
+        (ROOMS | {"mqs": [["T", "room@b", 0]], "cids": ["other"]}, {"result": []}),
     ],
 )
 def test_cases_beside_those_of_the_original(run: Run, row: Row, answer: Row) -> None:

@@ -201,9 +201,9 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("a queue is as it was closed", "closedstate", "if (queue.max_offset, queue.max_physic_offset) != state[1:]:", "if False:", UNIT("closedstate")),
     # --- where the log ends
     ("bodies", "commitlog", "self._items(buffer, start, at - start, self.file_size, True)", "self._items(buffer, start, at - start, self.file_size, False)"),
-    ("torn properties", "recovery", "if what is None and unvouched is not None and _ends_in_zeros(", "if False and _ends_in_zeros("),
-    ("zeros to the end of a sector", "recovery", "        if not raw[edge - place - 1]:\n            return True\n", ""),
-    ("zeros to the end of the last sector", "recovery", "return not raw[-1] and not any(log.data_at(physical_offset + size, edge - place - size))", "return False"),
+    ("torn properties", "recovery", "if what is None and unvouched is not None and _is_torn(", "if False and _is_torn("),
+    ("zeros to the end of a sector", "recovery", "        if not any(padded[at : at + _SECTOR]) and (at == properties_at or padded[at - 1]):\n            return True\n", "        pass\n"),
+    ("a word that was written last", "recovery", "return properties_at <= written < size and not (place + written) % _WORD", "return False"),
     ("topics of torn records", "recovery", "what = nameless = _names_no_queue(raw, known)", "what = nameless = None", UNIT("salvage")),
     ("what an open store has is not torn", "recovery", "if not self._living and self._explained_by_crash(", "if self._explained_by_crash(", UNIT("recovery")),
     ("a store that is refused is left as it was", "recovery", "        if not self._thorough:\n            self._check_cut(end, cut)\n            if", "        if not self._thorough:\n            if", UNIT("salvage")),

@@ -158,13 +158,10 @@ class Calls:
         if event["what"].startswith("viewMessage topic"):
             return self._query(event, message_id, 1) if message_id in self.recording.stored else NotImplemented
         _, physical_offset = codec.parse_offset_message_id(message_id)
-        key = next(
-            row["properties"][UNIQUE_KEY]
-            for row in self.recording.messages
-            if row["commitLogOffset"] == physical_offset
-        )
-        here = next(message for message in self.stage.broker(event).store if message.unique_key == key)
-        return self._viewed(event, here.physical_offset)
+        there = (row for row in self.recording.messages if row["commitLogOffset"] == physical_offset)
+        key = next((row["properties"][UNIQUE_KEY] for row in there), None)
+        here = (message.physical_offset for message in self.stage.broker(event).store if message.unique_key == key)
+        return self._viewed(event, physical_offset if key is None else next(here))
 
     def _viewed(self, event: Row, physical_offset: int) -> list[str]:
         message = self.stage.broker(event).call(ViewMessage(physical_offset))

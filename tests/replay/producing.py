@@ -12,6 +12,7 @@ from librmq.errors import RmqError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
+from librmq.runner import Step
 from librmq.selectors import select_by_hash
 from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from tests.reference import Row
@@ -48,7 +49,12 @@ class Producers:
         else:
             avoid = bool(event.get("sendLatencyFaultEnable"))
             producer = Producer(self.stage.route, group, instance_name=name, avoid_slow_brokers=avoid)
-        self.producers[name] = producer.start()
+        self.producers[name] = producer
+        told_ms = self.recording.introduced(event)
+        if told_ms is None:
+            producer.start()
+        else:
+            self.stage.runner.wake(Step(f"{name} starts", lambda now_ms: _start(producer)), told_ms)
 
     def on_producer_shutdown(self, event: Row) -> None:
         self.producers.pop(event["client"]).shutdown()
@@ -201,6 +207,10 @@ class Producers:
             return _state(answers[number - 1])
 
         return check
+
+
+def _start(producer: Producer) -> None:
+    producer.start()
 
 
 def _state(answer: Row) -> TransactionState | None:

@@ -28,6 +28,8 @@ UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
 PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that does not come."""
+_TICK_MS: Final = 100
+"""So often brokers look for what is due."""
 _STARTS: Final = ("broker_started", "broker_started_again")
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
 _IN_PROSE: Final = re.compile(r"\b([a-z]\w+)=(\d+)( minutes?)?")
@@ -64,9 +66,10 @@ class Recording:
         What follows ``group:`` counts for that group alone, the rest for all.
         """
         prose = self._scenario.partition("Broker settings")[0]
+        groups = "|".join(sorted({re.escape(event["group"]) for event in self.of_kind("consumer_start")}))
         found: dict[str, int] = {}
         for part in re.split(r"[;.]\s", prose):
-            named = re.search(r"\b(g_\w+):", part)
+            named = re.search(rf"\b({groups}):", part)
             if named is None or named[1] == group:
                 found.update({name: int(n) * (60 if unit else 1) for name, n, unit in _IN_PROSE.findall(part)})
             elif group in part:
@@ -205,11 +208,21 @@ class Recording:
         """When an event is to be repeated: those that are told of afterwards when they were."""
         at_ms: int = event["at_ms"]
         if event["kind"] == "broker_shutdown":
-            return 0  # it takes seconds, and begins at once
+            return self._written_until(event)
         if event["kind"] in ("sent", "sent_big"):
             stored = self.stored.get(event.get("msgId") or event["result"]["msgId"])
             return at_ms if stored is None else stored.store_timestamp_ms
         return at_ms
+
+    def _written_until(self, shutdown: Row) -> int:
+        """When a broker that was shut down wrote for the last time; 0 if that was before.
+
+        To shut it down takes seconds, in which it hears nobody any more, but still delivers what was delayed.
+        """
+        begun = max(event["at_ms"] for event in self.events if event["seq"] < shutdown["seq"])
+        written = (message.store_timestamp_ms for message in self.log(self.stores[self.broker_of(shutdown)]))
+        last = max((at_ms for at_ms in written if at_ms <= shutdown["at_ms"]), default=0)
+        return last + _TICK_MS if last > begun else 0
 
     @cached_property
     def heartbeats(self) -> list[tuple[int, str]]:
@@ -218,6 +231,14 @@ class Recording:
         if not again:
             return []
         return sorted({(row["at_ms"], row["client"]) for row in self.requests("HEART_BEAT") if row["at_ms"] > again[0]})
+
+    def introduced(self, start: Row) -> int | None:
+        """When a producer first told brokers of itself, if that was after its start and before it sent anything."""
+        name = start["client"]
+        begun = next((e["at_ms"] for e in self.events_from(start["seq"]) if e["client"] == name and e != start), NEVER)
+        told = (row["at_ms"] for row in self.requests("HEART_BEAT") if row["client"] == name)
+        first = next((at_ms for at_ms in told if at_ms >= start["at_ms"]), NEVER)
+        return first if first < begun else None
 
     @cached_property
     def raced_halves(self) -> frozenset[str]:

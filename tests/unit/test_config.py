@@ -34,5 +34,12 @@ def test_what_is_no_setting_is_refused_by_name(name: str, value: Any) -> None:
         StoreConfig.from_row({name: value})
 
 
+def test_a_refusal_is_short_whatever_it_refuses() -> None:
+    for row in ({"max_index_num": "x" * 70_000}, {"delete_when": "x" * 70_000}, {"x" * 70_000: 1}):
+        with pytest.raises(ConfigError) as refused:
+            StoreConfig.from_row(row)
+        assert len(str(refused.value)) < 3_000
+
+
 def test_the_defaults_are_settings() -> None:
     assert StoreConfig.from_row({}) == StoreConfig()

@@ -255,15 +255,49 @@ def test_after_a_clean_exit_later_files_tell_that_the_log_went_on() -> None:
 
 
 def test_zeros_in_properties_are_no_damage_to_a_store_that_is_open() -> None:
-    """After a crash they would be: then they are where a sector was not written."""
+    """After a crash they would be: then they are where words were not written."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
-        place = store.append(Message("TopicA"), properties_raw=b"a\1b\2c\1" + bytes(1000)).physical_offset
+        place = store.append(Message("TopicA"), properties_raw=b"a\1b\2cc\1" + bytes(1000)).physical_offset
         assert store.recover() == []
         assert [message.physical_offset for message in store] == [place]
         crashed = died(files)
     with opened(crashed) as store:
         assert list(store) == []
+
+
+@pytest.mark.parametrize(
+    ("begin", "size", "behind", "is_served"),
+    [
+        (1100, 500, b"", True),  # within a word: no write ends there, and brokers take the record
+        (1104, 496, b"", False),
+        (1104, 496, b"\xff", True),  # of a write that was under way nothing stands behind it
+        (1104, 100, b"", True),
+        (1024, 512, b"", False),  # a sector is not there
+        (1024, 512, b"\xff", False),
+        (1023, 513, b"\xff", True),
+        (1025, 511, b"\xff", True),
+        (1536, 64, b"\xff", True),  # a sector that is there in part
+        (1536, 64, b"", False),
+    ],
+)
+def test_zeros_in_properties_of_a_record_are_a_crash_where_one_leaves_them(
+    begin: int, size: int, behind: bytes, is_served: bool
+) -> None:
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
+    properties = b"a\1".ljust(1600 - codec.FIXED_SIZE - len(b"TopicA") - len(b"b"), b"x")
+    place = store.append(Message("TopicA", b"b"), properties_raw=properties).physical_offset
+    assert (place, store.log.end) == (0, 1600)
+    found = zeroed(contents(died(files)), begin, size)
+    path = f"commitlog/{0:020d}"
+    data = found[path]
+    assert data is not None
+    found[path] = data[:1600] + behind + data[1600 + len(behind) :]
+    again = in_memory(found)
+    with opened(again) as store:
+        assert len(served(store)) == is_served
+    assert verify(ROOT, SMALL, again).sound
 
 
 def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
