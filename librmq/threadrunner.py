@@ -94,7 +94,7 @@ class ThreadRunner(Runner):
             _let_go(self._clock_turn)
 
     def _tell_clock(self, at: int) -> bool:
-        """`_signal_clock` by a worker; false where the system has no thread for it: then that one looks again."""
+        """`_signal_clock` where a worker is or will be; false where the system has no thread for it: it looks again."""
         try:
             self._signal_clock(at)
         except RuntimeError as error:
@@ -112,7 +112,7 @@ class ThreadRunner(Runner):
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
-            self._signal_clock(0)  # every worker is in user code: steps go on
+            self._tell_clock(0)  # every worker is in user code: steps go on
 
     def _start_worker(self) -> None:
         try:
