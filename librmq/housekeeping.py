@@ -141,7 +141,17 @@ class Housekeeping:
 class Background:
     """A thread that calls a step when it is due or woken. It ends with `stop` and does not keep a process alive."""
 
-    def __init__(self, step: Callable[[int], int | None], clock: Clock, name: str) -> None:
+    def __init__(
+        self,
+        step: Callable[[int], int | None],
+        clock: Clock,
+        name: str,
+        is_known: Callable[[Background], bool] = lambda background: True,
+    ) -> None:
+        """``is_known(background)`` is asked by the thread before it begins: where Ctrl-C has interrupted whoever made
+        it, nobody would end it.
+        """
+        self._is_known = is_known
         self._step = step
         self._clock = clock
         self._event = threading.Event()
@@ -162,6 +172,8 @@ class Background:
             self._thread.join()
 
     def _run(self) -> None:
+        if not self._is_known(self):
+            return
         while True:
             self._event.clear()
             if self._stopping:  # looked at behind `clear`, which may have taken the signal of `stop` away

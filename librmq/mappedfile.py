@@ -12,6 +12,7 @@ digits. Mirrors 4.9.4's ``MappedFileQueue`` and ``MappedFile``.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from bisect import bisect_right
@@ -211,7 +212,13 @@ class MappedFileQueue:
             changed.update(folders_to_name(self._files, self.folder))
             self._files.make_folder(self.folder)
         path = self.path(start)
-        file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
+        try:
+            file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
+        except StoreIOError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            self._files.delete(path)  # there is one writer: whoever made it was interrupted before it was known
+            file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
         with self._guard:
             self._changed_folders |= changed
         if self._durable:

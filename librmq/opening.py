@@ -55,10 +55,17 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
     checkpoint = os.path.join(path, layout.CHECKPOINT)
     if files.size(checkpoint) == 0:
         found.append(checkpoint)
-    for file in found:
-        files.delete(file)
+    _delete(found, files)
     what = "a file of length zero, or beside one that is missing, as a crash leaves it"
     return [Damage(file, 0, "size", what) for file in found]
+
+
+def _delete(paths: Sequence[str], files: Files) -> None:
+    """Delete files for good: a crash after the store was closed must not bring them back."""
+    for path in paths:
+        files.delete(path)
+    for folder in sorted(set(map(os.path.dirname, paths))):
+        files.flush_folder(folder)
 
 
 def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
@@ -254,7 +261,8 @@ def _opened(
         gone = []
         for place in places:
             if not files.is_folder(place):
-                gone.append(place)
+                if files.size(place) is not None:
+                    gone.append(place)
                 continue
             for entry in files.list(place):
                 named = entry.name.isascii() and entry.name.isdigit() and len(entry.name) == digits
@@ -262,8 +270,7 @@ def _opened(
                     raise
                 if named:
                     gone.append(os.path.join(place, entry.name))
-        for file in gone:
-            files.delete(file)
+        _delete(gone, files)
         mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be made again"))
         return open_part()
 

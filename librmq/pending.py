@@ -23,8 +23,8 @@ from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message import StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
-from librmq.timer import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
+from librmq.timersettings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.topics import HALF_TOPIC
 from librmq.txn import TransactionSettings
 from librmq.txnhalves import EndedHalves, progress

@@ -454,7 +454,11 @@ class MessageStore(Appends):
         elif self._in_background:
             with self._lock:
                 if self._background is None and self._accepts:
-                    self._background = Background(self._housekeep, self.clock, "librmq-store")
+                    self._background = Background(self._housekeep, self.clock, "librmq-store", self._is_background)
+
+    def _is_background(self, background: Background) -> bool:
+        with self._lock:  # which whoever made it holds until it is known
+            return self._background is background
 
     def _housekeep(self, now_ms: int) -> int | None:
         return self._housekeeping.run_due(now_ms)  # after `recover` it is another

@@ -66,6 +66,7 @@ class ThreadRunner(Runner):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock_runs = False  # as far as those know who start it
         self._is_clock_there = False
+        self._is_clock_missed = False  # no thread can be started
         _runners.add(self)
 
     def _start(self, target: Callable[[], None], name: str) -> None:
@@ -92,15 +93,26 @@ class ThreadRunner(Runner):
         elif at < self._sleeps_until:
             _let_go(self._clock_turn)
 
+    def _tell_clock(self, at: int) -> bool:
+        """`_signal_clock` where a worker is or will be; false where the system has no thread for it: it looks again."""
+        try:
+            self._signal_clock(at)
+        except RuntimeError as error:
+            if not self._is_clock_missed:
+                _log.warning("a worker does what the clock thread would: %s", error)
+            self._is_clock_missed = True
+            return False
+        return True
+
     def _rouse(self) -> None:
         """Have one more worker look."""
         if self._parked:
             _let_go(self._parked[-1])
             self._is_roused = True
-        elif len(self._threads) < self._max_threads:
+        elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
-            self._signal_clock(0)  # every worker is in user code: steps go on
+            self._tell_clock(0)  # every worker is in user code: steps go on
 
     def _start_worker(self) -> None:
         try:
@@ -180,8 +192,9 @@ class ThreadRunner(Runner):
             self._is_watched, self._seen_begun = True, self._begun
             if self._clock_runs:
                 _let_go(self._clock_turn)
-            else:
-                self._signal_clock(0)
+            elif not self._tell_clock(0):
+                self._is_watched = self._is_swift = False
+                self._rouse()
 
     def _run_worker(self) -> None:
         turn = _turn()
@@ -225,8 +238,9 @@ class ThreadRunner(Runner):
                 top = self._run_steps()
                 self._holder_looks = False
                 at = NEVER if top is None else top.at or 0
+            has_clock = True
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
-                self._signal_clock(at)
+                has_clock = self._tell_clock(at)
             # Where listeners are swift one worker is enough: what others would do, they spend on waiting for the lock.
             if ready and not (self._is_swift and (self._is_roused or self._workers - len(parked) > 1)):
                 work = ready.popleft()
@@ -239,9 +253,9 @@ class ThreadRunner(Runner):
                 if ready and not self._looking and not self._is_roused and not self._is_watched:
                     self._leave_ready_work()
                 return work
-            if not ready and at <= self.now_ms():
+            if not ready and (not has_clock or at <= self.now_ms()):
                 lock.release()
-                turn.acquire(timeout=_YIELD_S)
+                turn.acquire(timeout=_YIELD_S if has_clock else _WATCH_S)
                 lock.acquire()
                 continue
             self._looking -= 1

@@ -168,13 +168,15 @@ class Transactions:
         delivered: Callable[[Delivered], None] = lambda final: None,
         make_topic: Callable[[str], None] = lambda topic: None,
         original: bool = False,
+        waits: bool = True,
         aside: Aside | None = None,
     ) -> None:
         """``ask(question)`` passes a question on to a producer; its answer, if any, comes as `commit` or `rollback`.
         ``discarded(half, check_times)`` is told what was given up, ``delivered(final)`` of each final message as soon
         as it stands in the log. ``make_topic(topic)`` sees to it that a topic of one queue, readable and writable, is
-        in the broker's table. None of them may raise, or call this object. ``aside`` lets other things go on while the
-        store is flushed at the end of a check pass; None flushes within `run_due`.
+        in the broker's table. None of them may raise, or call this object. With sync durability an end returns when it
+        has reached the device, unless ``waits`` is false: then the caller waits for `last_op`. ``aside`` lets other
+        things go on while the store is flushed at the end of a check pass; None flushes within `run_due`.
         """
         self._store = store
         self._offsets = offsets
@@ -183,6 +185,7 @@ class Transactions:
         self._discarded = discarded
         self._delivered = delivered
         self._make_topic = make_topic
+        self._waits = waits
         self._aside = aside
         self._original = original
         self._interval_ms = round(1000 * self._settings.interval_s)
@@ -194,6 +197,8 @@ class Transactions:
         self._opened_at = store.log.end  # of older halves it is not known what happened before
         self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
         self._ended: EndedHalves | None = None
+        self.last_op: AppendResult | None = None
+        """The op message that was written last; final messages lie before it."""
         op_queue = store.queue(OP_TOPIC, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
         self._recent: dict[int, _Recent] = {}  # by physical offset: the last halves, which need not be read again
@@ -415,7 +420,8 @@ class Transactions:
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
         message = Message(OP_TOPIC, str(queue_offset).encode())
         message.properties = {codec.PROPERTY_TAGS: OP_TAG, codec.PROPERTY_WAIT: "true"}
-        result = self._store.append(message, queue_id)  # with sync durability the final message is waited for too
+        # With sync durability the final message is waited for too.
+        result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
         if result.queue_offset != self._next_op:  # somebody else has written some: of any half
             self._recent.clear()

@@ -6,6 +6,7 @@ Mirrors ``PullMessageProcessor``.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +17,7 @@ from librmq.broker.registry import Registry
 from librmq.broker.selection import Selection, parse_selection, registered_selection
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
-from librmq.errors import BrokerError
+from librmq.errors import BrokerError, RmqError
 from librmq.message import Message, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from librmq.filter import Registrations
 
 __all__ = ["Pulling"]
+
+_log = logging.getLogger("librmq.broker")
 
 _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
 
@@ -215,7 +218,10 @@ class Pulling:
         body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
         message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
-        self._sending.put(message, 0)
+        try:
+            self._sending.put(message, 0)
+        except RmqError as error:  # as on a full disk; who asked goes on where there is something all the same
+            _log.warning("group %s: %s is not written down: %s", request.group, event, error)
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

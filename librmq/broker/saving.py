@@ -35,7 +35,8 @@ class Writing:
         when `save` is called.
         """
         self._submit = submit
-        self._pending: dict[ConfigTable, bytes] = {}
+        self._latest: dict[ConfigTable, bytes] = {}
+        self._written: dict[ConfigTable, bytes] = {}
         self._is_submitted = False
         self._one_at_a_time = threading.Lock()
         self._why_over: str | None = None
@@ -50,12 +51,12 @@ class Writing:
         if self._submit is None:
             table.persist(now_ms)
         else:
-            self._pending[table] = table.snapshot(now_ms)
+            self._latest[table] = table.snapshot(now_ms)
             self.submit()
 
     def submit(self) -> None:
         """Have what is to be written be written. Under the runner's lock."""
-        if self._submit is not None and self._pending and not self._is_submitted:
+        if self._submit is not None and not self._is_submitted and self._pending():
             self._submit()
             self._is_submitted = True  # behind it, for those who are interrupted between: twice does no harm
 
@@ -67,14 +68,15 @@ class Writing:
         self._check_goes_on()  # in a child process nobody would release the lock
         with self._one_at_a_time:
             self._check_goes_on()
-            while self._pending:
-                table, data = self._pending.popitem()
-                try:
-                    table.write(data)
-                except BaseException:
-                    self._pending.setdefault(table, data)  # unless it is outdated by now
-                    raise
+            while pending := self._pending():
+                table, data = pending[0]
+                table.write(data)
+                self._written[table] = data
                 self._check_goes_on()
+
+    def _pending(self) -> list[tuple[ConfigTable, bytes]]:
+        """What is to be written, by table."""
+        return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
 
     def written(self, error: Exception | None) -> bool:
         """What was submitted has ended; whether it is to be tried again some time later. Under the runner's lock."""
@@ -93,7 +95,7 @@ class Writing:
         """`let_go`; returns when nothing is being written."""
         self.let_go(why)
         with self._one_at_a_time:
-            self._pending.clear()
+            self._latest.clear()
 
     def _check_goes_on(self) -> None:
         if self._why_over is not None:

@@ -62,7 +62,8 @@ class BrokerTransactions:
         self._turns: dict[str, int] = {}
         self._questions: list[CheckBack] = []
         self._finals: deque[Delivered] = deque()  # of which nobody was told yet
-        self._lock = threading.Lock()  # of an end, which may wait for the device, and of the check
+        self._lock = threading.Lock()  # of an end and of the check
+        self._waits = store.config.durability == "sync"
         self._transactions = Transactions(
             store,
             CheckOffsets(offsets),
@@ -73,6 +74,7 @@ class BrokerTransactions:
             delivered=self._finals.append,
             make_topic=self._make_topic,
             original=original,
+            waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
         self._step = step(self._run_due)
@@ -94,10 +96,13 @@ class BrokerTransactions:
                     self._transactions.rollback(request.physical_offset, request.queue_offset, request.group)
                 else:
                     self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
+                op = self._transactions.last_op
         except TransactionRefusedError as error:
             raise BrokerError(error.code, str(error)) from error
         finally:
             self._announce()  # what is delivered is, whatever became of its op message
+        if op is not None and self._waits:
+            self._store.wait_for(op)  # without the lock: others end theirs, and share the flush
         if half is not None:
             self._count(request.state.name.lower(), half)
 
@@ -160,6 +165,8 @@ class BrokerTransactions:
             )
         except RmqError as error:  # an ordinary producer, or one that is about to leave: the next check asks again
             _log.warning("group %s: a producer can't be asked about a transaction: %s", question.group, error)
+        except Exception:  # of an executor of the user's, which was shut down: the check goes on
+            _log.exception("group %s: a producer can't be asked about a transaction", question.group)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count("discard", half)

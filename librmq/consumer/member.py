@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.client import Client, LifeCycle
+from librmq.client import Client, LifeCycle, State
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
@@ -164,18 +164,27 @@ class Member(Generic[C]):
         group[self.client.client_id] = _comparable(self.subscriptions)
         refuse_differences(self.group, group)
 
-    def _stop(self, timeout: float | None, ended: threading.Event | None) -> bool:
-        """Wait for what runs, save, leave; without the lock. Whether all has ended in time."""
-        in_time = True
-        if ended is not None:
-            seconds = self.config.shutdown_timeout if timeout is None else timeout
-            in_time = self.runner.clock.wait(ended, seconds)
-        with self.runner.lock:
-            try:
-                self._save(self.held.values())
-                self._end()
-            finally:
-                self._leave()
+    def _stop(self, timeout: float | None, begin: Callable[[], threading.Event | None]) -> bool:
+        """If it runs: ``begin`` under the lock, wait for what that gives, save, leave; whether all ended in time."""
+        is_first, in_time = False, True
+        try:
+            with self.runner.lock:
+                is_first = self._life.is_running
+                self._life.shut_down()
+                if is_first:
+                    self.stopping = True
+                    ended = begin()
+            if is_first and ended is not None:
+                seconds = self.config.shutdown_timeout if timeout is None else timeout
+                in_time = self.runner.clock.wait(ended, seconds)
+        finally:  # Ctrl-C ends the waiting alone
+            if is_first:
+                with self.runner.lock:
+                    try:
+                        self._save(self.held.values())
+                        self._end()
+                    finally:
+                        self._leave()
         return in_time
 
     def _leave(self) -> None:
@@ -196,17 +205,19 @@ class Member(Generic[C]):
 
     def start(self) -> Self:
         """Join the group and begin. `ClientStateError` for a second start."""
-        with self.runner.lock:
-            self._life.start(self._start_or_leave)
-        return self
-
-    def _start_or_leave(self) -> None:
+        is_first = False
         try:
-            self._start()
+            with self.runner.lock:
+                is_first = self._life.state is State.CREATED
+                self._life.start(self._start)
         except BaseException:
-            self.stopping = True
-            self._leave()
+            if is_first:
+                with self.runner.lock:
+                    self._life.state = State.START_FAILED  # by Ctrl-C, where it had started
+                    self.stopping = True
+                    self._leave()
             raise
+        return self
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Leave the group in order."""

@@ -90,6 +90,7 @@ class LocalOffsets:
         self.path = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
         self._aside = aside
+        self._process = os.getpid()
         self._is_writing = False  # aside
         self._one_at_a_time = threading.Lock()
         self._begun = self._written = 0
@@ -113,7 +114,7 @@ class LocalOffsets:
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
         changed = self._note(held)
-        if not changed:
+        if not changed or os.getpid() != self._process:  # after a fork the file is the parent's
             return True
         try:
             self._write(*self._document())

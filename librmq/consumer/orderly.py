@@ -198,7 +198,11 @@ class OrderlyDelivery(Delivery):
         return held.locked
 
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
-        return self._has_lock(held, now_ms)
+        if self._has_lock(held, now_ms):
+            return True
+        if held.locked:  # as far as is known: the broker could not be asked
+            self.runner.wake(held.pull, now_ms + LOCK_AGAIN_MS)
+        return False
 
     def _unlock(self, queue: MessageQueue) -> None:
         request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))

@@ -89,6 +89,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
+        self._last: tuple[HeldQueue, int, int] | None = None  # what was pulled last: from where, and up to where
         self._arrived = _Arrival()
         self._polling = threading.Lock()
 
@@ -162,14 +163,12 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._shut_down(None, self.config.auto_commit and kind is None)
 
     def _shut_down(self, timeout: float | None, commits: bool) -> bool:
-        with self.runner.lock:
-            if not self._life.shut_down():
-                return True
+        def begin() -> None:
             if commits:
                 self._commit_polled()
-            self.stopping = True
             self._arrived.set()
-        return self._stop(timeout, None)
+
+        return self._stop(timeout, begin)
 
     # ---- queues as the rebalance gives them
 
@@ -209,18 +208,25 @@ class PullConsumer(Member[PullConsumerConfig]):
             raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
         clock = self.runner.clock
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
-        with self._polling:
-            self._begin_poll()
-            while True:
-                messages, has_moved = self._look()
-                if messages or self.stopping:
-                    return messages
-                remaining = deadline - clock.monotonic()
-                if has_moved and remaining >= 0:
-                    clock.wait(self._arrived, BREATH)  # so that others get the lock
-                    continue
-                if remaining <= 0 or not clock.wait(self._arrived, remaining):
-                    return []
+        has_begun = False
+        try:
+            with self._polling:
+                self._begin_poll()
+                has_begun = True
+                while True:
+                    messages, has_moved = self._look()
+                    if messages or self.stopping:
+                        return messages
+                    remaining = deadline - clock.monotonic()
+                    if has_moved and remaining >= 0:
+                        clock.wait(self._arrived, BREATH)  # so that others get the lock
+                        continue
+                    if remaining <= 0 or not clock.wait(self._arrived, remaining):
+                        return []
+        except BaseException:  # Ctrl-C: nobody gets what was pulled
+            if has_begun:
+                self._take_back()
+            raise
 
     async def poll_async(self, timeout: float | None = None) -> list[DeliveredMessage]:
         """As `poll`, and others in the event loop go on while it waits. If it is cancelled no message is lost.
@@ -232,9 +238,9 @@ class PullConsumer(Member[PullConsumerConfig]):
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
         if not self._polling.acquire(blocking=False):
             raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
-        arrived = asyncio.Event()
-        self._arrived.awaited = asyncio.get_running_loop(), arrived
         try:
+            arrived = asyncio.Event()
+            self._arrived.awaited = asyncio.get_running_loop(), arrived
             self._begin_poll()
             while True:
                 arrived.clear()
@@ -265,9 +271,18 @@ class PullConsumer(Member[PullConsumerConfig]):
 
     def _begin_poll(self) -> None:
         """What was polled before counts as consumed, if so configured."""
+        self._last = None
         if self.config.auto_commit:
             with self.runner.lock:
                 self._commit_polled()
+
+    def _take_back(self) -> None:
+        """Have what was pulled last pulled again."""
+        with self.runner.lock:
+            if self._last is not None:
+                held, before, behind = self._last
+                if held.next_offset == behind:
+                    held.next_offset = before
 
     def _look(self) -> tuple[list[DeliveredMessage], bool]:
         """Ask the queues, and have it told when there is something new."""
@@ -299,6 +314,7 @@ class PullConsumer(Member[PullConsumerConfig]):
             return []
         if response.status is PullStatus.HELD:
             return []
+        self._last = held, held.next_offset, response.next_offset
         held.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
             _log.warning("%s: %s goes on at %d", self.label, held.label, response.next_offset)

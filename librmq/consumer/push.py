@@ -136,13 +136,8 @@ class PushConsumer(Member[ConsumerConfig]):
         Whether all have ended. What a listener that runs on does is not noted: its message comes again elsewhere.
         Doing so again does nothing. Not for the loop on which coroutines run: `shutdown_async`.
         """
-        with self.runner.lock:
-            if not self._life.shut_down():
-                return True
-            self.stopping = True
-            ended = self.delivery.stop()
         try:
-            in_time = self._stop(timeout, ended)
+            in_time = self._stop(timeout, self.delivery.stop)
         finally:
             if self.metrics is not None:
                 self.metrics.take_away(self)

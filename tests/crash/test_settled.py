@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
+from librmq.files import make_folders
 from librmq.message import Message
 from librmq.retention import Retention
 from librmq.store import MessageStore
@@ -86,6 +88,31 @@ def test_what_was_recovered(config: StoreConfig, thorough: bool, flushed: int) -
     with MessageStore.open(ROOT, config, files=files, clock=clock, thorough=thorough) as store:
         assert_settled(files)
         assert served(store) == before
+    assert_settled(files)
+
+
+@pytest.mark.parametrize(
+    ("name", "thorough"),
+    [
+        (f"commitlog/{4096:020d}", False),
+        (f"consumequeue/New/0/{0:020d}", False),
+        (f"consumequeue_ext/New/0/{0:020d}", False),
+        ("index/20300101000000000", False),
+        (f"consumequeue/New/0/{7:020d}", True),
+    ],
+)
+def test_what_was_deleted_as_it_was_opened(name: str, thorough: bool) -> None:
+    """Else a crash that comes after the store was closed would bring it back."""
+    files = BusyFiles()
+    store = filled(files, SMALL_EXT, 5)
+    store.flush()
+    path = f"{ROOT}/{name}"
+    make_folders(files, os.path.dirname(path))
+    files.write(path, bytes(100 if thorough else 0))
+    files = files.killed()
+    with opened(files, SMALL_EXT, thorough=thorough) as store:
+        assert any(damage.file == path for damage in store.recovered)
+    assert files.size(path) is None
     assert_settled(files)
 
 

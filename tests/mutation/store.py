@@ -145,6 +145,7 @@ CRASH = "tests/crash/test_{}.py".format
 TOLD_BY = {
     "files.": CRASH("disk_flushes"),
     "dispatch.write_entries": CRASH("settled"),
+    "opening._delete": CRASH("settled"),
     "flushing.flush": CRASH("settled"),
     "flushing.wait": UNIT("flushing"),
     "housekeeping.": UNIT("housekeeping"),

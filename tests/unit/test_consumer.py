@@ -962,6 +962,36 @@ def test_a_shutdown_waits_within_its_bound() -> None:
         release.set()
 
 
+def test_a_shutdown_that_is_interrupted_leaves_the_group_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, begun = threading.Event(), threading.Event()
+    with Broker.temporary() as broker:
+        broker.create_topic("t", 1)
+        consumer = PushConsumer(broker, "g", threads=1)
+
+        @consumer.subscribe("t")
+        def listen(message: DeliveredMessage) -> None:
+            if message.body == b"second":
+                begun.set()
+                release.wait(60)
+
+        producer = Producer(broker, "p")
+        for body in (b"first", b"second"):
+            producer.send("t", body)
+        consumer.start()
+        assert begun.wait(60)
+
+        def interrupted(*arguments: object) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(broker.runner.clock, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                consumer.shutdown()
+        assert broker.consumer_offset("g", "t", 0) == 1
+        assert broker.call(ConsumerIds("g")) == ()
+        release.set()
+
+
 def test_an_idle_consumer_takes_no_turns() -> None:
     runner = ThreadRunner(ManualClock())
     try:

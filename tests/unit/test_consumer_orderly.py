@@ -271,6 +271,21 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(world: World) -> None:
     assert [(seen.body, seen.at_ms) for seen in world.seen] == [("a", begin)]
 
 
+def test_a_lock_that_could_not_be_renewed_is_asked_for_again(world: World) -> None:
+    """A message comes while the broker does not answer: it is not left lying until the next one."""
+    seam = Seam(world.broker)
+    _ordered(world, route=seam).start()
+    world.advance(100)  # nothing is to do: the lock is older than it is trusted
+    seam.fail = unreachable(LockQueues)
+    begin = world.runner.now_ms()
+    world.send("a")
+    world.advance(10)
+    assert world.bodies() == []
+    seam.fail = unreachable()
+    world.advance(10)
+    assert [(seen.body, seen.at_ms - begin) for seen in world.seen] == [("a", 12_000)]
+
+
 def test_after_its_lock_was_lost_a_client_goes_on_where_others_have_come(world: World) -> None:
     """It hears nothing for minutes, and another has consumed meanwhile."""
     seam = Seam(world.broker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from librmq.protocol import (
     ResetGroup,
     UpdateOffset,
 )
+from tests.interrupting import interruptions
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 
@@ -174,6 +176,32 @@ def test_what_was_polled_and_not_dealt_with_comes_again(filled: World) -> None:
     with again:
         assert [message.queue_offset for message in again.poll()] == list(range(10))
     assert filled.broker.consumer_offset("g", "t", 0) == 10
+
+
+def test_a_poll_that_is_interrupted_loses_nothing(filled: World) -> None:
+    consumer = _consumer(filled)
+    consumer.assign(QUEUES[:1])
+    consumer.start()
+    functions = (
+        PullConsumer.poll,
+        PullConsumer._begin_poll,
+        PullConsumer._look,
+        PullConsumer._pull_in_turn,
+        PullConsumer._pull,
+        PullConsumer._ask,
+    )
+
+    def poll(number: int) -> None:
+        consumer.seek(QUEUES[0], 0)
+        try:
+            messages = consumer.poll()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            messages = consumer.poll()
+        assert [message.queue_offset for message in messages] == list(range(10))
+
+    assert interruptions(functions, poll) >= 20
+    consumer.shutdown()
 
 
 def test_without_auto_commit_nothing_is_stored_but_by_commit(filled: World) -> None:

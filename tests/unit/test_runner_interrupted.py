@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,19 @@ from librmq.broker.holds import Holds
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.saving import Saving, Writing
 from librmq.broker.sending import Sending
-from librmq.consumer import PushConsumer
-from librmq.files import MemoryFiles
+from librmq.client import Client, LifeCycle
+from librmq.config import StoreConfig
+from librmq.consumer import PullConsumer, PushConsumer
+from librmq.consumer.delivery import Delivery
+from librmq.consumer.member import Member
+from librmq.consumer.rebalancing import Rebalancing
+from librmq.files import DiskFiles, MemoryFiles
+from librmq.housekeeping import Background
+from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.message import Message
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
 from librmq.runner import Runner, Step, Work
+from librmq.store import MessageStore
 from librmq.threadrunner import ThreadRunner, _let_go
 from tests.interrupting import interruptions
 
@@ -274,3 +283,116 @@ def test_progress_and_tables_are_saved_though_one_was_interrupted_who_changed_th
         assert b"5" in files.read("/b/config/consumerOffset.json")
 
     assert interruptions((*functions, *ALL), change) >= 10
+
+
+def test_a_thread_of_a_store_that_nobody_knows_of_ends_by_itself() -> None:
+    functions = (MessageStore._wake, Background.__init__)
+
+    def append(number: int) -> None:
+        before = set(threading.enumerate())
+        store = MessageStore.open("/s", StoreConfig.tiny(durability="sync"), files=MemoryFiles())
+        with suppress(KeyboardInterrupt):
+            store.append(Message("T", b"first"))
+        sys.settrace(None)
+        store.append(Message("T", b"second"))
+        own = [thread for thread in threading.enumerate() if thread not in before]
+        background = store._background
+        for thread in own:
+            if background is None or thread is not background._thread:
+                thread.join(WAIT_S)
+                assert not thread.is_alive()
+        store.close()
+        assert set(threading.enumerate()) <= before
+
+    assert interruptions(functions, append) >= 4
+
+
+def test_a_file_that_was_made_as_somebody_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    def roll(number: int) -> None:
+        pool = MappingPool(4)
+        files = MappedFileQueue(str(tmp_path / f"{number}"), 4096, DiskFiles(), pool, durable=bool(number % 2))
+        for start in (0, 4096):
+            with suppress(KeyboardInterrupt):
+                files.create(start)
+            if start not in files.starts:
+                files.create(start)
+        sys.settrace(None)
+        assert files.starts == [0, 4096]
+        files.file(4096).buffer[:4] = b"here"
+        files.flush()
+        again = MappedFileQueue(files.folder, 4096, DiskFiles(), pool)
+        assert again.starts == [0, 4096]
+        assert again.file(4096).buffer[:4] == b"here"
+
+    assert interruptions((MappedFileQueue.create,), roll) >= 10
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
+def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
+    kind: type[PushConsumer] | type[PullConsumer], broker: Broker
+) -> None:
+    functions = (
+        Member.start,
+        Member._start,
+        kind._start,
+        LifeCycle.start,
+        Client.join,
+        Client.beat,
+        Client._send_heartbeats,
+        Rebalancing.start,
+        Rebalancing.wake,
+    )
+
+    def start(number: int) -> None:
+        consumer = kind(broker, "G")
+        if isinstance(consumer, PushConsumer):
+            consumer.subscribe("T")(lambda message: None)
+        else:
+            consumer.subscribe("T")
+        try:
+            consumer.start()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            assert not consumer.is_running
+            assert consumer.shutdown()
+        else:
+            sys.settrace(None)
+            assert consumer.is_running
+            consumer.shutdown()
+        with broker.runner.lock:
+            assert broker.client_ids() == ()
+            assert not consumer.held
+
+    assert interruptions(functions, start) >= 20
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
+def test_a_consumer_whose_shutdown_is_interrupted_has_left_its_group(
+    kind: type[PushConsumer] | type[PullConsumer], broker: Broker
+) -> None:
+    functions = (
+        kind.shutdown,
+        Member._stop,
+        LifeCycle.shut_down,
+        Delivery.stop,
+        Delivery.ended,
+        PullConsumer._shut_down,
+        PullConsumer._commit_polled,
+    )
+
+    def shut_down(number: int) -> None:
+        consumer = kind(broker, "G")
+        if isinstance(consumer, PushConsumer):
+            consumer.subscribe("T")(lambda message: None)
+        else:
+            consumer.subscribe("T")
+        consumer.start()
+        with suppress(KeyboardInterrupt):
+            consumer.shutdown()
+        sys.settrace(None)
+        assert consumer.shutdown()
+        with broker.runner.lock:
+            assert broker.client_ids() == ()
+            assert not consumer.held
+
+    assert interruptions(functions, shut_down) >= 8

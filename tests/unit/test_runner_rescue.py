@@ -92,6 +92,50 @@ def test_the_first_thread_that_cannot_start_is_told_and_tried_again(monkeypatch:
     assert runner.close() == []
 
 
+@pytest.mark.parametrize("is_swift", [False, True])
+def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
+    is_swift: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = ThreadRunner(max_threads=1)
+    start = threading.Thread.start
+    stepped = threading.Semaphore(0)
+    ended = threading.Semaphore(0)
+
+    def refuse(thread: threading.Thread) -> None:
+        if "clock" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def run_due(now_ms: int) -> int | None:
+        stepped.release()
+        return now_ms + 1
+
+    def done(result: object, error: Exception | None) -> None:
+        ended.release()
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with runner.lock:
+        runner._is_swift = is_swift
+        for _ in range(3):
+            runner.submit(Work("work", lambda: None, done))
+        runner.wake(Step("again and again", run_due))
+    for one in (stepped, ended):
+        for _ in range(3):
+            assert one.acquire(timeout=WAIT_S)
+    assert runner.close() == []
+    assert caplog.text.count("a worker does what the clock thread would") == 1
+
+
+def test_the_clock_thread_does_not_take_the_place_of_the_only_worker() -> None:
+    runner = ThreadRunner(max_threads=1)
+    ended = threading.Event()
+    with runner.lock:
+        runner.wake(Step("far away", lambda now_ms: None), runner.now_ms() + 3_600_000)
+        runner.submit(Work("work", lambda: None, lambda result, error: ended.set()))
+    assert ended.wait(WAIT_S)
+    assert runner.close() == []
+
+
 def test_a_coroutine_that_finds_no_loop_is_a_failure_of_the_listener() -> None:
     runner = ThreadRunner()
     outcome: list[tuple[Any, Exception | None]] = []

@@ -358,3 +358,33 @@ def test_a_broadcasting_consumer_writes_its_progress_while_others_go_on(caplog: 
         consumed(3)
         consumer.shutdown()
         assert b":3" in files.read(f"/offsets/{consumer.client.client_id}/G/offsets.json")
+
+
+def test_the_ends_of_transactions_share_a_flush_and_keep_no_check_waiting() -> None:
+    """With sync durability an end waits for the device, and nobody waits for that end."""
+    gate = Gate()
+    with Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig.tiny(durability="sync")) as broker:
+        halves = [prepare(broker, number) for number in range(3)]
+        commit = broker.store._commit
+        flush = commit._flush
+
+        def gated() -> int:
+            end = flush()
+            gate.pass_through()
+            return end
+
+        commit._flush = gated
+        request = [EndTransaction("p", TransactionState.COMMIT, *half, "") for half in halves]
+        ending = [threading.Thread(target=broker.call, args=(one,)) for one in request]
+        with gate.shut():
+            for thread in ending:
+                thread.start()
+            assert gate.come.acquire(timeout=WAIT_S)
+            assert eventually(broker, lambda: len(list(broker.messages("T"))) == 3)
+            assert others_go_on(broker)
+            assert broker._transactions._lock.acquire(timeout=WAIT_S)
+            broker._transactions._lock.release()
+            assert all(thread.is_alive() for thread in ending)
+        for thread in ending:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()

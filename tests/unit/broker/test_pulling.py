@@ -10,7 +10,14 @@ import pytest
 from librmq import brokerjson
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
-from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, NoRouteError
+from librmq.errors import (
+    BrokerError,
+    ConfigError,
+    CorruptionError,
+    DiskFullError,
+    MessageIllegalError,
+    NoRouteError,
+)
 from librmq.files import MemoryFiles
 from librmq.message import MessageQueue
 from librmq.protocol import (
@@ -90,6 +97,21 @@ def test_a_moved_offset_is_written_down() -> None:
             "offsetNew": 1,
             "offsetRequest": 9,
         }
+
+
+def test_a_full_disk_keeps_nobody_from_learning_where_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """It is then that retention takes what is old, and that consumers who are behind ask for what is gone."""
+    with opened() as broker:
+        send(broker, "T")
+
+        def refuse(*arguments: Any, **fields: Any) -> Any:
+            raise DiskFullError("the disk is full")
+
+        append, broker._sending._append = broker._sending._append, refuse
+        moved = pull(broker, "T", 9)
+        assert (moved.status, moved.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
+        assert "is not written down: the disk is full" in caplog.text
+        broker._sending._append = append
 
 
 def test_pulls_that_are_refused() -> None:

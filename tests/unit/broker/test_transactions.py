@@ -19,6 +19,7 @@ from librmq.protocol import (
     Forgotten,
     Heartbeat,
     PullStatus,
+    Request,
     ResponseCode,
     SendMessage,
     SendResponse,
@@ -127,6 +128,24 @@ def test_a_half_message_is_given_up_after_its_checks() -> None:
         assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
         assert "RMQ_SYS_TRANS_OP_HALF_TOPIC" not in broker.topics()
         assert runner.next_due_ms() is None
+
+
+def test_a_producer_that_fails_as_it_is_asked_ends_no_check(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Listening):
+        def call(self, request: Request[Any], /) -> Any:
+            super().call(request)
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    settings = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
+    with opened(transactions=settings) as broker:
+        client = Fails()
+        broker.call(Heartbeat("c1", client, frozenset({"p"}), ()))
+        for number in range(2):
+            prepare(broker, number)
+        manual(broker).advance(60_000)
+        assert len(client.heard) == 6
+        assert "cannot schedule new futures" in caplog.text
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0", b"1"]
 
 
 def test_a_half_message_outlives_its_broker() -> None:

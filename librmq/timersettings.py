@@ -1,0 +1,139 @@
+"""How a timer is made, and how a message names its time. What comes of it is in `librmq.timer`.
+
+Mirrors 5.3.3's ``HookUtils``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from librmq import codec
+from librmq.dispatch import parse_level
+from librmq.errors import ConfigError, MessageIllegalError
+from librmq.files import Files
+from librmq.javahash import java_long
+from librmq.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
+
+__all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "delete_key", "is_timed", "out_time_ms"]
+
+TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
+DELAY_SEC: Final = "TIMER_DELAY_SEC"
+DELAY_MS: Final = "TIMER_DELAY_MS"
+DELIVER_MS: Final = "TIMER_DELIVER_MS"
+OUT_MS: Final = "TIMER_OUT_MS"
+ENQUEUE_MS: Final = "TIMER_ENQUEUE_MS"
+DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
+ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
+DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
+
+_BLANK_SLOTS: Final = 60
+_INT32: Final = 1 << 31
+
+
+class TimerRefusedError(MessageIllegalError):
+    """The time that a message names is no number, or too far away, or what it deletes would be due by now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerSettings:
+    """How the wheel is made, and how far ahead it takes messages; the defaults are 5.3.3's.
+
+    The names are those of a ``config`` row. `ConfigError` for what is out of range.
+    """
+
+    timer_precision_ms: int = 1000
+    """A slot has so many milliseconds."""
+    timer_roll_window_slot: int = 2 * 86_400
+    """What is so many slots away, or more, is put on the way."""
+    timer_log_file_size: int = 100 << 20
+    timer_max_delay_sec: int = 3 * 86_400
+    """What is further away is refused."""
+    slots_total: int = 7 * 86_400
+    """The slots of a turn; the wheel has two."""
+    save_every_s: float | None = 1
+    """From the first change that is not saved to saving; None leaves it to `Timers.save`."""
+    retry_s: float = 10
+    """From a failure (a full disk) to the next try."""
+    most_at_once: int = 10_000
+    """So many messages are delivered, or put into the wheel, in one turn; what is left is due at once."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("timer_precision_ms", 1, 86_400_000),
+            ("timer_roll_window_slot", 2, _INT32 - 1),
+            ("timer_log_file_size", UNIT_SIZE + 16, _INT32),
+            ("timer_max_delay_sec", 1, _INT32 - 1),
+            ("slots_total", _BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2),
+            ("most_at_once", 1, _INT32 - 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(f"{name}: expected a whole number from {least} to {most}, found {value!r}")
+        if self.window_ms >= _INT32:
+            raise ConfigError("timer_roll_window_slot: its slots are longer than a unit can hold (24 days)")
+        for name in ("save_every_s", "retry_s"):
+            value = getattr(self, name)
+            if value is None and name == "save_every_s":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86_400 * 365:
+                raise ConfigError(f"{name}: expected seconds, found {value!r}")
+
+    @property
+    def window_slots(self) -> int:
+        """The slots ahead that are used, of those of a turn."""
+        return min(self.timer_roll_window_slot, self.slots_total - _BLANK_SLOTS)
+
+    @property
+    def window_ms(self) -> int:
+        return self.window_slots * self.timer_precision_ms
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self | None:
+        """The settings that a ``config`` row names, over 5.3.3's; None if it names none of a timer."""
+        known = {field.name for field in fields(cls)}
+        named = {name: value for name, value in row.items() if name in known}
+        return cls(**named) if named else None
+
+    @classmethod
+    def of_store(cls, path: str, files: Files) -> Self | None:
+        """What the timer files of a store tell, 5.3.3's for the rest; None where there are none."""
+        told = {}
+        if size := timer_log_size(path, files):
+            told["timer_log_file_size"] = size
+        if size := files.size(TimerWheel.path_in(path)):
+            told["slots_total"] = size // SLOT_SIZE // 2
+        return cls(**told) if told else None
+
+
+def is_timed(properties: Mapping[str, str]) -> bool:
+    """Whether a message with these properties waits for a time of its own; a delay level goes before."""
+    if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0 or OUT_MS in properties:
+        return False
+    return DELAY_SEC in properties or DELAY_MS in properties or DELIVER_MS in properties
+
+
+def delete_key(topic: str, unique_key: str) -> str:
+    """What `TIMER_DEL_UNIQKEY` names the message of a topic by."""
+    return f"{topic}+{unique_key}"
+
+
+def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSettings) -> int | None:
+    """The slot's time for a message, None if it is to be delivered at once. `TimerRefusedError` as `Timers.put`."""
+    deliver_ms = None
+    for name, unit, begin in ((DELAY_SEC, 1000, now_ms), (DELAY_MS, 1, now_ms), (DELIVER_MS, 1, 0)):
+        if name in properties:
+            value = java_long(properties[name])
+            if value is None:
+                raise TimerRefusedError(f"{name}: expected a whole number, found {properties[name]!r:.80}")
+            deliver_ms = begin + value * unit
+            break
+    if deliver_ms is None or deliver_ms <= now_ms:
+        if DELETE_KEY in properties:
+            raise TimerRefusedError("what it deletes is due by now")
+        return None
+    if deliver_ms - now_ms > 1000 * settings.timer_max_delay_sec:
+        raise TimerRefusedError(f"the time is more than {settings.timer_max_delay_sec} seconds away")
+    precision_ms = settings.timer_precision_ms
+    return (deliver_ms - 1) // precision_ms * precision_ms
