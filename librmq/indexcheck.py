@@ -88,6 +88,11 @@ class IndexCheck:
                 what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
                 self.damages.append(Damage(file.path, 36, "index", what))
 
+        for before, file in itertools.pairwise(index.files):
+            if file.header.index_count <= 1 and file.header != before.header.follower:
+                self.sound = False  # it was torn when the first entry was added
+                self.damages.append(Damage(file.path, 0, "index", "header: no entries, nor that of such a file"))
+
     def offer(self, record: RawPending) -> None:
         """Take the keys of the next record, unless `at_end`."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record

@@ -100,6 +100,12 @@ class IndexHeader(NamedTuple):
         first, last = self.begin_timestamp_ms, self.end_timestamp_ms
         return (begin_ms < first and end_ms > last) or first <= begin_ms <= last or first <= end_ms <= last
 
+    @property
+    def follower(self) -> IndexHeader:
+        """The header with which an empty file follows one with this."""
+        timestamp, physical = max(self.end_timestamp_ms, 0), max(self.end_physical_offset, 0)
+        return IndexHeader(timestamp, timestamp, physical, physical, 0, 1)
+
 
 FRESH: Final = IndexHeader(0, 0, 0, 0, 0, 1)
 
@@ -383,8 +389,7 @@ class IndexFile:
 
     def begin_after(self, header: IndexHeader) -> None:
         """Let an empty file begin where one with this header ends; no flush need know, since it can be done again."""
-        timestamp, physical = max(header.end_timestamp_ms, 0), max(header.end_physical_offset, 0)
-        self.file.buffer[:HEADER_SIZE] = _pack_header(timestamp, timestamp, physical, physical, 0, 0)
+        self.file.buffer[:HEADER_SIZE] = _pack_header(*header.follower._replace(index_count=0))
         self._load()
 
     def put(self, key_hash: int, physical_offset: int, store_timestamp_ms: int) -> bool:

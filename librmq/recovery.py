@@ -238,9 +238,10 @@ class Recovery:
                 file.write_again()
                 above.add(self._parts.index.folder)
         for queue in self._parts.queues.values():
+            folders = {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+            above.update(filter(self._files.is_folder, folders))  # from which files may have been deleted
             if queue.max_physic_offset > begin:
                 queue.write_again(first_at(queue, begin))
-                folders = [queue.folder] if queue.ext is None else [queue.folder, queue.ext.folder]
                 for folder in map(os.path.dirname, folders):
                     above |= {folder, os.path.dirname(folder)}
         for folder in sorted(above):

@@ -91,6 +91,17 @@ def test_what_was_recovered(config: StoreConfig, thorough: bool, flushed: int) -
     assert_settled(files)
 
 
+@configs
+def test_what_was_deleted_by_whoever_died(config: StoreConfig) -> None:
+    """The next one writes to none of these queues, and vouches for them all the same."""
+    files = BusyFiles()
+    store = filled(files, config, 200)
+    assert len([path for path in expire(store) if "/consumequeue" in path]) > 4
+    files = files.killed()
+    with opened(files, config):
+        assert_settled(files)
+
+
 @pytest.mark.parametrize(
     ("name", "thorough"),
     [

@@ -14,6 +14,7 @@ from librmq.errors import StoreIOError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.store import MessageStore
+from tests.interrupting import interruptions
 
 BATCH = Dispatcher.BATCH
 ROOT = "/store"
@@ -93,3 +94,11 @@ def test_a_full_disk_in_either_part_loses_nothing(
         assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
     assert store.find_by_key("T", "k1000") == [], "it was refused before it was written"
     assert store.verify().sound
+
+
+def test_whoever_is_interrupted_as_he_waits_for_the_writer_leaves_the_lock_free(store: MessageStore) -> None:
+    def ask(_: int) -> None:
+        assert store.is_free_within(0)
+
+    assert interruptions((MessageStore.is_free_within,), ask) > 3
+    assert not store.is_writing()

@@ -493,6 +493,31 @@ def test_a_clean_store_is_not_walked_again() -> None:
     assert {name: data for name, data in contents(files).items() if not name.startswith("librmq")} == before
 
 
+@pytest.mark.parametrize("words", [1, 2, 3, 4])
+def test_the_header_of_an_index_file_that_was_torn_at_its_first_entry_is_told(words: int) -> None:
+    """It says that the record is indexed, or when, and counts no entry."""
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    for number in range(SMALL.max_index_num):
+        store.append(Message("TopicA", b"", keys=f"key{number}"))
+        clock.advance(seconds=1)
+    store.flush()
+    first, second = store.index.files
+    assert (first.full, second.header.index_count) == (True, 2)
+    found, path = contents(died(files)), f"index/{second.name}"
+    written = found[path]
+    assert written is not None
+    header = written[: 8 * words] + struct.pack(">qqqqii", *first.header.follower)[8 * words :]
+    found[path] = header.ljust(len(written), b"\0")
+    again = in_memory(found)
+    verdict = verify(ROOT, SMALL, again)
+    (told, *_) = verdict.damage
+    assert (told.file, told.kind) == (f"{ROOT}/{path}", "header" if words == 3 else "index")
+    with opened(again, thorough=True) as store:
+        assert len(served(store)) == SMALL.max_index_num
+    assert verify(ROOT, SMALL, again).sound
+
+
 def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> None:
     """Log and queues are vouched for far behind it."""
     files = MemoryFiles()
