@@ -1,8 +1,8 @@
 """From the log to what is derived from it: queue entries and keys, in the order of the log.
 
-Records are collected and written in batches: one slice of entries a queue, one run of keys. Whoever reads what is
-derived calls `Dispatcher.drain` first. Nothing is lost by a crash in between, since all of it can be read from the log
-again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
+Records are collected and written in batches: one slice of entries a queue, one run of keys; the entries first. Whoever
+reads what is derived has it written before. Nothing is lost by a crash in between, since all of it can be read from the
+log again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
 """
 
 from __future__ import annotations
