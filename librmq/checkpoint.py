@@ -82,6 +82,12 @@ class Checkpoint:
             self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms = lowered
             self.flush()
 
+    def forget_index(self) -> None:
+        """Vouch for no file of the index, and return when that is on the device: they are about to be made again."""
+        if self.index_timestamp_ms:
+            self.index_timestamp_ms = 0
+            self.flush()
+
     def flush(self) -> None:
         """Write the times and return when they have reached the device."""
         if not self._writable:

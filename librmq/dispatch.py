@@ -1,8 +1,8 @@
 """From the log to what is derived from it: queue entries and keys, in the order of the log.
 
-Records are collected and written in batches: one slice of entries a queue, one run of keys. Whoever reads what is
-derived calls `Dispatcher.drain` first. Nothing is lost by a crash in between, since all of it can be read from the log
-again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
+Records are collected and written in batches: one slice of entries a queue, one run of keys; the entries first. Whoever
+reads what is derived has it written before. Nothing is lost by a crash in between, since all of it can be read from the
+log again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Dispatcher:
         if self._indexing:  # the last call failed, and it is for this one to tell if that is still so
             self.drain()
         elif self._block is None:
-            self._begin()
+            self.write_entries()
             self._block = key_block(self.records)
         else:
             self._put_block(self._block)
@@ -176,8 +176,10 @@ class Dispatcher:
         """Write whatever was collected; after an error (a full disk) the next call goes on where this one ended."""
         if not self.records:
             return
-        self._begin()
-        if self._block is not None:
+        self.write_entries()
+        if self._indexing:
+            self._resume()
+        elif self._block is not None:
             self._put_block(self._block)
         records = self.records
         if len(records) >= _FEW:
@@ -189,11 +191,18 @@ class Dispatcher:
             )
             self._indexed(len(records))
 
-    def _begin(self) -> None:
-        """Write the entries; leave out what an index call that failed has come to."""
-        self.write_entries()
-        if self._indexing:
-            self.records, self._block, self._indexing = self._unindexed(), None, False
+    def _resume(self) -> None:
+        """Go on where an index call has failed: without the records that are indexed, and of one some of its keys."""
+        last, count = self._index.last_record()
+        self.records = records = [record for record in self.records if record[0] >= last]
+        if not records:
+            return
+        left = records
+        if records[0][0] == last and count:  # it stays whole in `records`, should this call fail too
+            _, stored, prefix, unique, keys = records[0]
+            texts = [*([unique] if unique else []), *codec.split_keys(keys)]
+            left = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
+        self._put_block(key_block(left))
 
     def _put_block(self, block: KeyBlock) -> None:
         self._indexing = True
@@ -208,19 +217,6 @@ class Dispatcher:
         self.records = records[count:]
         self._block = None
         self._indexing = False
-
-    def _unindexed(self) -> list[tuple[int, int, int, str | None, str | None]]:
-        """The records that are not, or not wholly, indexed."""
-        last, count = self._index.last_record()
-        records: list[tuple[int, int, int, str | None, str | None]] = []
-        for record in self.records:
-            if record[0] == last and count:
-                _, stored, prefix, unique, keys = record
-                texts = [*([unique] if unique else []), *codec.split_keys(keys)]
-                records.append((last, stored, prefix, None, " ".join(texts[count:])))
-            elif record[0] >= last:
-                records.append(record)
-        return records
 
 
 class KeyBlock(NamedTuple):

@@ -61,11 +61,10 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
 
 
 def _delete(paths: Sequence[str], files: Files) -> None:
-    """Delete files for good: a crash after the store was closed must not bring them back."""
+    """Delete files for good, one after the other: a crash must not bring some back, even after the store was closed."""
     for path in paths:
         files.delete(path)
-    for folder in sorted(set(map(os.path.dirname, paths))):
-        files.flush_folder(folder)
+        files.flush_folder(os.path.dirname(path))
 
 
 def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
@@ -189,6 +188,7 @@ def load(
         [folder],
         _INDEX_DIGITS,
         only=None if thorough else "header",  # a crash may leave one half written
+        forget=checkpoint.forget_index,
     )
     names = layout.list_queues(path, files)
     lost = trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index))
@@ -247,11 +247,13 @@ def _opened(
     digits: int = 0,
     *,
     only: str | None = None,
+    forget: Callable[[], None] | None = None,
 ) -> _T:
     """Open a part that is derived from the log; if ``mend``, one whose files can't be its is removed, and noted there.
 
     ``places`` are its files and folders, in which its files have names of so many ``digits``. Where there are others
     too, it is refused, and nothing is removed; so it is for another kind of damage than ``only``, if that is given.
+    ``forget()`` is called before anything is.
     """
     try:
         return open_part()
@@ -270,6 +272,8 @@ def _opened(
                     raise
                 if named:
                     gone.append(os.path.join(place, entry.name))
+        if forget is not None:
+            forget()
         _delete(gone, files)
         mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be made again"))
         return open_part()

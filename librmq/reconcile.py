@@ -7,7 +7,7 @@ walks over the log once, compares what is there with what follows, and (for reco
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Final
 
 from librmq import codec
@@ -45,11 +45,12 @@ def reconcile(
     *,
     mend: bool,
     bitmap_of: BitmapOf | None = None,
+    forget_index: Callable[[], None] | None = None,
 ) -> Iterator[Damage]:
     """Hold what follows from the records from ``begin`` on against queues and index; yields what differs.
 
     With ``mend`` what differs is rewritten; without, nothing is changed. ``open_queue`` gives queues that are missing,
-    ``bitmap_of`` the bitmaps of extension units that are made again.
+    ``bitmap_of`` the bitmaps of extension units that are made again; ``forget_index()`` is called before the index is.
     `GapError` if a queue that is mended lacks entries from before ``begin``. `CorruptionError` at a record that can't
     be read, or that names no possible queue.
     """
@@ -109,4 +110,6 @@ def reconcile(
         keys.finish()
         yield from keys.damages
         if mend and not keys.sound:
+            if forget_index is not None:
+                forget_index()
             index_again(log, index)

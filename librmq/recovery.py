@@ -320,6 +320,7 @@ class Recovery:
                         begin,
                         mend=True,
                         bitmap_of=parts.dispatcher.bitmap_of,
+                        forget_index=parts.checkpoint.forget_index,
                     )
                 )
             except GapError:

@@ -360,6 +360,8 @@ class MessageStore(Appends):
         Messages that retention deletes meanwhile are left out. `CorruptionError` as for `read`.
         """
         at = begin
+        if end is None:
+            self.refresh()  # else what is known so far would pass for the end
         while True:
             result = self.read(topic, queue_id, at)
             if end is None:

@@ -23,6 +23,7 @@ _NOT_APPLIED: Final = "%s: what came of it could not be applied"
 _SLICE_MS: Final = 5
 """So long a thread takes one step after the other; then others get the lock."""
 _YIELD_S: Final = 0.0005
+_START_AGAIN_MS: Final = 1000
 _MANY: Final = 32
 _SWIFT_S: Final = 0.001
 """Listeners are swift when one worker begins with `_MANY` in this time,"""
@@ -151,9 +152,14 @@ class ThreadRunner(Runner):
                 self._holder_looks = True
                 top = self._run_steps()
                 self._holder_looks = False
+                until = NEVER if top is None else top.at or 0
                 if self.ready and not self._looking and not self._is_roused and not self._is_watched:
-                    self._rouse()
-                self._sleeps_until = NEVER if top is None else top.at or 0
+                    try:
+                        self._rouse()
+                    except RuntimeError as error:  # of the first worker; this thread must not end by it
+                        _log.error("%s waits for a thread: %s", self.ready[0].label, error)
+                        until = min(until, self.now_ms() + _START_AGAIN_MS)
+                self._sleeps_until = until
                 lock.release()
                 was_told = turn.acquire(timeout=self._sleep_s())
                 goes_on = True

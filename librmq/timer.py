@@ -427,9 +427,8 @@ class Timers:
         """Save if it is time to, or begin to."""
         if not self._changed or self._settings.save_every_s is None or self._is_saving:
             return
-        every_ms = round(1000 * self._settings.save_every_s)
-        if self._save_ms is None or self._save_ms > now_ms + every_ms:
-            self._save_ms = now_ms + every_ms
+        if self._save_ms is None:
+            self._save_ms = now_ms + round(1000 * self._settings.save_every_s)
         if self._save_ms <= now_ms:
             if self._aside is None:
                 self.save(now_ms)
@@ -453,6 +452,7 @@ class Timers:
             except LASTING as told:  # nobody waits for this: the next delivery meets it too
                 _log.error("the timer can't be saved any more: %s", told)
             except StoreError as told:
+                self._changed = True  # behind the checkpoint, too: what it leaves over may not be deleted yet
                 self._save_ms = now_ms + round(1000 * self._settings.retry_s)
                 _log.error("the timer is saved at %d: %s", self._save_ms, told)
             return self._save_ms

@@ -46,6 +46,7 @@ from librmq.txnhalves import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, Transactio
 __all__ = ["CheckBack", "Checked", "Delivered", "TransactionSettings", "Transactions"]
 
 _log = logging.getLogger("librmq.txn")
+_NOT_SAVED: Final = "how far the check of half messages has come can't be saved: %s"
 
 _SAME_KEY: Final = 4096  # records that are looked at for the family of a half
 _SYSTEM_ERROR: Final = 1
@@ -471,7 +472,12 @@ class Transactions:
             raise
         except RmqError as error:
             _log.error("the check of half messages ends early: %s", error)
-            self.save()
+            try:
+                self.save()
+            except LASTING:
+                raise
+            except RmqError as told:  # the disk is full for the store too: the next pass does it again
+                _log.error(_NOT_SAVED, told)
         return self._due()
 
     def _due(self) -> int | None:
@@ -487,8 +493,8 @@ class Transactions:
         return max(self._begin_ms, now_ms + self._interval_ms - (now_ms - self._begin_ms) % self._interval_ms)
 
     def _has_new(self) -> bool:
-        queue = self._store.queue(HALF_TOPIC, QUEUE)
-        return queue is not None and queue.max_offset > progress(self._store, self._offsets, HALF_TOPIC)
+        _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # which a full disk does not keep from being told
+        return end > progress(self._store, self._offsets, HALF_TOPIC)
 
     def _begin_pass(self, now_ms: int, settings: TransactionSettings, did: Checked | None = None) -> CheckPass:
         """Begin a check pass; ``did`` collects what it does, unless it is None: it may be much."""
@@ -543,7 +549,7 @@ class Transactions:
             if error is None:
                 self._passed(current)
             else:
-                _log.error("how far the check of half messages has come can't be saved: %s", error)
+                _log.error(_NOT_SAVED, error)
             return None if isinstance(error, LASTING) else self._due()
 
         self._is_flushing = True  # its halves count as judged by now

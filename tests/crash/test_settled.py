@@ -127,6 +127,29 @@ def test_what_was_deleted_as_it_was_opened(name: str, thorough: bool) -> None:
     assert_settled(files)
 
 
+@pytest.mark.parametrize("at", [36, 500], ids=["a header", "an entry"])
+def test_a_crash_while_the_whole_index_is_made_again(at: int) -> None:
+    """The checkpoint vouches for the files that were there: one that is left of the new ones must not pass for them."""
+    files = BusyFiles()
+    store = filled(files, SMALL, 200)
+    store.flush()
+    assert len(store.index.files) > 4
+    assert store.checkpoint.index_timestamp_ms
+    first = files.open(store.index.files[0].path, writable=True)
+    first.buffer[at : at + 4] = b"\x7f\xff\xff\xff"
+    files.flush(first)
+    files = files.killed()
+    begin = len(files.trace)
+    with opened(files, SMALL, thorough=True) as store:
+        wanted = served(store)
+    images = CrashImages(files.trace)
+    for crash_point in range(begin + 1, len(images)):
+        if files.trace[crash_point - 1].path.startswith(f"{ROOT}/index/"):
+            image = images.image(crash_point, crash_point)
+            with opened(image.files(), SMALL, thorough=at != 36 and first.path in image.contents) as again:
+                assert served(again) == wanted, image
+
+
 @configs
 def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
     """Nor records without their entries: what is derived goes behind what it was derived from."""

@@ -145,6 +145,7 @@ CRASH = "tests/crash/test_{}.py".format
 TOLD_BY = {
     "files.": CRASH("disk_flushes"),
     "dispatch.write_entries": CRASH("settled"),
+    "checkpoint.forget_index": CRASH("settled"),
     "opening._delete": CRASH("settled"),
     "flushing.flush": CRASH("settled"),
     "flushing.wait": UNIT("flushing"),
@@ -196,6 +197,10 @@ CHECKS: Sequence[tuple[str, str, str, str] | tuple[str, str, str, str, str]] = (
     ("the closed state is of a log that begins there", "closedstate", "log.begin != self.log_begin or ", "", UNIT("closedstate")),
     ("the closed state is of a log that ends there", "closedstate", " or log.data_at(self.log_end, 8).strip(b\"\\0\")", "", UNIT("closedstate")),
     ("the closed state is of a log that ends with this record", "closedstate", "return zlib.crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32", "return True", UNIT("closedstate")),
+    ("the checkpoint forgets the index before it is removed", "opening", "        forget=checkpoint.forget_index,\n", "", CRASH("settled")),
+    ("the checkpoint forgets the index before it is made again", "recovery", "                        forget_index=parts.checkpoint.forget_index,\n", "", CRASH("settled")),
+    ("an empty index file says what its first entry would", "indexcheck", "file.header.index_count <= 1 and file.header != before.header.follower", "False", UNIT("recovery")),
+    ("a queue from which a file was deleted", "recovery", "            above.update(filter(self._files.is_folder, folders))  # from which files may have been deleted\n", "", CRASH("settled")),
     ("queues that went since", "opening", "trusted.queues.keys() != set(names) or ", "", UNIT("closedstate")),
     ("index files that went since", "opening", " or not trusted.has_index(index)", "", UNIT("closedstate")),
     ("a queue is as it was closed", "closedstate", "if (queue.max_offset, queue.max_physic_offset) != state[1:]:", "if False:", UNIT("closedstate")),

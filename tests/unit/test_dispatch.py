@@ -12,6 +12,7 @@ from librmq.config import StoreConfig
 from librmq.dispatch import Dispatcher
 from librmq.errors import StoreIOError
 from librmq.files import MemoryFiles
+from librmq.indexfile import IndexFile
 from librmq.message import Message
 from librmq.store import MessageStore
 from tests.interrupting import interruptions
@@ -102,3 +103,29 @@ def test_whoever_is_interrupted_as_he_waits_for_the_writer_leaves_the_lock_free(
 
     assert interruptions((MessageStore.is_free_within,), ask) > 3
     assert not store.is_writing()
+
+
+@pytest.mark.parametrize("records", [2, 20])
+def test_a_record_whose_keys_lie_in_two_files_loses_none_however_often_the_disk_is_full(
+    records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = StoreConfig.tiny(max_index_num=2 * records)  # one key less
+    with MessageStore.open(ROOT, config, files=MemoryFiles(), background=False) as store:
+        send(store, 0, 1)
+        assert len(store.find_by_key("T", "k0")) == 1
+        send(store, 1, records)
+        with monkeypatch.context() as full:
+
+            def refuse(*_: object, **__: object) -> None:
+                raise StoreIOError("create", ROOT, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+            full.setattr(IndexFile, "create", refuse)
+            for _ in range(3):
+                with pytest.raises(StoreIOError):
+                    store.find_by_key("T", "k0")
+        assert indexed(store) == 2 * records - 1
+        send(store, records, records + 1)
+        for number in range(records + 1):
+            assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
+        assert indexed(store) == 2 * records + 2
+        assert store.verify().sound

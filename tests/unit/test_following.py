@@ -226,6 +226,13 @@ def test_what_a_writer_left_who_came_and_went_is_seen(pair: Pair) -> None:
     assert len(pair.reader.find_by_key("TopicA", "k")) == 2
 
 
+def test_who_goes_through_a_queue_comes_to_its_end_of_now(pair: Pair) -> None:
+    """Not to the end of what was known of it, with which the first messages came."""
+    for number in range(3):
+        pair.writer.append(Message("TopicA", b"%d" % number))
+        assert [message.body for message in pair.reader.messages("TopicA")] == [b"0", b"1", b"2"][: number + 1]
+
+
 def test_messages_and_queues_that_were_given_out_stay(pair: Pair) -> None:
     pair.writer.append(Message("TopicA", b"1"))
     pair.reader.refresh()

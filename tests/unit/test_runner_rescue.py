@@ -126,6 +126,33 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
     assert caplog.text.count("a worker does what the clock thread would") == 1
 
 
+def test_the_clock_thread_goes_on_where_the_first_worker_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("librmq.threadrunner._START_AGAIN_MS", 1)
+    runner = ThreadRunner()
+    start = threading.Thread.start
+    refused, may_start, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        if "worker" in thread.name and not may_start.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def run_due(now_ms: int) -> None:
+        runner.submit(Work("the first work", lambda: None, lambda result, error: ended.set()))
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with runner.lock:
+        runner.wake(Step("soon", run_due), runner.now_ms() + 1)
+    assert refused.wait(WAIT_S)
+    may_start.set()
+    assert ended.wait(WAIT_S)
+    assert runner.close() == []
+    assert "the first work waits for a thread: can't start new thread" in caplog.text
+
+
 def test_the_clock_thread_does_not_take_the_place_of_the_only_worker() -> None:
     runner = ThreadRunner(max_threads=1)
     ended = threading.Event()

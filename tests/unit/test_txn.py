@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 from librmq import codec
 from librmq.brokerconfig import BrokerConfig
 from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
 from librmq.errors import (
     ConfigError,
     DiskFullError,
     FlushFailedError,
     MessageIllegalError,
     StoreClosedError,
+    StoreIOError,
     TransactionRefusedError,
 )
 from librmq.files import MemoryFiles
+from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
@@ -652,6 +656,31 @@ def test_a_pass_that_fails_goes_on_in_the_next(
     assert [question.half.body for question in desk.asked] == [b"0"]
     desk.pass_to(120_000)
     assert [question.half.body for question in desk.asked] == [b"0", b"1", b"0"]
+
+
+@pytest.mark.parametrize(("part", "refused"), [(ConsumeQueue, "append_many"), (KeyIndex, "append_block")])
+def test_a_full_disk_does_not_end_the_checks(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: type, refused: str
+) -> None:
+    """Neither where the pass can't go on, nor where its progress can't be saved, nor where queues can't be written."""
+    for number in range(20):
+        desk.prepare(number)
+    full = raising(StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, "full")))
+    again = desk.store.append_again
+    calls: list[int] = []
+
+    def second_fails(*args: Any, **fields: Any) -> Any:
+        calls.append(1)
+        return again(*args, **fields) if len(calls) == 1 else full()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(desk.store, "append_again", second_fails)
+        patched.setattr(part, refused, full)
+        assert desk.pass_to(60_000) == 120_000
+    assert "ends early: " in caplog.text
+    assert ("can't be saved: " in caplog.text) == (part is KeyIndex), "else the pass found no queue to begin with"
+    desk.pass_to(120_000)
+    assert {question.half.body for question in desk.asked} == {b"%d" % number for number in range(20)}
 
 
 def test_a_store_that_is_closed_is_told(desk: Desk) -> None:

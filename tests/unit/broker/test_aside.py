@@ -142,6 +142,32 @@ def test_timers_that_cannot_be_saved_are_saved_later(caplog: pytest.LogCaptureFi
     assert "the timer is saved at" in caplog.text
 
 
+def test_a_timer_log_that_cannot_be_trimmed_keeps_nobody_busy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a checkpoint that was written: it is tried again, and the step is not due for ever."""
+    files = MemoryFiles()
+    settings = TimerSettings(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
+    with opened(files, timers=settings) as broker:
+        timers = broker._timers
+        assert timers is not None
+        trim, failures, trimmed = timers._slots.log.trim, [1, 2], threading.Event()
+
+        def fails_at_first(before_ms: int) -> None:
+            if failures:
+                failures.pop()
+                raise StoreIOError("delete", "timerlog", OSError(errno.EACCES, "no"))
+            trim(before_ms)
+            trimmed.set()
+
+        monkeypatch.setattr(timers._slots.log, "trim", fails_at_first)
+        timed(broker)
+        assert trimmed.wait(WAIT_S)
+        with broker.runner.lock:
+            assert (timers._changed, timers._save_ms) == (False, None)
+    assert "the timer is saved at" in caplog.text
+
+
 def test_a_timer_of_a_store_that_takes_nothing_more_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     with opened(Gated(gate), timers=WHEEL) as broker:
