@@ -309,9 +309,10 @@ class QueueCheck:
             return code in wanted
         if self._queue.ext is None:
             return False  # there are no units that it could lead to
-        before = self._queue.read(queue_offset - 1, 1)
-        if before and is_ext_address(earlier := ENTRY.unpack(before)[2]) and earlier >= code:
-            return False  # units are in the order of their entries
+        if before := self._queue.read(queue_offset - 1, 1):
+            place_before, _, earlier = ENTRY.unpack(before)
+            if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
+                return False  # units are in the order of their entries; of what is gone from the log none counts
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False

@@ -17,9 +17,10 @@ from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runner import ManualRunner
+from librmq.store import MessageStore
 from librmq.topics import HALF_TOPIC
 from tests.conftest import StoreCopy
-from tests.reference import Row, folders, jsonl
+from tests.reference import Row, folders, jsonl, rows
 
 CLIENT_FOLDERS = folders("clients-")
 
@@ -33,7 +34,11 @@ def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: Stor
     copy = store_copy(folder)
     before = read_config(copy)
     runner = ManualRunner()
-    with Broker.open(copy, runner=runner, config=BrokerSettings()) as broker:
+    is_run = folder.name.startswith("clients-")
+    config = None if is_run else StoreConfig.from_row(rows(folder, "config")[0])
+    if (folder / "mutation.json").exists():
+        MessageStore.open(copy, config, thorough=True).close()
+    with Broker.open(copy, runner=runner, config=BrokerSettings(), store_config=config) as broker:
         assert broker.topics().keys() >= before["topics.json"]["topicConfigTable"].keys()
         for name, row in before["topics.json"]["topicConfigTable"].items():
             data = broker.topics()[name]

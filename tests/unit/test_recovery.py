@@ -518,6 +518,30 @@ def test_the_header_of_an_index_file_that_was_torn_at_its_first_entry_is_told(wo
     assert verify(ROOT, SMALL, again).sound
 
 
+def test_recovery_and_verify_agree_on_a_unit_that_the_entry_before_has_whose_message_is_gone() -> None:
+    """An address was torn, and leads to a unit that says the same."""
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL_EXT, files=files, clock=clock)
+    for _ in range(60):
+        store.append(Message("TopicA", b"body", tags="tag"))
+    store.flush()
+    Retention(store.log, store.queues.values, store.index, SMALL_EXT, files, ROOT).delete_before(4096)
+    queue = store.queues["TopicA", 0]
+    first = queue.min_offset
+    assert first % 8
+    found = contents(died(files))
+    path, position = queue.place_of(first)
+    path = os.path.relpath(path, ROOT)
+    data = found[path]
+    assert data is not None
+    found[path] = data[: position + 12] + data[position - 8 : position] + data[position + 20 :]
+    again = in_memory(found)
+    with opened(again, SMALL_EXT) as store:
+        assert served(store)
+        verdict = store.verify()
+        assert verdict.sound, verdict.damage
+
+
 def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> None:
     """Log and queues are vouched for far behind it."""
     files = MemoryFiles()
