@@ -1030,10 +1030,15 @@ def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None
                 failures.append(error)
 
         threads = [threading.Thread(target=guarded, args=(reader,)) for reader in range(2)]
-        for thread in threads:
-            thread.start()
-        fill(store, clock, random.Random(1), 600)
-        done.set()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)  # else the writer waits 10 ms whenever it has let go of the interpreter
+        try:
+            for thread in threads:
+                thread.start()
+            fill(store, clock, random.Random(1), 600)
+        finally:
+            sys.setswitchinterval(before)
+            done.set()
         for thread in threads:
             thread.join()
     assert failures == []
