@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bars", "lines"]
 
-_COLOURS: Final = ("#2a6f97", "#e07a5f", "#6a994e", "#9c6ade", "#bc6c25", "#457b9d", "#c1121f", "#7f8c8d")
+_COLOURS: Final = ("#2a6f97", "#e07a5f", "#6a994e", "#9c6ade", "#bc6c25", "#e9b44c", "#c1121f", "#7f8c8d")
 _LONGEST: Final = 38
 _STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",  # texts stay texts: the reader's fonts know more scripts than ours
