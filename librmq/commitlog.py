@@ -208,8 +208,12 @@ class CommitLog:
         self.end = following
         self._resume()
 
-    def prepare(self, ahead: int) -> None:
+    def prepare(self, ahead: int, *, page_by_page: bool = True) -> None:
         """Make blocks and pages ready up to ``ahead`` bytes behind the end, the next file among them.
+
+        Where pages come in large pieces, each piece becomes dirty as a whole at the first write behind a flush, and
+        that write waits for it. Those that come one by one take longer to be made, and to be flushed where little is
+        flushed at a time.
 
         For a thread beside the producers', so that they do not wait for the device or for first touches.
         """
@@ -225,9 +229,7 @@ class CommitLog:
             if start not in sequence.starts and not self._make(start):
                 return
             step = min(upto, at + _MOST_TOUCHED, start + self.file_size)
-            if start != self._page_by_page:
-                # Where pages come in large pieces, each piece becomes dirty as a whole at the first write behind a
-                # flush, and that write waits for it.
+            if page_by_page and start != self._page_by_page:
                 if self._page_by_page in sequence.starts:
                     sequence.read_ahead(self._page_by_page, 0, wanted=True)  # it is for reading now
                 sequence.read_ahead(start, at - start, wanted=False)

@@ -426,6 +426,14 @@ def test_pages_are_made_ready_one_by_one_and_read_ahead_again_once_a_file_is_beh
     assert all(subject.files.alone.get(path, 0) <= begin for path, begin, _ in subject.files.touched)
 
 
+def test_pages_come_in_pieces_where_each_message_is_flushed() -> None:
+    subject = Subject(StoreConfig(durability="sync"))
+    subject.append(1000)
+    subject.run()
+    assert subject.files.touched
+    assert not subject.files.alone
+
+
 def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     def full(file: File, begin: int, end: int) -> None:
         raise io_error("allocate")
