@@ -78,7 +78,6 @@ class CommitLog:
         self._buffer: Buffer | None = None
         self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
         self._prepared = -1  # up to this physical offset pages are ready
-        self._page_by_page = -1  # the file whose pages are made ready
         self._flushed = -1  # up to this physical offset the last flush went
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
@@ -208,12 +207,8 @@ class CommitLog:
         self.end = following
         self._resume()
 
-    def prepare(self, ahead: int, *, page_by_page: bool = True) -> None:
+    def prepare(self, ahead: int) -> None:
         """Make blocks and pages ready up to ``ahead`` bytes behind the end, the next file among them.
-
-        Where pages come in large pieces, each piece becomes dirty as a whole at the first write behind a flush, and
-        that write waits for it. Those that come one by one take longer to be made, and to be flushed where little is
-        flushed at a time.
 
         For a thread beside the producers', so that they do not wait for the device or for first touches.
         """
@@ -229,11 +224,6 @@ class CommitLog:
             if start not in sequence.starts and not self._make(start):
                 return
             step = min(upto, at + _MOST_TOUCHED, start + self.file_size)
-            if page_by_page and start != self._page_by_page:
-                if self._page_by_page in sequence.starts:
-                    sequence.read_ahead(self._page_by_page, 0, wanted=True)  # it is for reading now
-                sequence.read_ahead(start, at - start, wanted=False)
-                self._page_by_page = start
             sequence.touch(start, at - start, step - start)
             at = self._prepared = step
 

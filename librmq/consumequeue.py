@@ -446,7 +446,7 @@ class ConsumeQueue:
         elif start == files.end:
             files.create(start)
         if start != self._tail:
-            files.read_ahead(start, position - start, wanted=False)
+            files.no_read_ahead(start, position - start)
         self._tail = start
         self._sure = start + files.reserve(start, position - start, position - start + length)
 

@@ -122,9 +122,9 @@ class Files(Protocol):
         buffer shows follows. For some bytes an assignment to the buffer is quicker."""
         ...
 
-    def read_ahead(self, file: File, begin: int, end: int, *, wanted: bool) -> None:
-        """Say whether the first touch of a page of bytes ``begin`` to ``end`` is to bring MiBs behind it, as it does
-        unless told, or that page alone: where there is nothing to read yet, or not in a row."""
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        """Let the first touch of a page of bytes ``begin`` to ``end`` bring that page, not MiBs behind it: where there
+        is nothing to read yet, or not in a row."""
         ...
 
     def unmap(self, file: File, begin: int, end: int) -> None:
@@ -278,7 +278,6 @@ def link_file(files: Files, path: str, target: str) -> bool:
 
 _LOCKED_BYTE: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
-_MADV_NORMAL: Final = 0
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -362,8 +361,8 @@ class DiskFiles:
     def touch(self, file: File, begin: int, end: int) -> None:
         self._advise(file, begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
 
-    def read_ahead(self, file: File, begin: int, end: int, *, wanted: bool) -> None:
-        self._advise(file, begin + -begin % mmap.PAGESIZE, end, _MADV_NORMAL if wanted else _MADV_RANDOM)
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        self._advise(file, begin + -begin % mmap.PAGESIZE, end, _MADV_RANDOM)
 
     def unmap(self, file: File, begin: int, end: int) -> None:
         self._advise(file, begin + -begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE, _MADV_DONTNEED)
@@ -652,7 +651,7 @@ class MemoryFiles:
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
         file.buffer[at : at + len(data)] = data
 
-    def read_ahead(self, file: File, begin: int, end: int, *, wanted: bool) -> None:
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
         pass
 
     def unmap(self, file: File, begin: int, end: int) -> None:

@@ -69,7 +69,7 @@ class Housekeeping:
         log = self._log
         ahead = self._ahead()
         try:
-            log.prepare(ahead, page_by_page=self._config.durability == "async")
+            log.prepare(ahead)
         except StoreError as error:  # the append that needs the room will meet it
             _log.warning("no room could be made ready ahead of the log: %s", error)
         log_due, log_alarm = self._flush_log(now_ms)

@@ -252,7 +252,7 @@ class IndexFile:
                 self.path, min(file.size, length), "size", f"expected {length} bytes, found {file.size}"
             )
         self._file = file
-        self._files.read_ahead(file, self.entry_position(0), length, wanted=False)
+        self._files.no_read_ahead(file, self.entry_position(0), length)
         if self._on_map:
             self._on_map(self)
 

@@ -261,9 +261,9 @@ class MappedFileQueue:
         self.reserve(start, at, at + len(data))
         self._files.put(self.file(start), at, data)
 
-    def read_ahead(self, start: int, begin: int, *, wanted: bool) -> None:
-        """`Files.read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
-        self._files.read_ahead(self.file(start), begin, self.file_size, wanted=wanted)
+    def no_read_ahead(self, start: int, begin: int) -> None:
+        """`Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
+        self._files.no_read_ahead(self.file(start), begin, self.file_size)
 
     def unmap_pages(self, begin: int, end: int) -> None:
         """`Files.unmap` for positions ``begin`` to ``end``, where files that are mapped hold them."""

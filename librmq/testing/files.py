@@ -149,8 +149,8 @@ class FailingFiles:
         self._called("put", file.path)
         self._files.put(file, at, data)
 
-    def read_ahead(self, file: File, begin: int, end: int, *, wanted: bool) -> None:
-        self._files.read_ahead(file, begin, end, wanted=wanted)
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        self._files.no_read_ahead(file, begin, end)
 
     def unmap(self, file: File, begin: int, end: int) -> None:
         self._files.unmap(file, begin, end)

@@ -66,7 +66,7 @@ def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int,
     path, data = os.path.join(root, "f"), random.Random(1).randbytes(50_000)
     file = files.create(path, len(data))
     files.reserve(file, 0, len(data))
-    files.read_ahead(file, begin, end, wanted=False)
+    files.no_read_ahead(file, begin, end)
     file.buffer[:] = data
     files.unmap(file, begin, end)
     assert file.buffer[:] == data
@@ -76,11 +76,9 @@ def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int,
     file.buffer[begin:end] = data[begin:end]
     assert files.read(path) == file.buffer[:] == data
     reader = files.open(path)
-    for wanted in (False, True):
-        files.read_ahead(reader, begin, end, wanted=wanted)
+    for advise in (files.no_read_ahead, files.unmap):
+        advise(reader, begin, end)
         assert reader.buffer[:] == data
-    files.unmap(reader, begin, end)
-    assert reader.buffer[:] == data
 
 
 def test_all_mappings_of_a_file_see_the_same(files: Files, root: str) -> None:

@@ -34,16 +34,6 @@ class TouchedFiles(MemoryFiles):
     def __init__(self) -> None:
         super().__init__()
         self.touched: list[tuple[str, int, int]] = []
-        self.alone: dict[str, int] = {}
-        """Of each file from where on pages come alone when they are touched."""
-
-    def read_ahead(self, file: File, begin: int, end: int, *, wanted: bool) -> None:
-        assert end == file.size
-        if wanted:
-            assert begin == 0
-            del self.alone[file.path]
-        else:
-            self.alone[file.path] = begin
 
     def touch(self, file: File, begin: int, end: int) -> None:
         self.touched.append((file.path, begin, end))
@@ -414,24 +404,6 @@ def test_the_next_file_is_made_ahead() -> None:
     subject.append(2_000)
     assert 65_536 < subject.log.end < 2 * 65_536
     assert len(subject.log.sequence.starts) == 3
-
-
-def test_pages_are_made_ready_one_by_one_and_read_ahead_again_once_a_file_is_behind() -> None:
-    subject = Subject(StoreConfig(commitlog_file_size=64 << 10, max_message_size=1 << 10))
-    subject.append(1000)
-    subject.run()
-    ready = sorted({path for path, _, _ in subject.files.touched})
-    assert len(ready) == 3
-    assert list(subject.files.alone) == ready[-1:], "those before it are for reading"
-    assert all(subject.files.alone.get(path, 0) <= begin for path, begin, _ in subject.files.touched)
-
-
-def test_pages_come_in_pieces_where_each_message_is_flushed() -> None:
-    subject = Subject(StoreConfig(durability="sync"))
-    subject.append(1000)
-    subject.run()
-    assert subject.files.touched
-    assert not subject.files.alone
 
 
 def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
