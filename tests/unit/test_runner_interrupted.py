@@ -327,6 +327,15 @@ def test_a_file_that_was_made_as_somebody_was_interrupted_is_made_again(tmp_path
     assert interruptions((MappedFileQueue.create,), roll) >= 10
 
 
+def subscribed(kind: type[PushConsumer] | type[PullConsumer], broker: Broker) -> PushConsumer | PullConsumer:
+    consumer = kind(broker, "G")
+    if isinstance(consumer, PushConsumer):
+        consumer.subscribe("T")(lambda message: None)
+    else:
+        consumer.subscribe("T")
+    return consumer
+
+
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
 def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
     kind: type[PushConsumer] | type[PullConsumer], broker: Broker
@@ -344,11 +353,7 @@ def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
     )
 
     def start(number: int) -> None:
-        consumer = kind(broker, "G")
-        if isinstance(consumer, PushConsumer):
-            consumer.subscribe("T")(lambda message: None)
-        else:
-            consumer.subscribe("T")
+        consumer = subscribed(kind, broker)
         try:
             consumer.start()
         except KeyboardInterrupt:
@@ -381,11 +386,7 @@ def test_a_consumer_whose_shutdown_is_interrupted_has_left_its_group(
     )
 
     def shut_down(number: int) -> None:
-        consumer = kind(broker, "G")
-        if isinstance(consumer, PushConsumer):
-            consumer.subscribe("T")(lambda message: None)
-        else:
-            consumer.subscribe("T")
+        consumer = subscribed(kind, broker)
         consumer.start()
         with suppress(KeyboardInterrupt):
             consumer.shutdown()

@@ -247,12 +247,17 @@ def carried(broker: Broker) -> None:
     broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
 
 
+def note_soon(broker: Broker, gate: Gate) -> None:
+    """Let the progress of hops be noted at once, behind a flush that waits at the gate."""
+    flush_behind(broker, gate)
+    assert broker._proxy is not None
+    broker._proxy._save_every_ms = 1
+
+
 def test_the_progress_of_hops_is_noted_while_others_go_on() -> None:
     gate = Gate()
     with opened(MemoryFiles(), hops=True) as broker:
-        flush_behind(broker, gate)
-        assert broker._proxy is not None
-        broker._proxy._save_every_ms = 1
+        note_soon(broker, gate)
         with gate.shut():
             carried(broker)
             assert gate.come.acquire(timeout=WAIT_S)
@@ -267,9 +272,7 @@ def test_a_flush_for_hops_that_fails_is_tried_again(
     monkeypatch.setattr("librmq.hops._RETRY_MS", 1)
     gate = Gate()
     with opened(MemoryFiles(), hops=True) as broker:
-        flush_behind(broker, gate)
-        assert broker._proxy is not None
-        broker._proxy._save_every_ms = 1
+        note_soon(broker, gate)
         with gate.shut():
             carried(broker)
             assert gate.come.acquire(timeout=WAIT_S)
