@@ -40,6 +40,7 @@ from librmq.dedupstore import (
     dedup_key,
     purge_in_background,
     purge_step,
+    renew_lock_after_fork,
     unique_id,
 )
 from librmq.errors import ConfigError, DedupStoreError
@@ -179,7 +180,8 @@ class DedupListener:
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
             getattr(listener, "__call__", None)  # noqa: B004 (an object whose call is a coroutine)
         )
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
+        renew_lock_after_fork(self)
 
     def __call__(self, message: Any) -> Any:
         """Consume ``message``, or a list of them; a coroutine if the listener is one.
@@ -395,7 +397,7 @@ class DedupListener:
         return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
 
     def _count(self, what: str, topic: str = "") -> None:
-        with self._counting:
+        with self._lock:
             setattr(self.counts, what, getattr(self.counts, what) + 1)
         if topic and self._metrics is not None:
             self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])

@@ -152,6 +152,7 @@ class MemoryDedupStore:
         self._records: dict[str, DedupRecord] = {}
         self._expiries: SortedSet[tuple[int, str]] = SortedSet()
         self._lock = threading.Lock()
+        renew_lock_after_fork(self)
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         with self._lock:
@@ -184,7 +185,7 @@ class MemoryDedupStore:
         purged = 0
         with self._lock:
             while self._expiries and self._expiries[0][0] <= now_ms and purged < limit:
-                self._drop(self._expiries[0][1])
+                self._records.pop(self._expiries.pop(0)[1], None)
                 purged += 1
         return purged
 
@@ -279,11 +280,7 @@ class SqliteDedupStore:
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         parameters = {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
-        with self._lock:
-            try:
-                rows = self._open().execute(self._statements.claim, parameters).fetchall()
-            except sqlite3.Error as error:
-                raise self._failure(error) from error
+        rows, _ = self._execute(self._statements.claim, parameters)
         outcome: int = rows[0][0]
         return CLAIMS[outcome]
 
@@ -297,25 +294,19 @@ class SqliteDedupStore:
         return self._change(self._statements.release, {"key": key, "owner": owner, "now_ms": now_ms})
 
     def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        with self._lock:
-            try:
-                rows = self._open().execute(self._statements.look, {"key": key, "now_ms": now_ms}).fetchall()
-            except sqlite3.Error as error:
-                raise self._failure(error) from error
+        rows, _ = self._execute(self._statements.look, {"key": key, "now_ms": now_ms})
         return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
     def purge(self, now_ms: int, limit: int) -> int:
-        with self._lock:
-            try:
-                return self._open().execute(self._statements.purge, {"now_ms": now_ms, "limit": limit}).rowcount
-            except sqlite3.Error as error:
-                raise self._failure(error) from error
+        return self._execute(self._statements.purge, {"now_ms": now_ms, "limit": limit})[1]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file. Closing again, or in a forked child, does nothing."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             connection, self._connection = self._connection, None
-            if connection is not None and self._process == os.getpid():
+            if connection is not None:
                 connection.close()
 
     def __enter__(self) -> SqliteDedupStore:
@@ -324,17 +315,22 @@ class SqliteDedupStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> sqlite3.Connection:
-        if self._connection is None or self._process != os.getpid():
-            raise StoreClosedError(f"{self.path}: this handle was closed, or opened before a fork: open it anew")
-        return self._connection
-
-    def _change(self, statement: str, parameters: dict[str, Any]) -> bool:
+    def _execute(self, statement: str, parameters: dict[str, Any]) -> tuple[list[Any], int]:
+        """Run one statement; return its rows and the number of rows it changed."""
+        # The process comes before the lock: in a forked child a thread of the parent may hold it for ever.
+        if self._process != os.getpid():
+            raise StoreClosedError(f"{self.path}: this handle was opened before a fork: open another one in the child")
         with self._lock:
+            if self._connection is None:
+                raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
             try:
-                return self._open().execute(statement, parameters).rowcount == 1
+                cursor = self._connection.execute(statement, parameters)
+                return cursor.fetchall(), cursor.rowcount
             except sqlite3.Error as error:
                 raise self._failure(error) from error
+
+    def _change(self, statement: str, parameters: dict[str, Any]) -> bool:
+        return self._execute(statement, parameters)[1] == 1
 
     def _failure(self, error: sqlite3.Error) -> DedupStoreError:
         return DedupStoreError(f"{self.path}: {error}")
@@ -384,9 +380,19 @@ def purge_in_background(store: DedupStore, clock: Clock) -> None:
         weakref.finalize(store, background.stop).atexit = False
 
 
+_with_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def renew_lock_after_fork(owner: Any) -> None:
+    """Give a forked child a ``_lock`` of its own: a thread of the parent may hold the one that ``owner`` has."""
+    _with_locks.add(owner)
+
+
 def _after_fork() -> None:
     global _purging_lock
-    _purging_lock = threading.Lock()  # some thread of the parent may hold it
+    _purging_lock = threading.Lock()
+    for owner in _with_locks:
+        owner._lock = threading.Lock()
     _purging.clear()  # its threads are the parent's
 
 
