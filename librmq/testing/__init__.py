@@ -11,7 +11,7 @@ from librmq.testing.faults import Faults
 from librmq.testing.files import Event, FailingFiles, RecordingFiles
 from librmq.testing.history import Delivered, History
 from librmq.testing.images import CrashImages, Image
-from librmq.testing.kit import Elapsed, Kit, UnsoundStoreError
+from librmq.testing.kit import Elapsed, Kit, ProcessStateError, UnsoundStoreError
 from librmq.testing.process import Process, ProcessDied
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Kit",
     "Process",
     "ProcessDied",
+    "ProcessStateError",
     "RecordingFiles",
     "UnsoundStoreError",
     "explore",

@@ -124,7 +124,6 @@ class Explorer(KitRunner):
         self._seen: dict[tuple[str, str], int] = {}
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
-        self._dying: Process | None = None
         self._inline: Work | None = None
         self._faults = 0
         self._taking = False
@@ -238,13 +237,13 @@ class Explorer(KitRunner):
         if not self._pieces and not self.strategy.pauses(work.label):
             self._inline = work
             try:
-                super().perform(work)
+                self.run_code(work)
             finally:
                 self._inline = None
-                self._crash_the_dying()
+                self.crash_the_dying()
             return
         context = copy_context()
-        piece = Piece(lambda: context.run(super(Explorer, self).perform, work))
+        piece = Piece(lambda: context.run(self.run_code, work))
         self._pieces[piece] = work
         self._let_run(piece)
 
@@ -307,14 +306,9 @@ class Explorer(KitRunner):
         if piece.ended:
             self._pieces.pop(piece, None)
             raised, piece.raised = piece.raised, None
-            self._crash_the_dying()
+            self.crash_the_dying()
             if raised is not None:
                 raise raised
-
-    def _crash_the_dying(self) -> None:
-        dying, self._dying = self._dying, None
-        if dying is not None:
-            self.kit.crash(dying)
 
     def point(self, label: str) -> None:
         """Others may run here, or the process may die."""
@@ -334,9 +328,8 @@ class Explorer(KitRunner):
             labels.append(f"{FAULT}{process.label} dies here")
         index = self.decide(PAUSE, labels)
         if index == 2 and process is not None:
-            process.die()
-            self._dying = process
-            raise ProcessDied(work.label)
+            self.kit.note("fault", f"{process.label} dies and starts again")
+            self.die_here(process)
         if index == 1 and piece is not None:
             self.paused.append(_Paused(work, piece))
             self._baton.pause(piece)
@@ -356,6 +349,7 @@ class Explorer(KitRunner):
 
     def unwind(self, process: Process) -> None:
         """End what has paused in a process that has died: it raises `ProcessDied` where it stands."""
+        super().unwind(process)
         for paused in [one for one in self.paused if self._of(one, process)]:
             assert isinstance(paused, _Paused)
             self.paused.remove(paused)

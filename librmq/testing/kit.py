@@ -27,10 +27,14 @@ from librmq.testing.process import LIBRARY, Process
 from librmq.testing.turns import KitRunner, current_work, group_of
 from librmq.verify import verify
 
-__all__ = ["Elapsed", "Kit", "UnsoundStoreError"]
+__all__ = ["Elapsed", "Kit", "ProcessStateError", "UnsoundStoreError"]
 
 _SETTLE_MS: Final = 120_000
 _SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+
+
+class ProcessStateError(RuntimeError):
+    """A process of the test cannot do what was asked of it: it has ended, or its own listener asks."""
 
 
 class UnsoundStoreError(AssertionError):
@@ -263,14 +267,46 @@ class Kit:
     # ---- faults of processes and of the broker
 
     def crash(self, process: Process, *, restart: bool = True) -> None:
-        """A process dies: what it had not saved is lost, and it starts again with fresh state, unless told not to."""
+        """Let a process die: what it had not saved is lost. It starts again with fresh state unless ``restart`` is off.
+
+        Within a listener of that process the listener ends at this call, as by a signal.
+        """
+        process = self._living(process)
         self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
-        self._die(process)
-        if restart:
+        process.starts_again = restart
+        if self._runs_now(process):
+            self.runner.die_here(process)
+        process.die()
+        self.died(process)
+
+    def died(self, process: Process) -> None:
+        """Let the broker see that a process has died, and start the process again unless it is to stay dead."""
+        self.runner.unwind(process)
+        if not self.broker.dead:
+            for client_id in process.clients:
+                self.broker.forget(client_id)
+        if process.starts_again:
             self._again(process)
+
+    def _runs_now(self, process: Process) -> bool:
+        work = current_work()
+        return work is not None and self.process_of(work) is process
+
+    def _living(self, process: Process) -> Process:
+        """Return the process, or the one that was started again in its place."""
+        for one in reversed(self.processes):
+            if one.name == process.name and not one.dead:
+                return one
+        raise ProcessStateError(f"{process.name} has ended and was not started again: nothing is left of it to fail")
 
     def restart(self, process: Process) -> Process:
         """A process shuts down in order, and starts again with fresh state. Gives the new one."""
+        process = self._living(process)
+        if self._runs_now(process):
+            raise ProcessStateError(
+                f"{process.label} can't shut down in order within its own listener, for which it would wait: "
+                "call rmq.crash there, or rmq.restart in the test"
+            )
         self.note("fault", f"{process.label} shuts down in order and starts again")
         process.shut_down()
         return self._again(process)
@@ -289,6 +325,7 @@ class Kit:
 
         At the next of its 30 s it is back.
         """
+        process = self._living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not know")
         for client_id in process.clients:
             self.broker.call(ChannelClosed(client_id))
@@ -315,13 +352,6 @@ class Kit:
         else:
             with self.runner.lock:
                 self.runner.wake(Step("the broker is back", open_again), self.clock.now_ms() + round(1000 * seconds))
-
-    def _die(self, process: Process) -> None:
-        process.die()
-        self.runner.unwind(process)
-        if not self.broker.dead:
-            for client_id in process.clients:
-                self.broker.forget(client_id)
 
     def _again(self, process: Process) -> Process:
         new = self._process(process.name, process.factory, process.generation + 1)

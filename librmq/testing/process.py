@@ -60,6 +60,8 @@ class Process:
         """Name and generation, the same from run to run."""
         self.dead = False
         """It has died, or was shut down."""
+        self.starts_again = True
+        """Whether another one follows when it dies."""
         self.state: Any = None
         """What its factory returned."""
         self.skew_ms = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import types
+from collections.abc import Coroutine, Generator, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from librmq.clock import ManualClock
 from librmq.errors import EndlessLoopError
@@ -41,6 +43,8 @@ class KitRunner(ManualRunner):
         self.late: set[Work] = set()
         """Listeners that have done what they do, and return later."""
         self._until_ms = 0
+        self._dying: Process | None = None
+        self._works: dict[asyncio.Task[Any], Work] = {}
         self._depths: dict[tuple[str, int], tuple[int, str, tuple[str, int] | None]] = {}
 
     @property
@@ -53,7 +57,22 @@ class KitRunner(ManualRunner):
         return False
 
     def unwind(self, process: Process) -> None:
-        """A process has died: end what of its code has begun."""
+        """End what a process that has died has begun: its coroutines raise `ProcessDied` where they stand."""
+        for task, work in list(self._works.items()):
+            if task in self._tasks and self.kit.process_of(work) is process:
+                task.cancel()
+
+    def die_here(self, process: Process) -> NoReturn:
+        """End the user code that runs now, since its process dies; the process starts again once the code has ended."""
+        process.die()
+        self._dying = process
+        raise ProcessDied(process.label)
+
+    def crash_the_dying(self) -> None:
+        """Let the process start again that died within its own code."""
+        dying, self._dying = self._dying, None
+        if dying is not None:
+            self.kit.died(dying)
 
     def _take_turns(self, until_ms: int) -> None:
         self._until_ms = until_ms
@@ -84,6 +103,13 @@ class KitRunner(ManualRunner):
 
     def perform(self, work: Work) -> None:
         """Run user code."""
+        try:
+            self.run_code(work)
+        finally:
+            self.crash_the_dying()
+
+    def run_code(self, work: Work) -> None:
+        """Run user code until it ends, waits in an event loop, or dies with its process."""
         token = _current.set(work)
         self.kit.listener_begins(work)
         try:
@@ -94,6 +120,20 @@ class KitRunner(ManualRunner):
             self.kit.listener_ends(work, "died", None)
         finally:
             _current.reset(token)
+
+    async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._works[task] = work
+        try:
+            await super()._run(work, _until_death(work, coroutine))
+        except ProcessDied:
+            self.running.discard(work)
+            self.kit.listener_ends(work, "died", None)
+        finally:
+            del self._works[task]
+            if asyncio.current_task() in self._tasks:
+                self.crash_the_dying()
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         wait_ms = self.kit.faults.slow(group_of(work)) if work.about else 0
@@ -155,6 +195,28 @@ def is_dead(turn: Turn) -> bool:
     """Whether a turn is of a process that has died."""
     owner = getattr(turn, "owner", None)
     return owner is not None and owner.dead
+
+
+async def _until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> object:
+    """Run a coroutine that raises `ProcessDied` where it waits, once its process has died."""
+    return await _steps_until_death(work, coroutine)
+
+
+@types.coroutine
+def _steps_until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> Generator[Any, Any, object]:
+    step: Any = coroutine.send
+    argument: Any = None
+    while True:
+        try:
+            awaited = step(argument)
+        except StopIteration as end:
+            return end.value
+        try:
+            step, argument = coroutine.send, (yield awaited)
+        except BaseException as error:
+            step, argument = coroutine.throw, error
+        if is_dead(work):
+            step, argument = coroutine.throw, ProcessDied(work.label)
 
 
 def group_of(work: Work) -> str:

@@ -418,7 +418,7 @@ def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
     sys.exit(statuses != [7] * 20)
     """
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, tmp_path / "x.db"]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(tmp_path / "x.db")]
     assert subprocess.run(command, env=environment, timeout=60).returncode == 0
 
 

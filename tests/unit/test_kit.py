@@ -14,6 +14,7 @@ import pytest
 from librmq.broker import BrokerSettings
 from librmq.cli import main
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
+from librmq.dedup import DedupListener, MemoryDedupStore
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -25,7 +26,7 @@ from librmq.files import MemoryFiles
 from librmq.listener import ReconsumeLater
 from librmq.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState
-from librmq.testing import Kit, Process, UnsoundStoreError
+from librmq.testing import Kit, Process, ProcessStateError, UnsoundStoreError
 from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from librmq.verify import verify
 
@@ -342,6 +343,86 @@ def test_a_crash_before_progress_was_saved_delivers_again(rmq: Kit) -> None:
     new = rmq.processes[-1]
     assert (new.name, new.generation, new.label, new.state) == ("shop", 2, "shop~2", [b"x"])
     assert [one.process for one in rmq.delivered("billing")] == ["shop", "shop~2"]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "coroutine"])
+def test_a_crash_in_a_listener_ends_the_listener(rmq: Kit, is_async: bool) -> None:
+    """Its code does not run on, and a guard in front of it does not mark the message as consumed."""
+    store = MemoryDedupStore()
+    done: list[str] = []
+
+    def charge(message: Any) -> None:
+        done.append("begins")
+        if len(done) == 1:
+            rmq.crash(shop)
+        done.append("ends")
+
+    async def charge_async(message: Any) -> None:
+        await asyncio.sleep(0)
+        charge(message)
+
+    def setup(process: Process) -> PushConsumer:
+        guard = DedupListener(
+            charge_async if is_async else charge, store, group="billing", clock=rmq.clock, consuming_timeout=60
+        )
+        consumer = process.consumer("billing")
+        consumer.subscribe("orders")(guard)
+        return consumer
+
+    shop = rmq.app("shop", setup)
+    rmq.producer().send("orders", b"x")
+    rmq.advance(minutes=5)
+    assert done == ["begins", "begins", "ends"]
+    assert [one.outcome for one in rmq.delivered("billing")] == ["died", *["later"] * 3, "returned"]
+    assert [process.label for process in rmq.processes if not process.dead] == ["test", "shop~2"]
+
+
+def test_a_crash_ends_coroutines_where_they_wait() -> None:
+    async def scenario() -> None:
+        seen: list[str] = []
+        with Kit() as rmq:
+
+            def setup(process: Process) -> PushConsumer:
+                consumer = process.consumer("billing")
+
+                @consumer.subscribe("orders")
+                async def charge(message: DeliveredMessage) -> None:
+                    attempt = f"{process.generation} {message.body.decode()}"
+                    seen.append(f"{attempt} begins")
+                    if message.body == b"2" and process.generation == 1:
+                        rmq.crash(shop)
+                    try:
+                        await asyncio.sleep(0)
+                    except asyncio.CancelledError:
+                        seen.append(f"{attempt} is told")
+                        raise
+                    seen.append(f"{attempt} ends")
+
+                return consumer
+
+            shop = rmq.app("shop", setup)
+            for body in (b"1", b"2"):
+                await rmq.producer().send_async("orders", body, queue=0)
+            await rmq.run_until_idle()
+        assert seen == ["1 1 begins", "1 2 begins", "2 1 begins", "2 2 begins", "2 1 ends", "2 2 ends"]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_process_can_not_do(rmq: Kit) -> None:
+    def setup(process: Process) -> None:
+        process.consumer("billing").subscribe("orders")(lambda message: rmq.restart(shop))
+
+    shop = rmq.app("shop", setup)
+    rmq.producer().send("orders", b"x")
+    with pytest.raises(ProcessStateError, match=r"within its own listener.*rmq\.crash"):
+        rmq.run_until_idle()
+    rmq.crash(shop)
+    rmq.crash(shop)  # the one that was started in its place
+    rmq.crash(shop, restart=False)
+    assert [process.label for process in rmq.processes] == ["test", "shop", "shop~2", "shop~3"]
+    with pytest.raises(ProcessStateError, match="shop has ended and was not started again"):
+        rmq.lose(shop)
 
 
 def test_a_restart_in_order_delivers_once(rmq: Kit) -> None:
