@@ -32,7 +32,7 @@ from librmq.dedup import milliseconds
 from librmq.errors import ConfigError, MessageIllegalError, RmqError
 from librmq.housekeeping import Background
 from librmq.message import Message
-from librmq.sqltables import KEY_LIMIT, Link, check_name, linked
+from librmq.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
 from librmq.topics import NOT_FOR_SENDING, validate_client_topic
 
 __all__ = ["Outbox", "OutboxSender", "Producer"]
@@ -110,9 +110,13 @@ class _Row(NamedTuple):
     due_timestamp_ms: int
 
     def message(self) -> Message:
+        """Return what the application added."""
         message = Message(self.topic, bytes(self.body), flag=self.flag)
         message.properties.update(json.loads(self.properties))
         return message
+
+
+_COLUMNS: Final = ", ".join(_Row._fields)
 
 
 class OutboxSender:
@@ -143,6 +147,7 @@ class OutboxSender:
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
         self.table = check_name(table)
+        _check_database(database)
         self.sent = 0
         """Rows that this sender has sent and marked."""
         self.failed = 0
@@ -160,26 +165,82 @@ class OutboxSender:
         self._purge_at_ms = self._next_purge_ms()
         self._background: Background | None = None
         self._closing = False
+        self._is_checked = False
+        self._is_out_of_reach = False
 
     def run_due(self, now_ms: int) -> int:
-        """Send what is to be sent; when to look again, in ms since 1970. What the database raises is logged."""
+        """Send what is to be sent; return when to look again, in milliseconds since 1970.
+
+        A database that cannot be reached is logged once, and asked again at the next look.
+
+        Raises:
+            ConfigError: The first look found no such table, or what `database` gives is no connection.
+        """
         try:
+            self._check()
             while self._send_some():
                 pass
             self._purge()
         except RmqError:
             raise
         except Exception as error:
-            _log.warning("%s: the database could not be asked: %s", self.table, error)
+            level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
+            self._is_out_of_reach = True
+            _log.log(level, "%s: the database could not be asked, it is asked again: %s", self.table, error)
+        else:
+            if self._is_out_of_reach:
+                self._is_out_of_reach = False
+                _log.warning("%s: the database can be asked again", self.table)
         finally:
             self._let_go()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
 
+    def _check(self) -> None:
+        """Read no row of the table, once: what would fail for ever fails here."""
+        if self._is_checked:
+            return
+        try:
+            with self._link() as link:
+                link.execute(f"SELECT {_COLUMNS}, state FROM {self.table} WHERE 1 = 0")
+        except RmqError:
+            raise
+        except Exception as error:
+            if is_passing_error(error):
+                raise
+            cause = getattr(error, "orig", None) or error  # SQLAlchemy's own text has the statement too
+            raise ConfigError(
+                f"the outbox's table {self.table} can't be read (upgrade_tables of librmq.sqltables makes it): "
+                f"{type(cause).__name__}: {cause}"
+            ) from error
+        self._is_checked = True
+
     def start(self) -> OutboxSender:
-        """Let a thread send; it ends with `close`."""
+        """Let a thread send; it ends with `close`.
+
+        A database that cannot be reached now is logged, and asked again.
+
+        Raises:
+            ConfigError: There is no such table, or what `database` gives is no connection.
+        """
         if self._background is None:
-            self._background = Background(self.run_due, self._clock, "librmq-outbox")
+            try:
+                self._check()
+            except RmqError:
+                raise
+            except Exception as error:
+                self._is_out_of_reach = True
+                _log.warning("%s: the database could not be asked, it is asked again: %s", self.table, error)
+            finally:
+                self._let_go()
+            self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
         return self
+
+    def _run_in_thread(self, now_ms: int) -> int | None:
+        try:
+            return self.run_due(now_ms)
+        except ConfigError as error:  # found late, since the database could not be reached at the start
+            _log.error("nothing is sent from the outbox until `wake` is called: %s", error)
+            return None
 
     def wake(self) -> None:
         """Let the thread look now; to be called after a commit, by whoever does not want to wait."""
@@ -225,8 +286,7 @@ class OutboxSender:
         until_ms = now_ms + self._claim_ms
         with self._link() as link:
             seen = link.execute(
-                "SELECT id, order_key, topic, properties, flag, body, owner, attempts, due_timestamp_ms "
-                f"FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms <= :now_ms "
+                f"SELECT {_COLUMNS} FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms <= :now_ms "
                 "AND (order_key IS NULL OR NOT EXISTS "
                 f"(SELECT 1 FROM {self.table} earlier WHERE earlier.order_key = candidate.order_key "
                 "AND earlier.state = 0 AND earlier.id < candidate.id)) "
@@ -322,8 +382,24 @@ class OutboxSender:
 
     def _let_go(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        close = getattr(connection, "close", None)  # what is no connection has been refused by now
+        if close is not None:
+            close()
+
+
+def _check_database(database: Any) -> None:
+    """Refuse what is neither an engine nor a function, before a thread asks it again and again."""
+    kind = type(database).__name__
+    if hasattr(database, "sync_engine"):
+        raise ConfigError(f"database: a sender waits in its thread: expected a synchronous Engine, found {kind}")
+    if hasattr(database, "dialect") and hasattr(database, "connect"):
+        return
+    if hasattr(database, "cursor") or hasattr(database, "execute"):
+        raise ConfigError(f"database: expected a function that opens a connection, or an Engine, found {kind}")
+    if not callable(database):
+        raise ConfigError(
+            f"database: expected an Engine or a function that opens a connection, found {database!r:.100}"
+        )
 
 
 def _problem(result: Any) -> str | None:

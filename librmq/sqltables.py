@@ -43,7 +43,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.errors import ConfigError
 
-__all__ = ["Answer", "Link", "check_name", "is_integrity_error", "linked", "upgrade_tables"]
+__all__ = ["Answer", "Link", "check_name", "is_integrity_error", "is_passing_error", "linked", "upgrade_tables"]
 
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
@@ -140,6 +140,17 @@ class Link:
 def is_integrity_error(error: BaseException) -> bool:
     """Whether a driver, or SQLAlchemy for it, says that a row is there already."""
     return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
+
+
+_PASSING: Final = frozenset({"OperationalError", "InterfaceError", "InternalError", "TimeoutError", "OSError"})
+_LACKING: Final = re.compile(r"no such (table|column)|unknown column", re.IGNORECASE)
+
+
+def is_passing_error(error: BaseException) -> bool:
+    """Return whether another try may succeed: a database that cannot be reached, or is locked or busy."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    # SQLite and MySQL call a table or column that is not there an operational error.
+    return not _PASSING.isdisjoint(names) and not _LACKING.search(str(error))
 
 
 def _is_alchemy(connection: object) -> bool:

@@ -422,9 +422,41 @@ def test_what_was_sent_is_kept_for_a_while(embedded: Post) -> None:
     assert embedded.rows(1) == 0
 
 
-def test_a_database_that_can_not_be_asked_is_told_and_asked_again(
-    embedded: Post, caplog: pytest.LogCaptureFixture
+def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path: Path) -> None:
+    """Instead of trying again for ever."""
+    with pytest.raises(ConfigError, match=r"table nowhere can't be read \(upgrade_tables .* no such table"):
+        embedded.sender(table="nowhere").start()
+    with pytest.raises(ConfigError, match="no such table: nowhere"):
+        embedded.run(embedded.sender(table="nowhere"))
+    (tmp_path / "text.db").write_text("no database at all " * 100)
+    with pytest.raises(ConfigError, match="not a database"):
+        OutboxSender(lambda: sqlite3.connect(tmp_path / "text.db"), embedded.producer).start()
+    with pytest.raises(ConfigError, match="expected a session or connection, found str"):
+        OutboxSender(lambda: "shop.db", embedded.producer).start()
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+        for wrong, said in (
+            ("sqlite:///shop.db", "an Engine or a function that opens a connection, found .sqlite"),
+            (connection, "found Connection"),
+            (create_async_engine("sqlite+aiosqlite://"), "synchronous Engine"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                OutboxSender(wrong, embedded.producer)
+
+
+def test_a_database_out_of_reach_is_told_once_and_asked_again(
+    embedded: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = embedded.sender(table="nowhere", poll_interval=5)
-    assert embedded.run(sender) == 5000
-    assert "nowhere: the database could not be asked" in caplog.text
+    path = tmp_path / "later" / "shop.db"
+    sender = OutboxSender(lambda: sqlite3.connect(path), embedded.producer, clock=embedded.clock, poll_interval=5)
+    for _ in range(3):
+        assert embedded.run(sender) == 5000
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "rmq_outbox: the database could not be asked, it is asked again" in caplog.text
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as connection:
+        upgrade_tables(connection)
+        Outbox(clock=embedded.clock).add(connection, Message("orders", b"x"))
+        connection.commit()
+    embedded.run(sender)
+    assert embedded.producer.bodies == ["x"]
+    assert "can be asked again" in caplog.text
