@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -177,10 +178,24 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 _told: dict[str, list[str]] = {"figure": [], "slow": []}
+_skipped: dict[str, str] = {}
+"""Reasons by test: each process of several tells of a module that it could not collect."""
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    longrepr = report.longrepr
+    return (longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)).removeprefix("Skipped: ")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        _skipped[report.nodeid] = _reason(report)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect what tests tell, in the process that shows it: reports come there from all others."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped[report.nodeid] = _reason(report)
     if report.when == "teardown":
         for name, line in report.user_properties:
             _told[name].append(str(line))
@@ -192,6 +207,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.section(title)
             for line in sorted(_told[name]):
                 terminalreporter.line(line)
+    # A reason once, however many tests share it.
+    lacking = f"this run has only a part of the reference data, {reference().origin}"
+    reasons = Counter(lacking if reason.startswith(ABSENT) else reason for reason in _skipped.values())
+    for reason, number in reasons.most_common():
+        terminalreporter.line(f"skipped {number}: {reason}")
 
 
 # --- several processes
@@ -210,12 +230,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _allowed(reason: str) -> bool:
     """Skips for want of reference data are allowed where not all of it is at hand anyway."""
-    return reason.removeprefix("Skipped: ").startswith(ABSENT) and not reference().whole
+    return reason.startswith(ABSENT) and not reference().whole
 
 
 def _forbid(report: pytest.TestReport | pytest.CollectReport) -> None:
-    longrepr = report.longrepr
-    reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    reason = _reason(report)
     if not _allowed(reason):
         report.outcome = "failed"
         report.longrepr = f"in CI nothing may be skipped (mark it platform if it must be): {reason}"
@@ -236,6 +255,9 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
+    if report.skipped and "not spark" in collector.config.getoption("markexpr") and "'pyspark'" in _reason(report):
+        # The quick check leaves its tests out, and needs no Spark for it.
+        report.outcome, report.longrepr, report.result = "passed", None, []
     if in_ci() and report.skipped:
         _forbid(report)
     return report

@@ -55,7 +55,9 @@ def reference() -> Reference:
     folder = Path(tempfile.mkdtemp(prefix="librmq-golden-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     unpack_compact(COMPACT, folder)
-    return Reference(folder, "the compact part in tests/data (there is no ../shared/golden)", whole=False)
+    return Reference(
+        folder, "tests/data (there is no ../shared/golden, and LIBRMQ_GOLDEN names no folder)", whole=False
+    )
 
 
 def unpack_compact(compact: Path, into: Path) -> None:

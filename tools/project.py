@@ -1,253 +1,235 @@
-"""The two commands of a checkout, ``demo`` and ``check``, and the environment that both run in.
+"""The two commands of a checkout, ``demo`` and ``check``.
 
 Needs nothing but Python 3.11 and its standard library. Where there is no POSIX shell:
 ``python tools/project.py check``.
-
-The environment is ``.venv`` in the checkout (``LIBRMQ_VENV`` names another place). A stamp inside it says
-what it was made for; while that is still so, nothing is installed again.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
-import shutil
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # with PYTHONSAFEPATH it is not there
+
+from environment import CHECKOUT, Environment, Refused
+from programs import watch
+from screen import Screen, Step, seconds_text
+
 DEMO = CHECKOUT / "examples" / "demo_store.py"
 DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
-STAMP = "librmq-stamp.json"
 
+QUICK_EXTRAS = frozenset({"arrow", "bloom", "cli", "compression", "dev", "metrics", "redis", "report", "sql", "test"})
+CHECK_EXTRAS = QUICK_EXTRAS | {"jvm", "spark", "test-spark"}
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
-CHECK_EXTRAS = DEMO_EXTRAS | {"bloom", "dev", "metrics", "redis", "sql", "test"}
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
 """A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark"
-
-OFFLINE_SIGNS = (
-    "No matching distribution",
-    "Could not find a version",
-    "NewConnectionError",
-    "ConnectTimeout",
-    "ConnectionError",
-    "ProxyError",
-    "Temporary failure in name resolution",
-    "Max retries exceeded",
-)
-OFFLINE_HINT = (
-    "pip could not get a package: name a mirror with PIP_INDEX_URL=https://…/simple, "
-    "or a folder of wheels with PIP_NO_INDEX=1 PIP_FIND_LINKS=/path, and run this again."
-)
+WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
+"""What mypy must let pass where PySpark and its types are not installed."""
 
 
-class Refused(Exception):
-    """What is missing, and what to do about it, in a sentence."""
+@dataclass(frozen=True)
+class Program:
+    """One of the programs that a check runs, and the line that it is part of."""
 
-
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-class Environment:
-    """A virtual environment with librmq in it, from the checkout or from a built wheel."""
-
-    def __init__(self, folder: Path, wheel: Path | None) -> None:
-        self.folder = folder
-        self.wheel = wheel
-        self.bin = folder / ("Scripts" if os.name == "nt" else "bin")
-        self.python = self.bin / ("python.exe" if os.name == "nt" else "python")
-
-    def prepare(self, extras: frozenset[str]) -> None:
-        """Make the environment, or bring it up to date; quick when it already has what is asked for."""
-        stamp = self._read_stamp()
-        basis = self._basis()
-        pyproject = hashlib.sha256((CHECKOUT / "pyproject.toml").read_bytes()).hexdigest()
-        same = stamp is not None and stamp.get("basis") == basis and self.python.exists()
-        installed = frozenset(stamp["extras"]) if stamp and same and stamp["pyproject"] == pyproject else frozenset()
-        if extras <= installed:
-            say(f"environment {self.folder}: up to date")
-            return
-        if not same:
-            self._make()
-        extras |= installed
-        # Until pip is through, the stamp promises nothing but that the folder is ours.
-        self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
-        self._install(extras)
-        self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": sorted(extras)})
-
-    def variables(self) -> dict[str, str]:
-        """What programs run with: this environment first, and no ``librmq`` from the current folder.
-
-        What the examples share is found in their folder.
-        """
-        variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        variables["VIRTUAL_ENV"] = str(self.folder)
-        variables["PATH"] = str(self.bin) + os.pathsep + variables.get("PATH", os.defpath)
-        variables["PYTHONSAFEPATH"] = "1"
-        variables["PYTHONPATH"] = str(CHECKOUT / "examples")
-        variables.pop("LIBRMQ_EXPECT_WHEEL", None)
-        if self.wheel is not None:
-            variables["LIBRMQ_EXPECT_WHEEL"] = "1"
-        return variables
-
-    def run(self, command: Sequence[str | Path], folder: Path = CHECKOUT) -> int:
-        """Run a program of this environment in ``folder``; its exit status."""
-        words = [str(word) for word in command]
-        return subprocess.run(words, cwd=folder, env=self.variables(), stdin=subprocess.DEVNULL).returncode
-
-    def _basis(self) -> dict[str, str]:
-        """What can't be changed in an environment: another one must be made."""
-        source = "checkout" if self.wheel is None else hashlib.sha256(self.wheel.read_bytes()).hexdigest()
-        return {"python": f"{sys.version} {sys.base_prefix}", "checkout": str(CHECKOUT), "source": source}
-
-    def _read_stamp(self) -> dict[str, Any] | None:
-        try:
-            stamp = json.loads((self.folder / STAMP).read_text("utf-8"))
-        except (OSError, ValueError):
-            return None
-        return stamp if isinstance(stamp, dict) else None
-
-    def _write_stamp(self, stamp: dict[str, Any]) -> None:
-        (self.folder / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", "utf-8")
-
-    def _make(self) -> None:
-        if self.folder.exists() and any(self.folder.iterdir()) and not (self.folder / STAMP).exists():
-            raise Refused(
-                f"{self.folder} was not made by this command: move it away, "
-                "or name another folder with LIBRMQ_VENV=/path, and run this again."
-            )
-        say(f"environment {self.folder}: making it with Python {sys.version.split()[0]}")
-        try:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_stamp({})
-        except OSError as error:
-            raise Refused(
-                f"{self.folder} can't be written ({error.strerror}): "
-                "name another folder with LIBRMQ_VENV=/path, and run this again."
-            ) from error
-        # The Python below this one, which may run in the very environment that is made anew.
-        python = getattr(sys, "_base_executable", sys.executable)
-        made = subprocess.run(
-            [python, "-m", "venv", str(self.folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if made.returncode:
-            print(made.stdout, file=sys.stderr)
-            raise Refused(
-                f"{python} can't make an environment: install its venv module "
-                "(Debian, Ubuntu: apt install python3-venv), or name another Python with PYTHON=/path/to/it."
-            )
-
-    def _install(self, extras: frozenset[str]) -> None:
-        names = ",".join(sorted(extras))
-        target = [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
-        say(f"installing librmq[{names}] from {self.wheel or 'the checkout'} (the first time takes a minute)")
-        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        with subprocess.Popen(
-            [*pip, "--progress-bar", "off", *target],
-            cwd=CHECKOUT,
-            env=self.variables(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            assert process.stdout is not None
-            lines = []
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                words = line.split()
-                if words and words[0] == "Downloading":
-                    say(f"  downloading {words[1].rpartition('/')[2]} {' '.join(words[2:])}")
-                elif line.startswith("Installing collected packages"):
-                    say(f"  installing {line.count(',') + 1} packages")
-        if process.returncode:
-            print("\n".join(lines[-20:]), file=sys.stderr)
-            if any(sign in line for line in lines for sign in OFFLINE_SIGNS):
-                raise Refused(OFFLINE_HINT)
-            raise Refused("pip failed; its last lines stand above.")
-
-
-def environment(wheel: Path | None = None) -> Environment:
-    folder = os.environ.get("LIBRMQ_VENV")
-    return Environment(Path(folder).absolute() if folder else CHECKOUT / ".venv", wheel)
+    step: str
+    name: str
+    command: tuple[str | Path, ...]
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Run the examples that show the main job, then the same on Spark; the exit status."""
+    """Run the examples that show the main job, then the same on Spark; return the exit status."""
     for script in (DEMO, DEMO_ON_SPARK):
         if not script.exists():
             raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
+    screen = Screen()
     place = environment()
-    place.prepare(DEMO_EXTRAS)
-    say("")
+    place.prepare(DEMO_EXTRAS, screen)
+    screen.line()
     status = place.run([place.python, DEMO, *arguments], Path.cwd())
     return status or place.run([place.python, DEMO_ON_SPARK, *arguments], Path.cwd())
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Run the steps one after the other, all of them even when one fails; 0 if none did."""
-    parser = argparse.ArgumentParser(
+    """Run the steps one after the other, all of them even when one fails; return 0 if none did."""
+    options, passed_on = parser().parse_known_args(arguments)
+    wheel = Path(options.wheel).absolute() if options.wheel else None
+    if wheel is not None and not wheel.is_file():
+        raise Refused(f"there is no wheel {wheel}: build one with `python -m build`.")
+    paths = test_paths(passed_on)
+    only_quick = options.quick or options.lint or options.fix or (paths and not any("spark" in path for path in paths))
+
+    begin = time.monotonic()
+    screen = Screen()
+    place = environment(wheel)
+    place.prepare(QUICK_EXTRAS if only_quick else CHECK_EXTRAS, screen)
+    if options.fix:
+        fix(place)
+    failed = [] if paths else lint(place, screen)
+    if not (options.lint or options.fix):
+        words = pytest_words(passed_on, quick=options.quick, keep_going=options.keep_going)
+        if not run_tests(place, screen, words, shown_by_pytest=bool(passed_on)):
+            failed.append("tests")
+    outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
+    screen.line(f"\ncheck: {outcome}, {seconds_text(time.monotonic() - begin)}")
+    return 1 if failed else 0
+
+
+def test_paths(words: Sequence[str]) -> list[str]:
+    """Pick files, folders and tests out of options of pytest and their values."""
+    paths = {word: Path(word.partition("::")[0]) for word in words}
+    return [word for word, path in paths.items() if path.parts[:1] == ("tests",) and (CHECKOUT / path).exists()]
+
+
+def pytest_words(passed_on: Sequence[str], *, quick: bool, keep_going: bool) -> list[str]:
+    """Return pytest's arguments: which tests, in how many processes, and when to stop."""
+    words = [*IN_PARALLEL, "-m", LEFT_OUT_QUICK if quick else LEFT_OUT]
+    paths = test_paths(passed_on)
+    if paths and all(".py" in path for path in paths):
+        words += ["-n", "0"]
+    if quick and not keep_going:
+        words.append("-x")
+    return [*words, *passed_on]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what ``check`` takes."""
+    made = argparse.ArgumentParser(
         prog="check",
-        description="Style, types, layers, tests. What is not listed here is passed on to pytest.",
+        usage="check [--quick | --lint | --fix] [--keep-going] [--wheel FILE] [TEST …] [OPTION OF PYTEST …]",
+        description="Style, types, layers and tests of this checkout, in an environment of its own.",
+        epilog="Files, folders and tests that are named are run alone, in the way of pytest: "
+        "./check tests/unit/test_project.py -k commands",
         allow_abbrev=False,
     )
-    parser.add_argument("--quick", action="store_true", help="leave out tests marked slow or spark")
-    parser.add_argument(
+    one = made.add_mutually_exclusive_group()
+    one.add_argument(
+        "--quick", action="store_true", help="leave out slow tests and Spark; end at the first failing test"
+    )
+    one.add_argument("--lint", action="store_true", help="style, types and layers only")
+    one.add_argument("--fix", action="store_true", help="let ruff mend and format the files, then --lint")
+    made.add_argument("--keep-going", action="store_true", help="with --quick: go on after a failing test")
+    made.add_argument(
         "--wheel",
         metavar="FILE",
         default=os.environ.get("LIBRMQ_WHEEL"),
         help="test this built wheel instead of the checkout (also: LIBRMQ_WHEEL)",
     )
-    options, passed_on = parser.parse_known_args(arguments)
-    wheel = Path(options.wheel).absolute() if options.wheel else None
-    if wheel is not None and not wheel.is_file():
-        raise Refused(f"there is no wheel {wheel}: build one with `python -m build`.")
+    return made
 
-    place = environment(wheel)
-    place.prepare(CHECK_EXTRAS)
+
+def environment(wheel: Path | None = None) -> Environment:
+    """Return the environment that ``LIBRMQ_VENV`` names, or the checkout's own."""
+    folder = os.environ.get("LIBRMQ_VENV")
+    return Environment(Path(folder).absolute() if folder else CHECKOUT / ".venv", wheel)
+
+
+def fix(place: Environment) -> None:
+    """Let ruff mend what it can."""
+    for words in (("check", "--fix", "--quiet", "."), ("format", "--quiet", ".")):
+        place.run([place.python, "-P", "-m", "ruff", *words])
+
+
+def lint(place: Environment, screen: Screen) -> list[str]:
+    """Run what looks at the code without running it; return the names of the steps that failed."""
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
     typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
-    marks = LEFT_OUT_QUICK if options.quick else LEFT_OUT
-    steps: tuple[tuple[str, tuple[str | Path, ...]], ...] = (
-        ("ruff check", (*python, "ruff", "check", ".")),
-        ("ruff format", (*python, "ruff", "format", "--check", ".")),
-        ("mypy", (*python, "mypy", *typed)),
-        ("import-linter", (place.bin / "lint-imports", "--no-logo")),
-        ("pytest", (*python, "pytest", *IN_PARALLEL, "-m", marks, *passed_on)),
+    lenient = () if place.has("pyspark") else WITHOUT_SPARK
+    programs = (
+        Program("style", "ruff check", (*python, "ruff", "check", ".")),
+        Program("style", "ruff format", (*python, "ruff", "format", "--check", ".")),
+        Program("types", "mypy", (*python, "mypy", *lenient, *typed)),
+        Program("layers", "import-linter", (place.bin / "lint-imports", "--no-logo")),
     )
     failed = []
-    begin = time.monotonic()
-    for number, (name, command) in enumerate(steps, 1):
-        title = f"[{number}/{len(steps)}] {name}"
-        say(f"\n{title}")
-        step_begin = time.monotonic()
-        if place.run(command):
-            failed.append(name)
-        say(f"{title}: {'FAILED' if name in failed else 'ok'}, {time.monotonic() - step_begin:.0f} s")
-    outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
-    say(f"\ncheck: {outcome}, {time.monotonic() - begin:.0f} s")
-    return 1 if failed else 0
+    for name in dict.fromkeys(program.step for program in programs):
+        of_step = [program for program in programs if program.step == name]
+        with Step(screen, name) as step:
+            step.finish(", ".join(program.name for program in of_step))
+            found = [(program, *run(place, step, program)) for program in of_step]
+            faults = [(program.name, printed) for program, status, printed in found if status]
+            if faults:
+                step.finish(", ".join(fault for fault, _ in faults), failed=True)
+                failed.append(name)
+        for fault, printed in faults:
+            screen.line(printed.rstrip())
+            if fault.startswith("ruff"):
+                screen.line("./check --fix mends what can be mended by itself.")
+    return failed
+
+
+def run(place: Environment, step: Step, program: Program) -> tuple[int, str]:
+    """Run one program; return its exit status and what it printed."""
+    return watch(program.command, step, folder=CHECKOUT, variables=place.variables(), look=lambda _: None)
+
+
+def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown_by_pytest: bool) -> bool:
+    """Run pytest, with a bar or on a screen of its own; return whether all passed."""
+    command: list[str | Path] = [place.python, "-P", "-m", "pytest", *words]
+    if shown_by_pytest:
+        return place.run(command) == 0
+    with Step(screen, "tests") as step:
+        progress = Testing(step)
+        status, printed = watch(command, step, folder=CHECKOUT, variables=place.variables(), look=progress.look)
+        place.logs.mkdir(exist_ok=True)
+        log = place.logs / "tests.txt"
+        log.write_text(printed, "utf-8")
+        step.finish(progress.summary(printed), failed=status != 0)
+    for line in re.findall(r"^skipped \d+: .*$", printed, re.MULTILINE):
+        screen.line(line)
+    if status:
+        screen.line(progress.failures(printed))
+        screen.line(f"All that pytest printed: {log}")
+        if first := re.search(r"^(?:FAILED|ERROR) (tests/[^\s@]+)", printed, re.MULTILINE):
+            screen.line(f"One of them alone: ./check '{first[1]}'")
+    return status == 0
+
+
+class Testing:
+    """Reads off pytest's output how far it is."""
+
+    _TOTAL = re.compile(r"\[(\d+) items\]|^collected (\d+) items(?: / (\d+) deselected)?", re.MULTILINE)
+    _RESULTS = re.compile(r"^(?:tests/\S+ )?([.sxXFER]+)(?: *\[ *\d+%\])?$", re.MULTILINE)
+    _SUMMARY = re.compile(r"^=+ (.* in [\d.]+s(?: \([\d:]+\))?) =+$", re.MULTILINE)
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def look(self, printed: str) -> None:
+        """Show how many tests are through."""
+        total = self._TOTAL.search(printed)
+        if total is None:
+            self.step.show("looking for tests")
+            return
+        wanted = int(total[1] or total[2]) - int(total[3] or 0)
+        results = "".join(self._RESULTS.findall(printed, total.end()))
+        failed = results.count("F") + results.count("E")
+        told = f"{len(results):,} of {wanted:,}" + (f", {failed} failed" if failed else "")
+        self.step.show(told, len(results) / max(1, wanted))
+
+    def summary(self, printed: str) -> str:
+        """Return pytest's last line, without the time."""
+        found = self._SUMMARY.findall(printed)
+        return found[-1].rpartition(" in ")[0] if found else "pytest did not come to its end"
+
+    def failures(self, printed: str) -> str:
+        """Return what pytest says about failing tests, or its last lines where it came to none."""
+        begin = re.search(r"^=+ (FAILURES|ERRORS) =+$", printed, re.MULTILINE)
+        return printed[begin.start() :].rstrip() if begin else "\n".join(printed.splitlines()[-60:])
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run a command; return its exit status."""
     commands = {"demo": demo, "check": check}
     if not arguments or arguments[0] not in commands:
         print("usage: project.py {demo,check} …", file=sys.stderr)

@@ -80,12 +80,17 @@ def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parts.timestamp_ms % (1 << 32) >= 0
         assert int(row["uniq_id"][-12:-4], 16) == row["month_ms_diff"]
         assert len(row["uniq_id"]) == 2 * row["bytes"]
-    # Made again from their parts, in order.
+    # Made again from their parts, in order. The compact data have gaps: ids between two rows are made too.
     monkeypatch.setattr("os.getpid", lambda: rows[0]["pid"])
-    times = iter([decode_unique_id(row["uniq_id"], row["created_between_ms_to"] + 1).timestamp_ms for row in rows])
     ip = bytes.fromhex(rows[0]["uniq_id"])[:-12]
-    ids = UniqueIds(lambda: next(times), ip, rows[0]["classloader_hash"])
-    assert [ids.next() for _ in rows] == [row["uniq_id"] for row in rows]
+    now_ms = 0
+    ids = UniqueIds(lambda: now_ms, ip, rows[0]["classloader_hash"])
+    made = 0
+    for row in rows:
+        now_ms = decode_unique_id(row["uniq_id"], row["created_between_ms_to"] + 1).timestamp_ms
+        *_, latest = [ids.next() for _ in range(row["counter"] + 1 - made)]
+        assert latest == row["uniq_id"]
+        made = row["counter"] + 1
 
 
 def test_uniq_id_decode_ipv4_constructed() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,14 +22,20 @@ from tests.reference import CHECKOUT, COMPACT, jsonl, reference, rows, store_fol
 POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
 
 
-def project() -> ModuleType:
-    """``tools/project.py``, loaded as a module."""
-    spec = importlib.util.spec_from_file_location("librmq_project", CHECKOUT / "tools" / "project.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """``tools("screen")``: a module of ``tools/``, imported as the commands do."""
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    return importlib.import_module
+
+
+def run_check(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, CHECKOUT / "tools" / "project.py", "check", *words],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
 
 
 def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
@@ -89,19 +98,116 @@ def test_a_missing_python_is_told_in_a_sentence(tmp_path: Path, version: str | N
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_an_environment_of_someone_else_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_environment_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pyvenv.cfg").write_text("")
-    monkeypatch.setenv("LIBRMQ_VENV", str(tmp_path))
-    assert project().main(["check"]) == 2
-    assert "was not made by this command" in capsys.readouterr().err
+    done = run_check(LIBRMQ_VENV=str(tmp_path))
+    assert done.returncode == 2
+    assert "was not made by this command" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
-def test_a_wheel_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert project().main(["check", "--wheel", str(tmp_path / "no.whl")]) == 2
-    assert "there is no wheel" in capsys.readouterr().err
+def test_a_wheel_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run_check("--wheel", str(tmp_path / "no.whl"))
+    assert done.returncode == 2
+    assert "there is no wheel" in done.stderr
+
+
+def test_check_tells_what_it_takes() -> None:
+    done = run_check("--help")
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("--quick", "--lint", "--fix", "--keep-going", "--wheel"))
+
+
+def test_only_the_quick_check_ends_at_a_failing_test(tools: Callable[[str], ModuleType]) -> None:
+    words = tools("project").pytest_words
+    assert words([], quick=True, keep_going=False)[-3:] == ["-m", "not bench and not slow and not spark", "-x"]
+    assert "-x" not in words([], quick=True, keep_going=True)
+    assert words([], quick=False, keep_going=False)[-2:] == ["-m", "not bench"]
+
+
+def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleType]) -> None:
+    words = tools("project").pytest_words
+    assert words(["tests/fuzz/test_formats.py::x"], quick=False, keep_going=False)[-3:] == [
+        "-n",
+        "0",
+        "tests/fuzz/test_formats.py::x",
+    ]
+    assert "0" not in words(["-k", "tests", "tests/fuzz"], quick=False, keep_going=False)
+
+
+class TestScreen:
+    """What a check shows while it runs: made from what pip and pytest print."""
+
+    def test_without_a_terminal_a_step_is_one_line(self, tools: Callable[[str], ModuleType]) -> None:
+        screen = tools("screen")
+        out = io.StringIO()
+        with screen.Step(screen.Screen(out), "style") as step:
+            step.show("looking")
+            step.finish("ruff check")
+        assert re.fullmatch(r"style +ok +\d+ s  ruff check\n", out.getvalue())
+
+    def test_a_long_step_tells_each_tenth(self, tools: Callable[[str], ModuleType]) -> None:
+        screen = tools("screen")
+        out = io.StringIO()
+        with screen.Step(screen.Screen(out), "tests") as step:
+            for done in range(101):
+                step.show(f"{done} of 100", done / 100)
+            step.finish("1 failed", failed=True)
+        lines = out.getvalue().splitlines()
+        assert lines[:2] == ["tests      10 %, 10 of 100", "tests      20 %, 20 of 100"]
+        assert re.fullmatch(r"tests +FAILED +\d+ s  1 failed", lines[10])
+        assert len(lines) == 11
+
+    def test_a_terminal_has_a_bar(self, tools: Callable[[str], ModuleType]) -> None:
+        screen = tools("screen")
+        out = io.StringIO()
+        with screen.Step(screen.Screen(out, live=True), "tests") as step:
+            step.show("50 of 100", 0.5)
+        last = out.getvalue().rpartition("\r")[2]
+        assert "\n" not in out.getvalue().replace(last, "")
+        assert "##########..........  50 of 100" in out.getvalue()
+
+    def test_an_exception_says_that_the_step_failed(self, tools: Callable[[str], ModuleType]) -> None:
+        screen = tools("screen")
+        out = io.StringIO()
+        with pytest.raises(KeyError), screen.Step(screen.Screen(out), "style"):
+            raise KeyError
+        assert "FAILED" in out.getvalue()
+
+    @pytest.mark.parametrize(
+        ("printed", "told"),
+        [
+            ("=== test session starts ===\n", "looking for tests"),
+            ("2 workers [10 items]\n\n..s.F", "5 of 10, 1 failed"),
+            ("2 workers [80 items]\n..s.F...  [ 10%]\n...", "11 of 80, 1 failed"),
+            ("collected 12 items / 2 deselected\n\ntests/a.py ...  [ 30%]\ntests/b.py .E", "5 of 10, 1 failed"),
+        ],
+    )
+    def test_pytest_is_followed(self, tools: Callable[[str], ModuleType], printed: str, told: str) -> None:
+        screen = tools("screen")
+        step = screen.Step(screen.Screen(io.StringIO(), live=True), "tests")
+        tools("project").Testing(step).look(printed)
+        assert told in step.screen.stream.getvalue()
+
+    def test_pytest_is_summed_up(self, tools: Callable[[str], ModuleType]) -> None:
+        testing = tools("project").Testing(None)
+        printed = "head\n=== FAILURES ===\nwhy\nFAILED tests/a.py::b\n== 1 failed, 2 passed in 63.10s (0:01:03) ==\n"
+        assert testing.summary(printed) == "1 failed, 2 passed"
+        assert testing.failures(printed).startswith("=== FAILURES ===\nwhy")
+        assert testing.summary("killed") == "pytest did not come to its end"
+
+    def test_downloads_are_told_apart(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+        screen = tools("screen")
+        step = screen.Step(screen.Screen(io.StringIO(), live=True), "packages")
+        installing = tools("environment").Installing(step, tmp_path)
+        folder = tmp_path / "pip-unpack-1"
+        folder.mkdir()
+        (folder / "b.whl").write_bytes(b"x" * 500_000)
+        printed = "Collecting a\n  Downloading a.whl (500 kB)\nCollecting b\n  Downloading https://x/b.whl (1.0 MB)\n"
+        installing.look(printed)
+        assert "##########..........  downloading b.whl (1 MB); 2 files downloaded" in step.screen.stream.getvalue()
+        installing.look(printed + "Installing collected packages: a, b, c\n")
+        assert installing.summary() == "3 packages installed, 2 files downloaded, 2 MB"
 
 
 def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
@@ -159,7 +265,8 @@ def test_what_tests_tell_comes_from_all_processes(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
         "from tests.conftest import (\n"
-        "    figure, pytest_collection_finish, pytest_collection_modifyitems, pytest_runtest_logreport,\n"
+        "    figure, pytest_collection_finish, pytest_collection_modifyitems, pytest_collectreport,\n"
+        "    pytest_runtest_logreport,\n"
         "    pytest_terminal_summary, slow_budget, slow_time,\n"
         ")\n"
     )
@@ -192,6 +299,32 @@ def test_what_tests_tell_comes_from_all_processes(tmp_path: Path) -> None:
     assert [line.partition(" in ")[0] for line in lines if "turns" in line] == [
         f"test_some.py::test_takes_time[{number}]: 3 of 3 turns" for number in range(4)
     ]
+
+
+def test_a_reason_of_skips_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
+        "from tests.conftest import pytest_collectreport, pytest_runtest_logreport, pytest_terminal_summary\n"
+    )
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.skip('no Spark', allow_module_level=True)\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('number', range(9))\n"
+        "def test_data(number): pytest.skip(f'reference data: no part {number}')\n"
+        "def test_other(): pytest.skip('no Spark')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -rfE\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "."],
+        cwd=tmp_path,
+        env={**environment, "CI": ""},
+        capture_output=True,
+        text=True,
+    )
+    told = [line for line in child.stdout.splitlines() if line.startswith("skipped ")]
+    assert told[0].startswith("skipped 9: this run has only a part of the reference data")
+    assert told[1:] == ["skipped 2: no Spark"]
 
 
 def test_rows_are_spread_from_first_to_last() -> None:

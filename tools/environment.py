@@ -1,0 +1,226 @@
+"""The environment that ``demo`` and ``check`` run in: made once, and brought up to date when it must be.
+
+It is ``.venv`` in the checkout (``LIBRMQ_VENV`` names another place). A stamp inside it says what it was made
+for; while that is still so, nothing is installed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from programs import watch
+from screen import Screen, Step
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+STAMP = "librmq-stamp.json"
+
+OFFLINE_SIGNS = (
+    "No matching distribution",
+    "Could not find a version",
+    "NewConnectionError",
+    "ConnectTimeout",
+    "ConnectionError",
+    "ProxyError",
+    "Temporary failure in name resolution",
+    "Max retries exceeded",
+)
+OFFLINE_HINT = (
+    "pip could not get a package: name a mirror with PIP_INDEX_URL=https://…/simple, "
+    "or a folder of wheels with PIP_NO_INDEX=1 PIP_FIND_LINKS=/path, and run this again."
+)
+
+
+class Refused(Exception):
+    """What is missing, and what to do about it, in a sentence."""
+
+
+class Environment:
+    """A virtual environment with librmq in it, from the checkout or from a built wheel."""
+
+    def __init__(self, folder: Path, wheel: Path | None = None) -> None:
+        self.folder = folder
+        self.wheel = wheel
+        self.bin = folder / ("Scripts" if os.name == "nt" else "bin")
+        self.python = self.bin / ("python.exe" if os.name == "nt" else "python")
+        self.logs = folder / "log"
+
+    def prepare(self, extras: frozenset[str], screen: Screen) -> None:
+        """Make the environment, or bring it up to date; quick when it already has what is asked for.
+
+        Raises:
+            Refused: The folder or a package can't be had.
+        """
+        with Step(screen, "packages") as step:
+            stamp = self._read_stamp()
+            basis = self._basis()
+            pyproject = hashlib.sha256((CHECKOUT / "pyproject.toml").read_bytes()).hexdigest()
+            same = stamp is not None and stamp.get("basis") == basis and self.python.exists()
+            current = same and stamp is not None and stamp["pyproject"] == pyproject
+            installed = frozenset(stamp["extras"]) if current and stamp else frozenset()
+            if extras <= installed:
+                step.finish(f"up to date in {self.folder}")
+                return
+            if not same:
+                self._make(step)
+            extras |= installed
+            # Until pip is through, the stamp promises nothing but that the folder is ours.
+            self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": []})
+            self._install(extras, step)
+            self._write_stamp({"basis": basis, "pyproject": pyproject, "extras": sorted(extras)})
+
+    def has(self, package: str) -> bool:
+        """Tell whether a package is installed here, without importing it."""
+        return any(self.folder.glob(f"**/site-packages/{package}/__init__.py"))
+
+    def variables(self) -> dict[str, str]:
+        """Return what programs run with: this environment first, and no ``librmq`` from the current folder.
+
+        What the examples share is found in their folder.
+        """
+        variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        variables["VIRTUAL_ENV"] = str(self.folder)
+        variables["PATH"] = str(self.bin) + os.pathsep + variables.get("PATH", os.defpath)
+        variables["PYTHONSAFEPATH"] = "1"
+        variables["PYTHONPATH"] = str(CHECKOUT / "examples")
+        variables.pop("LIBRMQ_EXPECT_WHEEL", None)
+        if self.wheel is not None:
+            variables["LIBRMQ_EXPECT_WHEEL"] = "1"
+        return variables
+
+    def run(self, command: Sequence[str | Path], folder: Path = CHECKOUT) -> int:
+        """Run a program of this environment in ``folder``, on the caller's terminal; return its exit status."""
+        return subprocess.run([str(word) for word in command], cwd=folder, env=self.variables()).returncode
+
+    def _basis(self) -> dict[str, str]:
+        """Return what can't be changed in an environment: where it differs, another one must be made."""
+        source = "checkout" if self.wheel is None else hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+        return {"python": f"{sys.version} {sys.base_prefix}", "checkout": str(CHECKOUT), "source": source}
+
+    def _read_stamp(self) -> dict[str, Any] | None:
+        try:
+            stamp = json.loads((self.folder / STAMP).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return stamp if isinstance(stamp, dict) else None
+
+    def _write_stamp(self, stamp: Mapping[str, Any]) -> None:
+        (self.folder / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", "utf-8")
+
+    def _make(self, step: Step) -> None:
+        if self.folder.exists() and any(self.folder.iterdir()) and not (self.folder / STAMP).exists():
+            raise Refused(
+                f"{self.folder} was not made by this command: move it away, "
+                "or name another folder with LIBRMQ_VENV=/path, and run this again."
+            )
+        step.show(f"making {self.folder} with Python {sys.version.split()[0]}")
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write_stamp({})
+        except OSError as error:
+            raise Refused(
+                f"{self.folder} can't be written ({error.strerror}): "
+                "name another folder with LIBRMQ_VENV=/path, and run this again."
+            ) from error
+        # The Python below this one, which may run in the very environment that is replaced.
+        python: str = getattr(sys, "_base_executable", sys.executable)
+        command = [python, "-m", "venv", str(self.folder)]
+        status, printed = watch(command, step, folder=CHECKOUT, variables=os.environ, look=lambda _: None)
+        if status:
+            step.screen.line(printed)
+            raise Refused(
+                f"{python} can't make an environment: install its venv module "
+                "(Debian, Ubuntu: apt install python3-venv), or name another Python with PYTHON=/path/to/it."
+            )
+
+    def _install(self, extras: frozenset[str], step: Step) -> None:
+        names = ",".join(sorted(extras))
+        target = [f"{self.wheel}[{names}]"] if self.wheel else ["--editable", f"{CHECKOUT}[{names}]"]
+        step.screen.line(f"Installing what librmq and its tests need in {self.folder}, once: this takes some minutes.")
+        scratch = self.folder / "tmp"  # pip downloads to there, so that the progress of a large file shows
+        scratch.mkdir(exist_ok=True)
+        progress = Installing(step, scratch)
+        # Byte code is made on first use: most modules of the packages are never imported.
+        pip: list[str | Path] = [
+            self.python,
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--no-compile",
+        ]
+        status, printed = watch(
+            [*pip, "--progress-bar", "off", *target],
+            step,
+            folder=CHECKOUT,
+            variables={**self.variables(), "TMPDIR": str(scratch)},
+            look=progress.look,
+        )
+        shutil.rmtree(scratch, ignore_errors=True)
+        if status:
+            step.screen.line("\n".join(printed.splitlines()[-20:]))
+            raise Refused(
+                OFFLINE_HINT
+                if any(sign in printed for sign in OFFLINE_SIGNS)
+                else "pip failed; its last lines stand above."
+            )
+        step.finish(progress.summary())
+
+
+class Installing:
+    """Reads off pip's output how far it is."""
+
+    _DOWNLOAD = re.compile(r"^ *Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)\)$", re.MULTILINE)
+    _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}  # noqa: RUF012
+
+    def __init__(self, step: Step, scratch: Path) -> None:
+        self.step = step
+        self.scratch = scratch
+        self.downloads: list[tuple[str, float]] = []
+        """Names and sizes in MB."""
+        self.packages = 0
+
+    def look(self, printed: str) -> None:
+        """Show what pip does now."""
+        self.downloads = [
+            (name.rpartition("/")[2], float(size) * self._UNITS[unit])
+            for name, size, unit in self._DOWNLOAD.findall(printed)
+        ]
+        last = printed.rstrip().rpartition("\n")[2].strip()
+        if last.startswith("Installing collected packages"):
+            self.packages = last.count(",") + 1
+            self.step.show(f"installing {self.packages} packages")
+        elif last.startswith("Downloading") and self.downloads:
+            name, size = self.downloads[-1]
+            self.step.show(
+                f"downloading {name} ({size:.0f} MB); {self._so_far()}",
+                self._fetched(name) / size if size and self.step.screen.live else None,
+            )
+        elif last.startswith(("Building wheel", "Preparing metadata")):
+            self.step.show(f"building a package; {self._so_far()}")
+        else:
+            self.step.show(f"choosing versions; {self._so_far()}")
+
+    def summary(self) -> str:
+        """Return what was done, downloads apart."""
+        return f"{self.packages} packages installed, {self._so_far()}"
+
+    def _so_far(self) -> str:
+        return f"{len(self.downloads)} files downloaded, {sum(size for _, size in self.downloads):.0f} MB"
+
+    def _fetched(self, name: str) -> float:
+        """Return how many MB of a file have come."""
+        try:
+            return sum(path.stat().st_size for path in self.scratch.glob(f"*/{name}")) / 1e6
+        except OSError:  # pip has moved it meanwhile
+            return 0.0

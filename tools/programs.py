@@ -1,0 +1,68 @@
+"""Runs a program and watches what it prints, while a line of the screen goes on telling the time."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from screen import Step
+
+REDRAW_SECONDS = 0.2
+GRACE_SECONDS = 10
+
+
+def watch(
+    command: Sequence[str | Path],
+    step: Step,
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    look: Callable[[str], None],
+) -> tuple[int, str]:
+    """Run a program; return its exit status and all it printed.
+
+    ``look`` is called with the whole output so far: when some of it is new, and a few times a second.
+    """
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    pieces: queue.Queue[bytes] = queue.Queue()
+    reader = threading.Thread(target=_read, args=(process, pieces), daemon=True)
+    reader.start()
+    output = b""
+    try:
+        while True:
+            try:
+                piece = pieces.get(timeout=REDRAW_SECONDS)
+            except queue.Empty:
+                piece = None
+            if piece == b"":
+                break
+            output += piece or b""
+            look(output.decode("utf-8", "replace"))
+            step.draw()
+        return process.wait(), output.decode("utf-8", "replace")
+    except BaseException:
+        # Ctrl-C has reached the program too: it may clean up behind itself.
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
+def _read(process: subprocess.Popen[bytes], pieces: queue.Queue[bytes]) -> None:
+    """Hand on what the program prints; an empty piece at its end."""
+    assert process.stdout is not None
+    while piece := os.read(process.stdout.fileno(), 1 << 16):
+        pieces.put(piece)
+    pieces.put(b"")

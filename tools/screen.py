@@ -1,0 +1,100 @@
+"""The screen of ``check`` and ``demo``: one line a step, with a bar while it runs.
+
+Without a terminal the lines are plain, and a step that takes long prints how far it is every tenth of the way.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+NAME_WIDTH = 10
+BAR_WIDTH = 20
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration as people read it: ``7 s``, ``1:05 min``."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60}:{whole % 60:02} min"
+
+
+def bar(share: float, *, unicode: bool) -> str:
+    """Draw a bar that is filled by ``share``, from 0 to 1."""
+    done = round(max(0.0, min(1.0, share)) * BAR_WIDTH)
+    full, empty = ("━", "─") if unicode else ("#", ".")
+    return full * done + empty * (BAR_WIDTH - done)
+
+
+class Screen:
+    """Prints lines, and redraws the last one where the output is a terminal."""
+
+    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
+        self.stream = stream or sys.stdout
+        terminal = self.stream.isatty() and os.name != "nt" and os.environ.get("TERM") != "dumb"
+        self.live = terminal if live is None else live
+        self.unicode = (self.stream.encoding or "").lower().startswith("utf")
+
+    def line(self, text: str = "") -> None:
+        """Print a line that stays."""
+        print(("\r\x1b[2K" if self.live else "") + self._printable(text), file=self.stream, flush=True)
+
+    def redraw(self, text: str) -> None:
+        """Show a line until the next one; nothing without a terminal."""
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            print("\r\x1b[2K" + self._printable(text)[:width], end="", file=self.stream, flush=True)
+
+    def _printable(self, text: str) -> str:
+        encoding = self.stream.encoding or "ascii"
+        return text.encode(encoding, "replace").decode(encoding)
+
+
+class Step:
+    """One line: a name, how far the step is, and at the end its outcome and how long it took.
+
+    A context manager; leaving it by an exception says that the step failed.
+    """
+
+    def __init__(self, screen: Screen, name: str) -> None:
+        self.screen = screen
+        self.name = name
+        self.failed = False
+        self._detail = ""
+        self._share: float | None = None
+        self._tenth = 0
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.draw()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        outcome = "ok" if not self.failed and kind is None else "interrupted" if kind is KeyboardInterrupt else "FAILED"
+        took = seconds_text(time.monotonic() - self._begin)
+        detail = f"  {self._detail}" if self._detail else ""
+        self.screen.line(f"{self.name:<{NAME_WIDTH}} {outcome:<6} {took:>9}{detail}")
+
+    def show(self, detail: str, share: float | None = None) -> None:
+        """Say what the step does now, and its share of the whole where that is known."""
+        self._detail, self._share = detail, share
+        if self.screen.live:
+            self.draw()
+        elif share is not None and int(share * 10) > self._tenth:
+            self._tenth = int(share * 10)
+            self.screen.line(f"{self.name:<{NAME_WIDTH}} {self._tenth * 10} %, {detail}")
+
+    def draw(self) -> None:
+        """Draw the line again: the time that has passed is part of it."""
+        drawn = "" if self._share is None else bar(self._share, unicode=self.screen.unicode) + "  "
+        took = seconds_text(time.monotonic() - self._begin)
+        self.screen.redraw(f"{self.name:<{NAME_WIDTH}} {drawn}{self._detail}{'  ' if self._detail else ''}{took}")
+
+    def finish(self, detail: str, *, failed: bool = False) -> None:
+        """Set what the last line says."""
+        self._detail, self._share, self.failed = detail, None, failed
