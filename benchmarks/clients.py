@@ -29,7 +29,7 @@ from librmq.consumer import PushConsumer
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.producer import Producer
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 
 BODY: Final = b"x" * 128

@@ -85,7 +85,8 @@ if TYPE_CHECKING:
     from librmq.protocol import MessageModel as MessageModel
     from librmq.protocol import SendStatus as SendStatus
     from librmq.protocol import TransactionState as TransactionState
-    from librmq.runner import ManualRunner as ManualRunner
+    from librmq.runtime.manual import ManualRunner as ManualRunner
+    from librmq.runtime.threads import ThreadRunner as ThreadRunner
     from librmq.selectors import select_by_hash as select_by_hash
     from librmq.selectors import select_by_remainder as select_by_remainder
     from librmq.store import AppendResult as AppendResult
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
     from librmq.store import MessageFilter as MessageFilter
     from librmq.store import MessageStore as MessageStore
     from librmq.store import ReadResult as ReadResult
-    from librmq.threadrunner import ThreadRunner as ThreadRunner
     from librmq.transactionproducer import CheckedMessage as CheckedMessage
     from librmq.transactionproducer import TransactionProducer as TransactionProducer
     from librmq.transactionproducer import TransactionResult as TransactionResult
@@ -160,8 +160,8 @@ _HOMES = {
     "outbox": ("Outbox", "OutboxSender"),
     "producer": ("Producer", "ProducerConfig", "SendResult"),
     "protocol": ("ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
-    "runner": ("ManualRunner",),
-    "threadrunner": ("ThreadRunner",),
+    "runtime.manual": ("ManualRunner",),
+    "runtime.threads": ("ThreadRunner",),
     "selectors": ("select_by_hash", "select_by_remainder"),
     "store": ("AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"),
     "transactionproducer": ("CheckedMessage", "TransactionProducer", "TransactionResult"),

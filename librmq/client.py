@@ -28,7 +28,7 @@ from librmq.protocol import (
     Route,
     Unregister,
 )
-from librmq.runner import Runner, Step
+from librmq.runtime.runner import Runner, Step
 from librmq.uniqueids import UniqueIds
 
 __all__ = ["Client", "LifeCycle", "Member", "State"]

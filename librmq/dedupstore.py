@@ -23,8 +23,8 @@ from sortedcontainers import SortedSet
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
-from librmq.housekeeping import Background
 from librmq.listener import Delivered
+from librmq.runtime.background import Background
 from librmq.sqltables import KEY_LIMIT, check_name, upgrade_tables
 
 __all__ = [

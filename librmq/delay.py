@@ -35,7 +35,7 @@ from librmq.errors import (
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message import StoredMessage
-from librmq.runner import Aside
+from librmq.runtime.runner import Aside
 from librmq.store import MessageStore
 from librmq.topics import HALF_TOPIC
 

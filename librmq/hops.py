@@ -26,7 +26,7 @@ from librmq.javahash import java_int, java_long
 from librmq.levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus
-from librmq.runner import Aside
+from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import validate_topic
 from librmq.txnhalves import TransactionOffsets

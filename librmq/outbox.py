@@ -30,8 +30,8 @@ from librmq.clock import Clock, SystemClock
 from librmq.codec import PROPERTY_UNIQUE_KEY
 from librmq.dedup import milliseconds
 from librmq.errors import ConfigError, MessageIllegalError, RmqError
-from librmq.housekeeping import Background
 from librmq.message import Message
+from librmq.runtime.background import Background
 from librmq.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
 from librmq.topics import NOT_FOR_SENDING, validate_client_topic
 

@@ -16,7 +16,7 @@ from typing import Final, Generic, Protocol, TypeVar, dataclass_transform
 
 from librmq.hosts import Host
 from librmq.message import Message, MessageQueue, StoredMessage
-from librmq.runner import Runner
+from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
 _C = TypeVar("_C")

@@ -35,13 +35,14 @@ from librmq.files import DiskFiles, FileLock, Files, TemporaryFolder, make_folde
 from librmq.finding import find_by_id, find_by_key
 from librmq.flushing import GroupCommit, flush_all
 from librmq.following import Following
-from librmq.housekeeping import Background, Housekeeping
+from librmq.housekeeping import Housekeeping
 from librmq.keyindex import KeyIndex
 from librmq.levels import DelayLevels
 from librmq.message import StoredMessage
 from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.retention import Retention
+from librmq.runtime.background import Background
 from librmq.snapshot import Snapshot, snapshot
 from librmq.topics import is_system_topic
 from librmq.verify import Verdict, verify_parts

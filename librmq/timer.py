@@ -39,7 +39,7 @@ from librmq.files import Files
 from librmq.javahash import java_int, java_long, string_hash
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
-from librmq.runner import Aside
+from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.timerfiles import (
     DEFAULT,

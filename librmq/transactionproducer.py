@@ -31,7 +31,7 @@ from librmq.protocol import (
     SendStatus,
     TransactionState,
 )
-from librmq.runner import Work
+from librmq.runtime.runner import Work
 
 __all__ = ["CheckedMessage", "OpenTransaction", "TransactionProducer", "TransactionResult"]
 

@@ -37,7 +37,7 @@ from librmq.errors import (
 from librmq.javahash import java_int
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
-from librmq.runner import Aside
+from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.txncheck import CheckPass

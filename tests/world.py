@@ -14,7 +14,8 @@ from librmq.files import MemoryFiles
 from librmq.message import Message, MessageQueue
 from librmq.producer import Producer, SendResult
 from librmq.protocol import Endpoint, QueueData, Request, Route
-from librmq.runner import ManualRunner, Runner
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
 

@@ -84,9 +84,9 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import Aside, Runner, Step, Work, aside_by
+from librmq.runtime.runner import Aside, Runner, Step, Work, aside_by
+from librmq.runtime.threads import ThreadRunner
 from librmq.store import AppendResult, MessageStore
-from librmq.threadrunner import ThreadRunner
 from librmq.timer import Timers
 from librmq.topics import HALF_TOPIC
 

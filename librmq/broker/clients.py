@@ -32,7 +32,7 @@ from librmq.protocol import (
     UnlockQueues,
     Unregister,
 )
-from librmq.runner import Runner
+from librmq.runtime.runner import Runner
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

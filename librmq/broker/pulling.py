@@ -29,7 +29,7 @@ from librmq.protocol import (
     ResponseCode,
     Subscription,
 )
-from librmq.runner import Runner
+from librmq.runtime.runner import Runner
 from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 from librmq.topics import OFFSET_MOVED_TOPIC
 

@@ -21,7 +21,7 @@ from librmq.hosts import Host
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
-from librmq.runner import Runner
+from librmq.runtime.runner import Runner
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import TIMER_TOPIC, Timers, is_timed
 from librmq.topics import HALF_TOPIC, RETRY_PREFIX

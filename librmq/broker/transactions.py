@@ -20,7 +20,7 @@ from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRef
 from librmq.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
-from librmq.runner import Aside, Runner, Step, Work
+from librmq.runtime.runner import Aside, Runner, Step, Work
 from librmq.store import MessageStore
 from librmq.txn import CheckBack, Delivered, Transactions, TransactionSettings
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.protocol import Endpoint, QueueData, Request
-from librmq.runner import Runner, Step
+from librmq.runtime.runner import Runner, Step
 
 __all__ = ["RouteTable"]
 

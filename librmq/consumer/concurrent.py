@@ -19,7 +19,7 @@ from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.message import StoredMessage
 from librmq.protocol import MessageModel, SendBack
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 
 if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer

@@ -19,7 +19,7 @@ from librmq.consumer.held import HeldQueue
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
-from librmq.runner import Work
+from librmq.runtime.runner import Work
 
 if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from librmq.consumer.processqueue import ProcessQueue
 from librmq.message import MessageQueue
 from librmq.protocol import Endpoint
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 from librmq.topics import RETRY_PREFIX
 
 __all__ = ["HeldQueue"]

@@ -30,7 +30,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.rebalance import refuse_differences
-from librmq.runner import Runner, Step, aside_by
+from librmq.runtime.runner import Runner, Step, aside_by
 from librmq.topics import retry_topic, validate_group
 
 __all__ = ["Member"]

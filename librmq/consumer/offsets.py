@@ -24,7 +24,7 @@ from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files import Files, make_folders
 from librmq.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
-from librmq.runner import Aside
+from librmq.runtime.runner import Aside
 
 __all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
 

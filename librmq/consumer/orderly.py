@@ -37,7 +37,7 @@ from librmq.errors import RmqError
 from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 from librmq.topics import retry_topic
 
 if TYPE_CHECKING:

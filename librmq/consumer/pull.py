@@ -30,7 +30,7 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 
 __all__ = ["PullConsumer"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.consumer.held import HeldQueue
 from librmq.errors import BrokerError, RmqError
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 from librmq.topics import RETRY_PREFIX
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from librmq.errors import ConfigError
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import Route
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 
 __all__ = ["PushConsumer"]
 

@@ -24,7 +24,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.rebalance import own_share
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 from librmq.topics import RETRY_PREFIX
 
 if TYPE_CHECKING:

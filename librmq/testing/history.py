@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from librmq.message import Message, StoredMessage
-from librmq.runner import Work
+from librmq.runtime.runner import Work
 
 __all__ = ["Delivered", "Event", "History"]
 

@@ -20,7 +20,7 @@ from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import MessageQueue, StoredMessage, retry_topic
 from librmq.producer import Producer
 from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
-from librmq.runner import Step, Work
+from librmq.runtime.runner import Step, Work
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, Delivered, History, show
 from librmq.testing.process import LIBRARY, Process

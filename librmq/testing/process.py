@@ -28,7 +28,7 @@ from librmq.protocol import (
     SendMessage,
     UpdateOffset,
 )
-from librmq.runner import Runner, Work
+from librmq.runtime.runner import Runner, Work
 from librmq.testing.history import show
 from librmq.topics import RETRY_PREFIX
 

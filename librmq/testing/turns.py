@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from librmq.clock import ManualClock
 from librmq.errors import EndlessLoopError
 from librmq.listener import ReconsumeLater, SuspendQueue
-from librmq.runner import ManualRunner, Step, Turn, Work
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Step, Turn, Work
 from librmq.testing.process import Process, ProcessDied
 
 if TYPE_CHECKING:

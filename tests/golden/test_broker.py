@@ -16,7 +16,7 @@ from librmq.files import MemoryFiles
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.protocol import SendBack, SendBatch, SendMessage
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 from librmq.topics import HALF_TOPIC
 from tests.conftest import StoreCopy

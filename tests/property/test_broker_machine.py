@@ -35,7 +35,7 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 
 HOST = ("127.0.0.1", 1)
 CLIENTS = st.sampled_from(["c1", "c2", "c3"])

@@ -18,7 +18,8 @@ from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import BrokerUnreachableError
 from librmq.message import MessageQueue
 from librmq.protocol import MaxOffset
-from librmq.runner import ManualRunner, Step, Turn, Work
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Step, Turn, Work
 from tests.world import Seam, World
 from tests.world import world as make_world
 

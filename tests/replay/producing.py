@@ -12,7 +12,7 @@ from librmq.errors import RmqError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
-from librmq.runner import Step
+from librmq.runtime.runner import Step
 from librmq.selectors import select_by_hash
 from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from tests.reference import Row

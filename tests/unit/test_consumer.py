@@ -41,8 +41,8 @@ from librmq.protocol import (
     SendBack,
     UpdateOffset,
 )
-from librmq.runner import ManualRunner
-from librmq.threadrunner import ThreadRunner
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.threads import ThreadRunner
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 

@@ -19,7 +19,8 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
 from librmq.files import File, MemoryFiles
 from librmq.flushing import GroupCommit
-from librmq.housekeeping import Background, Housekeeping
+from librmq.housekeeping import Housekeeping
+from librmq.runtime.background import Background
 
 NOW = 1_700_000_000_000
 PAGE = 4096

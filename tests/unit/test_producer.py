@@ -37,7 +37,8 @@ from librmq.protocol import (
     SendMessage,
     SendStatus,
 )
-from librmq.runner import ManualRunner, Runner
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
 

@@ -13,8 +13,9 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.errors import RunnerError
-from librmq.runner import ManualRunner, Step, Work
-from librmq.threadrunner import ThreadRunner
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Step, Work
+from librmq.runtime.threads import ThreadRunner
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ from librmq.consumer.delivery import Delivery
 from librmq.consumer.member import Member
 from librmq.consumer.rebalancing import Rebalancing
 from librmq.files import DiskFiles, MemoryFiles
-from librmq.housekeeping import Background
 from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.message import Message
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
-from librmq.runner import Runner, Step, Work
+from librmq.runtime.background import Background
+from librmq.runtime.runner import Runner, Step, Work
+from librmq.runtime.threads import ThreadRunner, _let_go
 from librmq.store import MessageStore
-from librmq.threadrunner import ThreadRunner, _let_go
 from tests.interrupting import interruptions
 
 WAIT_S = 30

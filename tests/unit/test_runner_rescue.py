@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from librmq.errors import RmqError
-from librmq.runner import Step, Work
-from librmq.threadrunner import ThreadRunner
+from librmq.runtime.runner import Step, Work
+from librmq.runtime.threads import ThreadRunner
 
 WAIT_S = 30
 
@@ -129,7 +129,7 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
 def test_the_clock_thread_goes_on_where_the_first_worker_cannot_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("librmq.threadrunner._START_AGAIN_MS", 1)
+    monkeypatch.setattr("librmq.runtime.threads._START_AGAIN_MS", 1)
     runner = ThreadRunner()
     start = threading.Thread.start
     refused, may_start, ended = threading.Event(), threading.Event(), threading.Event()

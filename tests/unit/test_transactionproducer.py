@@ -14,7 +14,7 @@ from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, Mess
 from librmq.message import Message
 from librmq.producer import Producer
 from librmq.protocol import EndTransaction, SendMessage, SendStatus, TransactionState
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from librmq.txn import TransactionSettings

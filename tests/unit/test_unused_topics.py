@@ -14,7 +14,7 @@ from librmq.files import MemoryFiles
 from librmq.layout import list_queues
 from librmq.message import Message
 from librmq.protocol import UpdateOffset
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 from librmq.testing.files import RecordingFiles
 from librmq.verify import verify

@@ -20,7 +20,8 @@ from librmq.protocol import (
     SendResponse,
     Subscription,
 )
-from librmq.runner import ManualRunner, Runner
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Runner
 
 HOST = ("192.168.1.10", 54321)
 

@@ -19,8 +19,8 @@ from librmq.files import Files, MemoryFiles
 from librmq.hops import HOP_GROUP, HOP_TOPIC, send_at
 from librmq.message import Message, MessageQueue
 from librmq.protocol import ConsumeFrom, EndTransaction, MessageModel, SendMessage, TransactionState
-from librmq.runner import Runner
-from librmq.threadrunner import ThreadRunner
+from librmq.runtime.runner import Runner
+from librmq.runtime.threads import ThreadRunner
 from librmq.timer import TimerSettings
 from librmq.timerfiles import TimerCheckpoint
 from librmq.topics import HALF_TOPIC, OP_TOPIC

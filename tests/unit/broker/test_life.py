@@ -22,7 +22,7 @@ from librmq.protocol import (
     TransactionState,
     UpdateOffset,
 )
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.testing.files import FailingFiles
 from tests.unit.broker.parties import HOST, beat, manual, opened, pull, send
 

@@ -41,7 +41,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from tests.unit.broker.parties import beat, manual, opened, pull, send
 
 

@@ -17,7 +17,7 @@ from librmq.files import DiskFiles, MemoryFiles
 from librmq.message import Message
 from librmq.producer import Producer
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 
 WAIT_S = 30.0
 

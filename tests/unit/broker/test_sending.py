@@ -13,7 +13,7 @@ from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, 
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from tests.unit.broker.parties import HOST, manual, opened, send
 
 

@@ -13,7 +13,7 @@ from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription
-from librmq.threadrunner import ThreadRunner
+from librmq.runtime.threads import ThreadRunner
 from tests.unit.broker.parties import HOST
 
 

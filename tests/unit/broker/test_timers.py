@@ -12,7 +12,7 @@ from librmq.files import MemoryFiles
 from librmq.hops import send_at
 from librmq.message import Message
 from librmq.protocol import PullStatus, SendMessage
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.timer import TimerRefusedError, TimerSettings, delete_key
 from tests.unit.broker.parties import HOST, manual, opened, pull, send
 

@@ -25,7 +25,7 @@ from librmq.protocol import (
     SendResponse,
     TransactionState,
 )
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from librmq.txn import TransactionSettings
 from tests.unit.broker.parties import HOST, Listening, manual, opened, pull, send
 

@@ -10,7 +10,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files import MemoryFiles
 from librmq.protocol import MaxOffset, Subscription
-from librmq.runner import ManualRunner
+from librmq.runtime.manual import ManualRunner
 from tests.unit.broker.parties import beat
 
 

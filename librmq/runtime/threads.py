@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import RunnerClosedError, RunnerError
-from librmq.runner import NEVER, Runner, Step, Work
+from librmq.runtime.runner import NEVER, Runner, Step, Work
 
 __all__ = ["ThreadRunner"]
 

@@ -1,0 +1,1 @@
+"""Run steps and user code: by threads, by hand, or in a background thread."""

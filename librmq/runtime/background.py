@@ -1,0 +1,55 @@
+"""Call a step from a thread when it is due or woken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from librmq.clock import Clock
+
+__all__ = ["Background"]
+
+
+class Background:
+    """A thread that calls a step when it is due or woken. It ends with `stop` and does not keep a process alive."""
+
+    def __init__(
+        self,
+        step: Callable[[int], int | None],
+        clock: Clock,
+        name: str,
+        is_known: Callable[[Background], bool] = lambda background: True,
+    ) -> None:
+        """``is_known(background)`` is asked by the thread before it begins: where Ctrl-C has interrupted whoever made
+        it, nobody would end it.
+        """
+        self._is_known = is_known
+        self._step = step
+        self._clock = clock
+        self._event = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the step run now."""
+        if not self._event.is_set():  # to set it again would cost more than to look
+            self._event.set()
+
+    def stop(self) -> None:
+        """Return when the step that runs has ended; no other follows."""
+        self._stopping = True
+        self._event.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        if not self._is_known(self):
+            return
+        while True:
+            self._event.clear()
+            if self._stopping:  # looked at behind `clear`, which may have taken the signal of `stop` away
+                return
+            due = self._step(self._clock.now_ms())
+            seconds = None if due is None else max(0, due - self._clock.now_ms()) / 1000
+            self._clock.wait(self._event, seconds)

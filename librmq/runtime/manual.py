@@ -1,0 +1,154 @@
+"""Take turns by hand, under a clock that the caller moves."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import weakref
+from collections.abc import Coroutine, Iterator
+from typing import Any, Final
+
+from librmq.clock import ManualClock
+from librmq.errors import EndlessLoopError, NotIdleError
+from librmq.runtime.runner import NEVER, Runner, Step, Turn, Work, _TimePasses
+
+__all__ = ["ManualRunner"]
+_MOST_STEPS_AT_ONCE: Final = 1_000_000
+
+
+class ManualRunner(Runner):
+    """Runs by hand, in the thread that asks, under a clock that stands still between: `advance` takes all turns.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, clock: ManualClock | None = None) -> None:
+        self.manual_clock = clock or ManualClock()
+        super().__init__(self.manual_clock)
+        self.paused: list[Work] = []
+        """Work that has begun and lets others go first; only what explores has any."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._async_runner: asyncio.Runner | None = None
+
+    def options(self, until_ms: int) -> Iterator[Turn]:
+        """The turns that may come next, the usual one first: due steps, ready work, paused work, time."""
+        now = self.now_ms()
+        top = self._top()
+        if top is not None and (top.at or 0) <= now:
+            yield top
+            for at, _, step in sorted(entry for entry in self._heap if entry[0] <= now):
+                if step.at == at and step is not top:
+                    yield step
+        yield from list(self.ready)
+        yield from list(self.paused)
+        if self.ready or self.paused:
+            later = [at for at, _, step in self._heap if step.at == at and now < at <= until_ms]
+        else:
+            later = [top.at] if top is not None and top.at is not None and now < top.at <= until_ms else []
+        if later:
+            yield _TimePasses(min(later))
+
+    def pick(self, options: Iterator[Turn]) -> Turn | None:
+        """The turn to take; None ends the run."""
+        return next(options, None)
+
+    def advance(self, ms: int = 0) -> None:
+        """Let ``ms`` milliseconds pass, and take every turn that is due on the way.
+
+        `EndlessLoopError` where turns follow each other without time passing, `NotIdleError` where a coroutine has not
+        ended.
+        """
+        until = self.now_ms() + ms
+        self._take_turns(until)
+        if self.running:
+            labels = sorted(work.label for work in self.running)
+            raise NotIdleError(f"still running: {', '.join(labels[:5])}")
+        self.manual_clock.move_to(max(until, self.now_ms()))
+
+    async def advance_async(self, ms: int = 0) -> None:
+        """As `advance`; coroutines run on the loop that this is awaited in."""
+        until = self.now_ms() + ms
+        while True:
+            self._take_turns(until)
+            if not self._tasks:
+                break
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.manual_clock.move_to(max(until, self.now_ms()))
+
+    def next_due_ms(self) -> int | None:
+        """When the next step is due, None where nothing will happen by itself."""
+        top = self._top()
+        return None if top is None else top.at
+
+    def _take_turns(self, until_ms: int) -> None:
+        if type(self).pick is ManualRunner.pick:
+            self._take_usual_turns(until_ms)
+            return
+        taken, at = 0, self.now_ms()
+        while (turn := self.pick(self.options(until_ms))) is not None:
+            if isinstance(turn, Step):
+                taken += 1
+                self._take_step(turn, taken)
+            else:
+                turn.go(self)
+            if self.now_ms() != at:
+                taken, at = 0, self.now_ms()
+
+    def _take_usual_turns(self, until_ms: int) -> None:
+        """Take the first of the `options` again and again, without making the others."""
+        heap, ready, clock = self._heap, self.ready, self.manual_clock
+        taken, now = 0, clock.now_ms()
+        while True:
+            top = self._top() if heap else None
+            at = NEVER if top is None else top.at or 0
+            if top is not None and at <= now:
+                taken += 1
+                self._take_step(top, taken)
+            elif ready:
+                ready[0].go(self)
+            elif at <= until_ms:
+                clock.move_to(at)
+            else:
+                return
+            if clock.now_ms() != now:
+                taken, now = 0, clock.now_ms()
+
+    def _take_step(self, step: Step, taken: int) -> None:
+        if taken > _MOST_STEPS_AT_ONCE:
+            raise EndlessLoopError(f"{step.label}: {taken:,} turns without time passing")
+        with self.lock:
+            if self._heap and self._heap[0][2] is step:
+                heapq.heappop(self._heap)
+            step.go(self)
+
+    def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            if self._async_runner is None:
+                self._async_runner = asyncio.Runner()
+                weakref.finalize(self, self._async_runner.close)  # for those who never close this
+            self._async_runner.run(self._run(work, coroutine))
+            return
+        task = loop.create_task(self._run(work, coroutine))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = await coroutine
+        except Exception as raised:
+            error = raised
+        except BaseException:
+            self.running.discard(work)
+            raise
+        self._finish(work, result, error)
+
+    def close(self, timeout: float = 0.0) -> list[str]:
+        """Let go of the loop; gives the labels of work that has not ended."""
+        if self._async_runner is not None:
+            self._async_runner.close()
+            self._async_runner = None
+        return sorted(work.label for work in self.running)
