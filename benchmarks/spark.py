@@ -472,7 +472,7 @@ def row_writer() -> Any:
     from pyspark import TaskContext
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
-    from librmq.javahash import index_key_hash
+    from librmq.java.hashing import index_key_hash
     from librmq.spark.commit import Staged, commit, job_folder
     from librmq.spark.encode import Lane
     from librmq.spark.write import Ready

@@ -22,9 +22,9 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from librmq import brokerjson
 from librmq.errors import CorruptionError, MalformedError
 from librmq.files import DiskFiles, Files
+from librmq.java import json as java_json
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -163,7 +163,7 @@ class ConfigTable:
         self._files = files
         self._changes = 0
         self._versioned = versioned
-        self._written: dict[Any, tuple[object, brokerjson.Written]] = {}  # rows as the file has them
+        self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows as the file has them
         self._stored: bytes | None = None  # what the file holds, None where that can't be read
         self._document = self._load()
         self.rows: Rows = self._document[name]
@@ -193,9 +193,9 @@ class ConfigTable:
         document = self._document
         if self._versioned:  # whose rows are put in place of one another, never changed
             document = {**document, self._name: {key: self._as_written(key, row) for key, row in self.rows.items()}}
-        return brokerjson.dumps(document).encode()
+        return java_json.dumps(document).encode()
 
-    def _as_written(self, key: object, row: object) -> brokerjson.Written:
+    def _as_written(self, key: object, row: object) -> java_json.Written:
         known = self._written.get(key)
         if known is None or known[0] is not row:
             known = self._written[key] = row, _written(row)
@@ -221,7 +221,7 @@ class ConfigTable:
                 continue
             try:
                 data = self._files.read(path)
-                document = self._complete(brokerjson.loads(data))
+                document = self._complete(java_json.loads(data))
             except MalformedError as error:
                 damage = damage or CorruptionError(path, 0, "config", str(error))
                 continue
@@ -246,17 +246,17 @@ class ConfigTable:
         return {**found, **complete} if found else complete
 
 
-def _written(row: object) -> brokerjson.Written:
+def _written(row: object) -> java_json.Written:
     """A row as a file has it; many, in all brokers, are the same."""
     if isinstance(row, dict):
         with suppress(TypeError):  # something in it can't be hashed
             return _row_written(tuple(row.items()), tuple(map(type, row.values())))
-    return brokerjson.written(row, 2)
+    return java_json.written(row, 2)
 
 
 @lru_cache(maxsize=256)
-def _row_written(items: tuple[tuple[Any, Any], ...], types: tuple[type, ...]) -> brokerjson.Written:
-    return brokerjson.written(dict(items), 2)  # by types too, since 1 and True are equal
+def _row_written(items: tuple[tuple[Any, Any], ...], types: tuple[type, ...]) -> java_json.Written:
+    return java_json.written(dict(items), 2)  # by types too, since 1 and True are equal
 
 
 def _object(value: object, what: str) -> dict[Any, Any]:

@@ -57,7 +57,8 @@ from librmq.hosts import format_host as format_host
 from librmq.hosts import offset_message_id as offset_message_id
 from librmq.hosts import parse_host as parse_host
 from librmq.hosts import parse_offset_message_id as parse_offset_message_id
-from librmq.javahash import hash_map_order, java_decode, java_int, string_hash
+from librmq.java.hashing import hash_map_order, java_decode, string_hash
+from librmq.java.integers import java_int
 from librmq.levels import SCHEDULE_TOPIC
 
 Raw = bytes | bytearray | memoryview | mmap.mmap

@@ -32,7 +32,7 @@ from librmq.errors import (
     RecordError,
     StoreError,
 )
-from librmq.javahash import java_int
+from librmq.java.integers import java_int
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message import StoredMessage
 from librmq.runtime.runner import Aside

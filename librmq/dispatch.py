@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from librmq import codec
 from librmq.consumequeue import ConsumeQueue
-from librmq.javahash import hash_append, index_key_hashes, java_decode, java_int, string_hash
+from librmq.java.hashing import hash_append, index_key_hashes, java_decode, string_hash
+from librmq.java.integers import java_int
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage

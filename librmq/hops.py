@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from librmq import codec
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
-from librmq.javahash import java_int, java_long
+from librmq.java.integers import java_int, java_long
 from librmq.levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message import Message, StoredMessage
 from librmq.reading import GetStatus

@@ -16,7 +16,7 @@ from librmq.commitlog import CommitLog
 from librmq.damage import Damage
 from librmq.dispatch import RawPending, is_indexed, key_block, key_hashes
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
-from librmq.javahash import java_decode, string_hash
+from librmq.java.hashing import java_decode, string_hash
 from librmq.keyindex import KeyIndex
 from librmq.message import StoredMessage
 

@@ -124,7 +124,7 @@ class IndexFile:
     """One index file. Works alone.
 
     One thread may write while any number query. Writing wants records in log order; hashes are those of
-    `librmq.javahash.index_key_hash`.
+    `librmq.java.hashing.index_key_hash`.
     """
 
     __slots__ = (

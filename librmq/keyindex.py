@@ -18,7 +18,7 @@ from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files import DiskFiles, Entry, Files, make_folders
 from librmq.indexfile import FRESH, IndexFile, check_geometry, file_length
-from librmq.javahash import index_key_hash
+from librmq.java.hashing import index_key_hash
 
 __all__ = ["KeyIndex"]
 

@@ -42,7 +42,8 @@ from librmq.codec import (
     tags_code,
 )
 from librmq.errors import MessageIllegalError, RecordError
-from librmq.javahash import java_decode, java_int, string_hash, utf16_order
+from librmq.java.hashing import java_decode, string_hash, utf16_order
+from librmq.java.integers import java_int
 from librmq.topics import dead_letter_topic as dead_letter_topic
 from librmq.topics import is_system_topic as is_system_topic
 from librmq.topics import retry_topic as retry_topic

@@ -18,7 +18,7 @@ from librmq.brokerconfig import BrokerConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
 from librmq.dispatch import derived_tags_code
-from librmq.javahash import java_int, java_long
+from librmq.java.integers import java_int, java_long
 from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message import StoredMessage
 from librmq.reading import GetStatus

@@ -21,7 +21,7 @@ from librmq.consumequeueext import is_ext_address
 from librmq.damage import Damage
 from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.javahash import java_decode, string_hash
+from librmq.java.hashing import java_decode, string_hash
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import StoredMessage
 from librmq.topics import validate_queue

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
-from librmq.javahash import utf16_order
+from librmq.java.hashing import utf16_order
 from librmq.message import MessageQueue
 
 __all__ = [

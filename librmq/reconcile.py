@@ -17,7 +17,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.damage import Damage
 from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
 from librmq.indexcheck import SETTLED, IndexCheck, index_again
-from librmq.javahash import java_decode
+from librmq.java.hashing import java_decode
 from librmq.keyindex import KeyIndex
 from librmq.levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message import StoredMessage

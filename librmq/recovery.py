@@ -23,7 +23,7 @@ from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Files
 from librmq.indexfile import IndexFile
-from librmq.javahash import java_decode
+from librmq.java.hashing import java_decode
 from librmq.message import StoredMessage
 from librmq.parts import Parts
 from librmq.queuecheck import GapError, first_at

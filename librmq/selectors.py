@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Final
 
 from librmq.errors import AllocationError
-from librmq.javahash import boolean_hash, double_hash, long_hash, string_hash
+from librmq.java.hashing import boolean_hash, double_hash, long_hash, string_hash
 from librmq.message import Message, MessageQueue
 
 __all__ = [

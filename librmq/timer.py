@@ -36,7 +36,8 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files import Files
-from librmq.javahash import java_int, java_long, string_hash
+from librmq.java.hashing import string_hash
+from librmq.java.integers import java_int, java_long
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.runtime.runner import Aside

@@ -13,7 +13,7 @@ from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.files import Files
-from librmq.javahash import java_long
+from librmq.java.integers import java_long
 from librmq.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
 __all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "delete_key", "is_timed", "out_time_ms"]

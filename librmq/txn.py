@@ -34,7 +34,7 @@ from librmq.errors import (
     RmqError,
     TransactionRefusedError,
 )
-from librmq.javahash import java_int
+from librmq.java.integers import java_int
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.runtime.runner import Aside

@@ -14,7 +14,7 @@ from typing import Final
 
 from librmq import codec
 from librmq.errors import MessageIllegalError
-from librmq.javahash import java_int, java_long
+from librmq.java.integers import java_int, java_long
 from librmq.message import StoredMessage
 from librmq.reading import GetStatus, ReadResult
 from librmq.store import MessageStore

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Final, Protocol
 
-from librmq.javahash import java_long
+from librmq.java.integers import java_long
 from librmq.message import StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import MessageStore

@@ -11,7 +11,7 @@ from typing import Any, Final
 from librmq.cli.input import field, read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.errors import AllocationError, ConfigError, InputError
-from librmq.javahash import long_hash
+from librmq.java.hashing import long_hash
 from librmq.message import Message, MessageQueue
 from librmq.rebalance import (
     AllocationStrategy,

@@ -14,7 +14,7 @@ from librmq.cli.output import complain
 from librmq.consumequeueext import is_ext_address
 from librmq.dispatch import derived_tags_code
 from librmq.errors import BodyCompressionError, MissingExtraError
-from librmq.javahash import java_decode
+from librmq.java.hashing import java_decode
 from librmq.levels import DelayLevels
 from librmq.message import StoredMessage
 

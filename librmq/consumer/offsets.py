@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from librmq.brokerjson import ObjectKey, dumps, loads
 from librmq.client import Client
 from librmq.consumer.held import HeldQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files import Files, make_folders
+from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
 from librmq.runtime.runner import Aside

@@ -23,7 +23,6 @@ except ImportError as error:
 
 from librmq.filter.arrow_texts import Places, Texts, booleans
 from librmq.filter.columns import ColumnBackend, Condition
-from librmq.filter.javanumbers import DIGIT_ZEROS, INT_MAX, INT_MIN
 from librmq.filter.logic import (
     Missing,
     NumberIs,
@@ -35,6 +34,7 @@ from librmq.filter.logic import (
     TextTrue,
 )
 from librmq.filter.syntax import JavaLong
+from librmq.java.numbers import DIGIT_ZEROS, INT_MAX, INT_MIN
 
 __all__ = ["match_arrow"]
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TypeAlias
 
 from librmq.errors import FilterEvaluationError
-from librmq.filter.javanumbers import parse_double, parse_int, parse_long
 from librmq.filter.parser import Selector
 from librmq.filter.syntax import (
     And,
@@ -33,6 +32,7 @@ from librmq.filter.syntax import (
     Truth,
     Value,
 )
+from librmq.java.numbers import parse_double, parse_int, parse_long
 
 __all__ = ["JavaError", "Seen", "equal", "evaluate", "in_order", "is_true", "negated", "ordered", "searched"]
 

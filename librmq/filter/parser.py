@@ -21,7 +21,6 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 from lark.lexer import BasicLexer, Lexer
 
 from librmq.errors import FilterSyntaxError
-from librmq.filter.javanumbers import INT_MAX, LONG_MAX
 from librmq.filter.syntax import (
     And,
     Compare,
@@ -40,6 +39,7 @@ from librmq.filter.syntax import (
     is_boolean,
     respan,
 )
+from librmq.java.numbers import INT_MAX, LONG_MAX
 
 __all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse", "refuse_rest"]
 

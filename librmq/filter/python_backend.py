@@ -18,7 +18,6 @@ from itertools import count
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from librmq.filter.interpreter import in_order, searched
-from librmq.filter.javanumbers import parse_double, parse_int, parse_long
 from librmq.filter.logic import (
     All,
     Always,
@@ -40,6 +39,7 @@ from librmq.filter.logic import (
     names,
 )
 from librmq.filter.syntax import JavaLong, Order
+from librmq.java.numbers import parse_double, parse_int, parse_long
 
 __all__ = ["Evaluate", "EvaluationRefusedError", "Match", "compile_evaluate", "compile_match"]
 

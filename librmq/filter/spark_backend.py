@@ -22,7 +22,6 @@ except ImportError as error:
     raise MissingExtraError("a filter as a Spark column", "spark") from error
 
 from librmq.filter.columns import ColumnBackend, Condition
-from librmq.filter.javanumbers import DIGIT_ZEROS, digit_translation
 from librmq.filter.logic import (
     All,
     Missing,
@@ -36,6 +35,7 @@ from librmq.filter.logic import (
     cheapest_first,
 )
 from librmq.filter.syntax import JavaLong, Order
+from librmq.java.numbers import DIGIT_ZEROS, digit_translation
 
 __all__ = ["LARGEST", "to_column"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from librmq.errors import FilterSyntaxError
-from librmq.javahash import string_hash
+from librmq.java.hashing import string_hash
 
 __all__ = ["ALL_TAGS", "TagFilter", "tags_code"]
 

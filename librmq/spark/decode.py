@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from librmq import codec
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
-from librmq.javahash import java_decode
+from librmq.java.hashing import java_decode
 from librmq.message import DECOMPRESSED_LIMIT
 
 try:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from librmq import codec
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.javahash import (
+from librmq.java.hashing import (
     LONGEST_FIXED_KEY,
     fixed_key_hashes,
     hash_map_order,

@@ -32,7 +32,7 @@ from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import compiled
-from librmq.javahash import string_hashes
+from librmq.java.hashing import string_hashes
 from librmq.message import MessageQueue
 
 if TYPE_CHECKING:

@@ -174,13 +174,13 @@ def checkpoint(data: bytes) -> None:
 
 def json(data: bytes) -> None:
     """Bytes as the broker's JSON, and as each of its tables."""
-    from librmq import brokerjson
     from librmq.brokerconfig import BrokerConfig
     from librmq.errors import MalformedError, RmqError
+    from librmq.java import json as java_json
 
     with suppress(MalformedError):
-        value = brokerjson.loads(data)
-        again = brokerjson.loads(brokerjson.dumps(value))
+        value = java_json.loads(data)
+        again = java_json.loads(java_json.dumps(value))
         assert repr(again) == repr(value)
     for name in ("topics", "subscriptionGroup", "consumerOffset", "delayOffset", "consumerFilter"):
         files = _files("/config", b"", 1)

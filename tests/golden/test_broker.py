@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from librmq import brokerjson, codec
+from librmq import codec
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.errors import MessageIllegalError
 from librmq.files import MemoryFiles
+from librmq.java import json as java_json
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, StoredMessage
 from librmq.protocol import SendBack, SendBatch, SendMessage
@@ -26,7 +27,7 @@ CLIENT_FOLDERS = folders("clients-")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    return {path.name: brokerjson.loads(path.read_bytes()) for path in (folder / "config").glob("*.json")}
+    return {path.name: java_json.loads(path.read_bytes()) for path in (folder / "config").glob("*.json")}
 
 
 @pytest.mark.parametrize("folder", [*CLIENT_FOLDERS, *folders("store-")])
@@ -199,6 +200,6 @@ def test_a_new_broker_has_the_tables_of_a_real_one(folder: Path) -> None:
     Broker.open("/broker", runner=ManualRunner(), files=files, store_config=StoreConfig.tiny()).close()
     for name, table in (("topics.json", "topicConfigTable"), ("subscriptionGroup.json", "subscriptionGroupTable")):
         text = files.read(f"/broker/config/{name}")
-        made = brokerjson.loads(text)[table]
+        made = java_json.loads(text)[table]
         assert made.items() <= real[name][table].items()
-        assert text.decode() == brokerjson.dumps(brokerjson.loads(text))
+        assert text.decode() == java_json.dumps(java_json.loads(text))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from librmq.brokerjson import ObjectKey, dumps, loads
+from librmq.java.json import ObjectKey, dumps, loads
 from tests.reference import ABSENT, existing, reference
 
 PATTERNS = ("**/config/*.json", "**/config/*.json.bak", "**/offsets.json", "**/offsets.json.bak")

@@ -10,7 +10,7 @@ from librmq import codec
 from librmq.batch import BatchItem, decode_batch, encode_batch
 from librmq.compression import compression_type
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
-from librmq.javahash import hash_append, index_key_hash, string_hash, string_hashes
+from librmq.java.hashing import hash_append, index_key_hash, string_hash, string_hashes
 from librmq.levels import DelayLevels
 from librmq.message import (
     Message,

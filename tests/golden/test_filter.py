@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from librmq import brokerjson
 from librmq.errors import ConfigError, FilterEvaluationError, FilterSyntaxError
 from librmq.filter import BROKER_BLOOM, BloomFilter, Registrations, SqlFilter, TagFilter
 from librmq.filter.commands import answer_bloom, answer_case
 from librmq.filter.explain import explain
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import Compiled, compiled
+from librmq.java import json as java_json
 from tests.reference import Row, document, encoding, existing, folders, jsonl
 
 DIALECTS: list[tuple[str, Dialect]] = [("cases.jsonl", "4.9"), ("cases-5.3.3.jsonl", "5.3")]
@@ -142,7 +142,7 @@ def test_registrations_are_read_and_written_again(folder: Any) -> None:
     path = folder / "store" / "config" / "consumerFilter.json"
     if not path.exists():
         return  # a store on which nobody ever filtered
-    recorded = brokerjson.loads(path.read_text("utf-8"))
+    recorded = java_json.loads(path.read_text("utf-8"))
     entries = [data for topic in recorded["filterDataByTopic"].values() for data in topic["groupFilterData"].values()]
     now_ms = max([data["bornTime"] for data in entries], default=0) + 60_000
     registrations = Registrations()

@@ -14,7 +14,7 @@ import pytest
 from librmq.config import StoreConfig
 from librmq.files import MemoryFiles
 from librmq.indexfile import IndexFile, geometry
-from librmq.javahash import index_key_hash
+from librmq.java.hashing import index_key_hash
 from librmq.keyindex import KeyIndex
 from librmq.verify import verify
 from tests.reference import Row, existing, folders, jsonl, rows, store_folders

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from librmq import brokerjson, codec, layout
+from librmq import codec, layout
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
 from librmq.damage import Damage
 from librmq.files import DiskFiles
 from librmq.filter import Registrations
+from librmq.java import json as java_json
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.load import run
 from librmq.message import StoredMessage
@@ -292,7 +293,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
     for name in () if crashed else ("delayOffset.json", "consumerOffset.json"):
         if (loaded.path / "config" / name).exists():
             ours, theirs = ((path / "config" / name).read_bytes() for path in (loaded.path, folder / "store"))
-            assert brokerjson.loads(ours) == brokerjson.loads(theirs)
+            assert java_json.loads(ours) == java_json.loads(theirs)
     assert (loaded.path / "abort").exists() is crashed
 
 
@@ -446,14 +447,14 @@ def test_tables_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
     }
     for name, keys in named.items():
         text = (tmp_path / "store" / "config" / name).read_text("utf-8")
-        ours, theirs = brokerjson.loads(text), brokerjson.loads((folder / "store/config" / name).read_bytes())
+        ours, theirs = java_json.loads(text), java_json.loads((folder / "store/config" / name).read_bytes())
         assert list(ours) == list(theirs)
         table = list(ours)[-1]
         assert ours[table].keys() == keys
         assert timeless(ours[table]) == timeless({key: theirs[table][key] for key in keys})
         if "dataVersion" in ours:
             assert ours["dataVersion"]["counter"] >= len(keys)
-        assert text == brokerjson.dumps(ours)
+        assert text == java_json.dumps(ours)
 
 
 def timeless(value: Any) -> Any:

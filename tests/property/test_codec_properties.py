@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from librmq import codec
 from librmq.batch import BatchItem, decode_batch, encode_batch
-from librmq.brokerjson import ObjectKey, dumps, loads
 from librmq.codec import Record, check_record, decode_record, encode_record, frame
 from librmq.errors import (
     BodyChecksumError,
@@ -22,7 +21,8 @@ from librmq.errors import (
     MessageIllegalError,
     RecordError,
 )
-from librmq.javahash import string_hash
+from librmq.java.hashing import string_hash
+from librmq.java.json import ObjectKey, dumps, loads
 from librmq.levels import SCHEDULE_TOPIC
 from librmq.message import Message, MessageQueue, StoredMessage, decode_unique_id, validate_topic
 

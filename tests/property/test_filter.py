@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import SqlFilter, interpreter
 from librmq.filter.explain import explain
-from librmq.filter.javanumbers import parse_double, parse_int, parse_long
 from librmq.filter.lint import lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.sqlfilter import Compiled
+from librmq.java.numbers import parse_double, parse_int, parse_long
 from tests.conftest import SlowBudget
 from tests.property.filter_expressions import NAMES, TEXTS, expression, properties
 

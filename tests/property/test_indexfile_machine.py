@@ -19,7 +19,7 @@ from librmq import keyindex
 from librmq.errors import CorruptionError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.indexfile import file_length
-from librmq.javahash import index_key_hash
+from librmq.java.hashing import index_key_hash
 from librmq.keyindex import KeyIndex
 
 START = 1_700_000_000_000

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.codec import split_keys
-from librmq.javahash import index_key_hash
+from librmq.java.hashing import index_key_hash
 
 pa = pytest.importorskip("pyarrow")
 encode = pytest.importorskip("librmq.spark.encode")

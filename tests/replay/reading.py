@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from librmq import brokerjson, codec
+from librmq import codec
 from librmq.errors import RecordError
 from librmq.hosts import Host
+from librmq.java import json as java_json
 from librmq.message import StoredMessage
 from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
 from tests.reference import Row, jsonl
@@ -122,7 +123,7 @@ class Recording:
             if event["kind"] == "consumer_offsets_in_memory":
                 table = event["table"]
             elif event["kind"] == "file" and event["path"].endswith(PROGRESS_FILE):
-                table = brokerjson.loads(event["text"])["offsetTable"]
+                table = java_json.loads(event["text"])["offsetTable"]
             else:
                 continue
             progress = [
@@ -413,13 +414,13 @@ class Recording:
     def config(self, store: str, name: str) -> Any:
         """A file of a broker's configuration, as it left it; None if there is none."""
         path = self.folder / store / "config" / name
-        return brokerjson.loads(path.read_text("utf-8")) if path.exists() else None
+        return java_json.loads(path.read_text("utf-8")) if path.exists() else None
 
     def client_files(self) -> dict[str, Any]:
         """The files of broadcasting clients, by their path."""
         folder = self.folder / "client"
         return {
-            str(path.relative_to(folder)): brokerjson.loads(path.read_text("utf-8"))
+            str(path.relative_to(folder)): java_json.loads(path.read_text("utf-8"))
             for path in sorted(folder.glob("*/*/offsets.json"))
         }
 

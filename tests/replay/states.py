@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from librmq import brokerjson
+from librmq.java import json as java_json
 from tests.reference import Row
 from tests.replay.deviations import Difference, unlike
 from tests.replay.reading import PROGRESS_FILE
@@ -150,7 +150,7 @@ def _files(played: Played) -> Iterator[Difference]:
     for event in played.recording.events:
         if event["kind"] in ("file", "file_client") and not event["path"].endswith(PROGRESS_FILE):
             texts = event["text"], played.seen[event["seq"]]
-            want, have = (None if text is None else brokerjson.loads(text) for text in texts)
+            want, have = (None if text is None else java_json.loads(text) for text in texts)
             for key, one, other in _rows(want, have):
                 if one != other:
                     text = f"{event['seq']} {event['path']} {key}: {other}, recorded {one}"
@@ -199,14 +199,14 @@ def _configuration(played: Played) -> Iterator[Difference]:
         files = played.files[name]
         for file in _CONFIGURATION:
             path = f"{STORE}/config/{file}"
-            have = None if files.size(path) is None else brokerjson.loads(files.read(path))
+            have = None if files.size(path) is None else java_json.loads(files.read(path))
             for key, one, other in _rows(recording.config(store, file), have):
                 topic, _, group = key.partition("@")
                 if one != other:
                     text = f"{name} {file} {key}: {other}, recorded {one}"
                     yield Difference("config", topic=topic, group=group or topic, text=text)
     for path, want in recording.client_files().items():
-        have = brokerjson.loads(played.files[""].read(f"{CLIENT}/{path}"))
+        have = java_json.loads(played.files[""].read(f"{CLIENT}/{path}"))
         if have != want:
             yield Difference("config", text=f"{path}: {have}, recorded {want}")
 

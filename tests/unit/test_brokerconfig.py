@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from librmq import brokerjson
 from librmq.brokerconfig import BrokerConfig
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
+from librmq.java import json as java_json
 
 NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")
 
@@ -48,7 +48,7 @@ def test_opening_changes_nothing(folder: Path) -> None:
 
 def test_rows_are_written_as_the_broker_does(folder: Path) -> None:
     persisted(folder)
-    assert brokerjson.loads(read(folder, "topics")) == {
+    assert java_json.loads(read(folder, "topics")) == {
         "dataVersion": {"counter": 1, "timestamp": 7},
         "topicConfigTable": {
             "T": {
@@ -57,7 +57,7 @@ def test_rows_are_written_as_the_broker_does(folder: Path) -> None:
             }
         },
     }  # fmt: skip
-    assert brokerjson.loads(read(folder, "subscriptionGroup"))["subscriptionGroupTable"]["G"]["retryMaxTimes"] == 3
+    assert java_json.loads(read(folder, "subscriptionGroup"))["subscriptionGroupTable"]["G"]["retryMaxTimes"] == 3
     assert read(folder, "consumerOffset") == '{\n\t"offsetTable":{\n\t\t"T@G":{2:7\n\t\t}\n\t}\n}'
     assert read(folder, "delayOffset") == '{\n\t"offsetTable":{18:5\n\t}\n}'
 
@@ -95,7 +95,7 @@ def test_only_what_has_changed_is_written_and_counted(folder: Path) -> None:
     config.set_topic("U", read_queues=1, write_queues=1, permission=6)
     config.set_topic("T", read_queues=1, write_queues=1, permission=4)
     config.persist(10)
-    assert brokerjson.loads(read(folder, "topics"))["dataVersion"] == {"counter": 3, "timestamp": 10}
+    assert java_json.loads(read(folder, "topics"))["dataVersion"] == {"counter": 3, "timestamp": 10}
     assert (folder / "topics.json.bak").read_bytes() == before["topics.json"]
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "topics.json.bak"])
 
@@ -109,7 +109,7 @@ def test_what_is_not_known_is_kept(folder: Path) -> None:
     assert read(folder, "topics") == text
     config.set_topic("U", read_queues=1, write_queues=1, permission=6)
     config.persist(9)
-    document = brokerjson.loads(read(folder, "topics"))
+    document = java_json.loads(read(folder, "topics"))
     assert document["new"] == [1, 2]
     assert document["topicConfigTable"]["T"] == {"attributes": {}}
     assert document["dataVersion"] == {"counter": 2, "stateVersion": 5, "timestamp": 9}
@@ -157,7 +157,7 @@ def test_nulls_count_as_absent(folder: Path) -> None:
     config = BrokerConfig.open(str(folder))
     config.set_topic("T", read_queues=1, write_queues=1, permission=6)
     config.persist(3)
-    assert brokerjson.loads(read(folder, "topics"))["dataVersion"] == {"counter": 1, "timestamp": 3}
+    assert java_json.loads(read(folder, "topics"))["dataVersion"] == {"counter": 1, "timestamp": 3}
 
 
 def test_in_memory() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from librmq.brokerjson import ObjectKey, dumps, loads
 from librmq.errors import MalformedError
+from librmq.java.json import ObjectKey, dumps, loads
 
 QUEUE = {"brokerName": "broker-a", "queueId": 0, "topic": "T"}
 

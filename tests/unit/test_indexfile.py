@@ -16,7 +16,7 @@ from librmq import keyindex
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files import DiskFiles, File, Files, MemoryFiles
 from librmq.indexfile import IndexFile, IndexHeader, file_length, geometry
-from librmq.javahash import index_key_hash
+from librmq.java.hashing import index_key_hash
 from librmq.keyindex import KeyIndex
 
 NOW = 1_795_150_492_070  # 2026-11-20 04:54:52.070 UTC

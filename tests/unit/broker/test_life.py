@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from librmq import brokerjson, codec
+from librmq import codec
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
 from librmq.files import DiskFiles, MemoryFiles
+from librmq.java import json as java_json
 from librmq.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -94,7 +95,7 @@ def test_a_new_brokers_tables() -> None:
         ("delayOffset", {"offsetTable": {}}),
         ("consumerFilter", {"filterDataByTopic": {}}),
     ):
-        assert brokerjson.loads(files.read(f"/b/config/{name}.json")).items() >= table.items()
+        assert java_json.loads(files.read(f"/b/config/{name}.json")).items() >= table.items()
     before = {name: files.read(f"/b/config/{name}.json") for name in ("topics", "subscriptionGroup")}
     opened(files, runner).close()
     assert before == {name: files.read(f"/b/config/{name}.json") for name in before}
@@ -134,7 +135,7 @@ def configured(files: MemoryFiles, name: str, table: str, rows: dict[str, dict[s
     """Files with one table of a broker's configuration in them."""
     files.make_folder("/b")
     files.make_folder("/b/config")
-    files.write(f"/b/config/{name}.json", brokerjson.dumps({table: rows}).encode())
+    files.write(f"/b/config/{name}.json", java_json.dumps({table: rows}).encode())
     return files
 
 
@@ -152,9 +153,9 @@ def test_what_a_table_holds_beyond_that_is_kept() -> None:
         assert broker.store.log.end == stored.size
         broker.create_topic("T", 3)
         broker.set_group("g", retry_max_times=2)
-    topics = brokerjson.loads(files.read("/b/config/topics.json"))["topicConfigTable"]
+    topics = java_json.loads(files.read("/b/config/topics.json"))["topicConfigTable"]
     assert topics["T"] == {**topic, "readQueueNums": 3, "writeQueueNums": 3}
-    groups = brokerjson.loads(files.read("/b/config/subscriptionGroup.json"))["subscriptionGroupTable"]
+    groups = java_json.loads(files.read("/b/config/subscriptionGroup.json"))["subscriptionGroupTable"]
     assert groups["g"] == {"brokerId": 7, "retryQueueNums": 0, "retryMaxTimes": 2}
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from librmq import brokerjson
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.errors import (
@@ -19,6 +18,7 @@ from librmq.errors import (
     NoRouteError,
 )
 from librmq.files import MemoryFiles
+from librmq.java import json as java_json
 from librmq.message import MessageQueue
 from librmq.protocol import (
     ChannelClosed,
@@ -148,7 +148,7 @@ def test_groups_that_may_not() -> None:
     files.make_folder("/b")
     files.make_folder("/b/config")
     rows = {"g": {"groupName": "g", "consumeEnable": False}, "h": {"groupName": "h", "consumeBroadcastEnable": False}}
-    files.write("/b/config/subscriptionGroup.json", brokerjson.dumps({"subscriptionGroupTable": rows}).encode())
+    files.write("/b/config/subscriptionGroup.json", java_json.dumps({"subscriptionGroupTable": rows}).encode())
     with opened(files) as broker:
         send(broker, "T")
         assert refusal(pull, broker, "T") == ResponseCode.NO_PERMISSION
@@ -356,11 +356,11 @@ def test_sql_filters_are_registered_kept_and_die() -> None:
         assert [one.dead for one in broker.store.filters or ()] == [True]
         beat(broker, sql)
         runner.advance(10_000)
-        saved = brokerjson.loads(files.read("/b/config/consumerFilter.json"))
+        saved = java_json.loads(files.read("/b/config/consumerFilter.json"))
         row = saved["filterDataByTopic"]["T"]["groupFilterData"]["g"]
         assert (row["expression"], row["dead"], row["clientVersion"]) == ("a > 5", False, 7)
         broker.call(Unregister("c1", consumer_group="g"))
-    saved = brokerjson.loads(files.read("/b/config/consumerFilter.json"))
+    saved = java_json.loads(files.read("/b/config/consumerFilter.json"))
     row = saved["filterDataByTopic"]["T"]["groupFilterData"]["g"]
     assert (row["dead"], row["deadTime"]) == (True, runner.now_ms())
     with opened(files, runner, store=config) as broker:
@@ -483,7 +483,7 @@ def test_topics_are_made_changed_and_forgotten() -> None:
         (data,) = again.topic_route("T")
         assert (data.read_queues, data.write_queues, data.permission) == (4, 4, 6)
         assert again.topic_route("U") == again.topic_route("V") == ()
-        version = brokerjson.loads(files.read("/b/config/topics.json"))["dataVersion"]
+        version = java_json.loads(files.read("/b/config/topics.json"))["dataVersion"]
         assert version == {"counter": 4, "timestamp": runner.now_ms()}
 
 
@@ -515,7 +515,7 @@ def test_a_damaged_configuration_is_told(row: dict[str, object]) -> None:
     files = MemoryFiles()
     files.make_folder("/b")
     files.make_folder("/b/config")
-    files.write("/b/config/topics.json", brokerjson.dumps({"topicConfigTable": {"T": row}}).encode())
+    files.write("/b/config/topics.json", java_json.dumps({"topicConfigTable": {"T": row}}).encode())
     with pytest.raises(CorruptionError, match=r"topics\.json"):
         opened(files)
 

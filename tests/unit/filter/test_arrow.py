@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from librmq.filter import SqlFilter
-from librmq.filter.javanumbers import parse_double, parse_int, parse_long
 from librmq.filter.syntax import JavaLong
+from librmq.java.numbers import parse_double, parse_int, parse_long
 
 pa = pytest.importorskip("pyarrow")
 

@@ -1,0 +1,1 @@
+"""Java's arithmetic, hashes and JSON, exactly."""
