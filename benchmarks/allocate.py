@@ -14,7 +14,7 @@ from typing import Final
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, rate
 from librmq import rebalance
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.rebalance import allocate_averagely, allocate_consistent_hash, own_share
 
 QUEUES: Final = tuple(MessageQueue("OrderTopic", f"broker-{at // 50}", at % 50) for at in range(1000))

@@ -27,7 +27,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore

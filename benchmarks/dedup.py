@@ -18,7 +18,7 @@ from benchmarks.common import NO_TARGET, Bench, Measure, Row, Run, Stopwatch, Ta
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener, DedupStore, SqliteDedupStore
 from librmq.dedupstore import DedupStatements
-from librmq.message import Message
+from librmq.message.message import Message
 
 PACKAGES: Final = ("librmq", "SQLAlchemy", "psycopg", "PyMySQL", "redis")
 ON_FILES: Final = 20_000

@@ -21,10 +21,10 @@ from typing import Final
 from benchmarks import peers
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
 from benchmarks.store import SIZES, Load, make_load, make_messages
-from librmq import codec
 from librmq.config import StoreConfig
 from librmq.files import File, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
+from librmq.message.record import BLANK_MAGIC, BLANK_SIZE, Record, body_checksum, encode_record
 from librmq.store import MessageStore
 
 SYNC: Final = StoreConfig(durability="sync")
@@ -227,10 +227,10 @@ def pipelined(bench: Bench) -> list[Row]:
 def make_sparse(path: Path, size: int, file_size: int) -> int:
     """A log of some ``size`` bytes in records with a body of zeros, which take no blocks; how many."""
     body = bytes(min(BODY, size // 4, file_size // 4))
-    checksum, record_size = codec.body_checksum(body), codec.Record(topic="large", body=body).size
+    checksum, record_size = body_checksum(body), Record(topic="large", body=body).size
     folder = path / "commitlog"
     folder.mkdir(parents=True)
-    in_file = (file_size - codec.BLANK_SIZE) // record_size
+    in_file = (file_size - BLANK_SIZE) // record_size
     count = max(size // record_size, 1)
     for first in range(0, count, in_file):
         start = first // in_file * file_size
@@ -238,7 +238,7 @@ def make_sparse(path: Path, size: int, file_size: int) -> int:
             file.truncate(file_size)
             for number in range(first, min(first + in_file, count)):
                 at = (number - first) * record_size
-                record = codec.Record(
+                record = Record(
                     topic="large",
                     queue_offset=number,
                     physical_offset=start + at,
@@ -246,14 +246,14 @@ def make_sparse(path: Path, size: int, file_size: int) -> int:
                     body=body,
                     body_crc=checksum,
                 )
-                data = codec.encode_record(record)
+                data = encode_record(record)
                 for begin, end in ((0, 88), (88 + len(body), len(data))):  # around the body
                     file.seek(at + begin)
                     file.write(data[begin:end])
             if first + in_file < count:
                 at = in_file * record_size
                 file.seek(at)
-                file.write(struct.pack(">II", file_size - at, codec.BLANK_MAGIC))
+                file.write(struct.pack(">II", file_size - at, BLANK_MAGIC))
     return count
 
 

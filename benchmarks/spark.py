@@ -21,8 +21,9 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
-from librmq import ManualClock, Message, MessageStore, StoreConfig, codec
+from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.mappedfile import file_name
+from librmq.message import record as record_format
 
 MESSAGES: Final = 1_000_000
 QUEUES: Final = 16
@@ -78,7 +79,7 @@ def raw_log(path: str) -> tuple[Any, Any, Any]:
     at, unpack = 0, struct.Struct(">II").unpack_from
     while at + 8 < len(file):
         size, magic = unpack(file.data, at)
-        if magic != codec.MESSAGE_MAGIC:
+        if magic != record_format.MESSAGE_MAGIC:
             break
         places.append(at)
         at += size
@@ -92,7 +93,7 @@ def decoding(bench: Bench) -> list[Row]:
     count = min(bench.count(MESSAGES), 200_000)
     raw, places, view = raw_log(store_of(bench.count(MESSAGES)))
     places = places[:count]
-    header, before = codec.HEADER_V4.unpack_from, 8192
+    header, before = record_format.HEADER_V4.unpack_from, 8192
     everything = (*HEADER, "topic", "tags", "keys", "uniqueKey", "properties", "body", "sysFlag")
 
     def columns(names: Sequence[str]) -> Run:
@@ -123,13 +124,13 @@ def decoding(bench: Bench) -> list[Row]:
         return queue_id, queue_offset, at, moment(stored), moment(born), reconsumed
 
     def tags_and_keys(place: int) -> object:
-        _, _, _, _, at, end = codec.frame(view, place, len(view))
-        properties = codec.decode_properties(bytes(view[at:end]))
+        _, _, _, _, at, end = record_format.frame(view, place, len(view))
+        properties = record_format.decode_properties(bytes(view[at:end]))
         return properties.get("TAGS"), properties.get("KEYS")
 
     def whole(place: int) -> object:
-        record = codec.decode_record(view, place, check_body=False)
-        properties = codec.decode_properties(record.properties_raw)
+        record = record_format.decode_record(view, place, check_body=False)
+        properties = record_format.decode_properties(record.properties_raw)
         times = moment(record.store_timestamp_ms), moment(record.born_timestamp_ms)
         return record, properties, *times, properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY")
 
@@ -247,8 +248,8 @@ def peers(path: str, count: int) -> dict[str, Any]:
                         assert entry is not None
                         raw = store.log.read(entry.physical_offset, entry.size)
                         assert raw is not None
-                        record = codec.decode_record(raw, check_body=False)
-                        properties = codec.decode_properties(record.properties_raw)
+                        record = record_format.decode_record(raw, check_body=False)
+                        properties = record_format.decode_properties(record.properties_raw)
                         born = datetime.fromtimestamp(record.born_timestamp_ms / 1000, UTC)
                         stored = datetime.fromtimestamp(record.store_timestamp_ms / 1000, UTC)
                         yield (
@@ -409,11 +410,11 @@ def writing(bench: Bench) -> list[Row]:
                         row["topic"], row["body"], tags=row["tags"], keys=row["keys"], unique_key=row["uniqueKey"],
                         properties=dict(row["properties"]),
                     )  # fmt: skip
-                    codec.encode_record(
-                        codec.Record(
+                    record_format.encode_record(
+                        record_format.Record(
                             topic=message.topic, queue_id=number % 4, body=message.body,
-                            body_crc=codec.body_checksum(message.body), born_timestamp_ms=START_MS,
-                            properties_raw=codec.encode_properties(message.properties),
+                            body_crc=record_format.body_checksum(message.body), born_timestamp_ms=START_MS,
+                            properties_raw=record_format.encode_properties(message.properties),
                         )
                     )  # fmt: skip
         return max(1, batches // 8) * rows / watch.seconds
@@ -494,16 +495,16 @@ def row_writer() -> Any:
                         row["topic"], bytes(row["body"]), tags=row["tags"], keys=row["keys"],
                         unique_key=row["uniqueKey"], properties=dict(row["properties"]),
                     )  # fmt: skip
-                    raw = codec.encode_record(
-                        codec.Record(
+                    raw = record_format.encode_record(
+                        record_format.Record(
                             topic=message.topic, queue_id=number % 4, body=message.body,
-                            body_crc=codec.body_checksum(message.body), born_timestamp_ms=START_MS,
-                            properties_raw=codec.encode_properties(message.properties),
+                            body_crc=record_format.body_checksum(message.body), born_timestamp_ms=START_MS,
+                            properties_raw=record_format.encode_properties(message.properties),
                         )
                     )  # fmt: skip
                     file.write(raw)
                     hashes = [index_key_hash(message.topic, key) for key in (row["uniqueKey"], row["keys"])]
-                    rows.append((len(raw), number % 4, codec.tags_code(row["tags"]), hashes))
+                    rows.append((len(raw), number % 4, record_format.tags_code(row["tags"]), hashes))
             sizes, lanes, codes, keys = zip(*rows, strict=True)
             table = pa.table(
                 {

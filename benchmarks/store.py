@@ -26,7 +26,7 @@ import numpy.typing as npt
 from benchmarks import footprint, peers
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, ExtUnit
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 
 TOPIC: Final = "orders"

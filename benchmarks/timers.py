@@ -13,7 +13,7 @@ from typing import Final
 from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.timer import Timers, TimerSettings
 

@@ -11,7 +11,7 @@ from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, comma
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.txn import Transactions
 

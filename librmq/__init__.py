@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from librmq.batch import split_batch as split_batch
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerSettings as BrokerSettings
     from librmq.checkpoint import Checkpoint as Checkpoint
@@ -72,9 +71,10 @@ if TYPE_CHECKING:
     from librmq.listener import DeadLetter as DeadLetter
     from librmq.listener import ReconsumeLater as ReconsumeLater
     from librmq.listener import SuspendQueue as SuspendQueue
-    from librmq.message import Message as Message
-    from librmq.message import MessageQueue as MessageQueue
-    from librmq.message import StoredMessage as StoredMessage
+    from librmq.message.batch import split_batch as split_batch
+    from librmq.message.message import Message as Message
+    from librmq.message.message import MessageQueue as MessageQueue
+    from librmq.message.message import StoredMessage as StoredMessage
     from librmq.metrics import Metrics as Metrics
     from librmq.outbox import Outbox as Outbox
     from librmq.outbox import OutboxSender as OutboxSender
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
     from librmq.txn import TransactionSettings as TransactionSettings
 
 _HOMES = {
-    "batch": ("split_batch",),
     "broker": ("Broker", "BrokerSettings"),
     "checkpoint": ("Checkpoint",),
     "client": ("Client",),
@@ -155,7 +154,8 @@ _HOMES = {
     "indexfile": ("IndexFile",),
     "keyindex": ("KeyIndex",),
     "listener": ("DeadLetter", "ReconsumeLater", "SuspendQueue"),
-    "message": ("Message", "MessageQueue", "StoredMessage"),
+    "message.batch": ("split_batch",),
+    "message.message": ("Message", "MessageQueue", "StoredMessage"),
     "metrics": ("Metrics",),
     "outbox": ("Outbox", "OutboxSender"),
     "producer": ("Producer", "ProducerConfig", "SendResult"),

@@ -15,30 +15,30 @@ from contextlib import suppress
 from itertools import accumulate, chain, repeat
 from typing import Any, Final, NamedTuple
 
-from librmq import codec
-from librmq.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY
 from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.flushing import Acknowledgement, GroupCommit
 from librmq.housekeeping import Housekeeping
-from librmq.levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
-from librmq.message import Message, StoredMessage
+from librmq.message import record as record_format
+from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
+from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import validate_topic
 from librmq.parts import Parts
-from librmq.topics import validate_topic
 
 __all__ = ["AppendResult", "Appends"]
 
-_LONGEST_PROPERTIES: Final = codec.MAX_PROPERTIES_SIZE
-_TRANSACTION_MASK: Final = codec.TRANSACTION_MASK
-_MAGIC: Final = codec.MESSAGE_MAGIC
+_LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
+_TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
+_MAGIC: Final = record_format.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
 _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
-_pack_header = {hosts: header.pack for hosts, header in codec.HEADERS.items()}
+_pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
 # The same for a copy, which takes over as bytes what stays: the flag; sys flag, born time and born host; store host,
 # reconsume times and prepared offset.
 _pack_copy = {
@@ -61,7 +61,7 @@ class AppendResult(NamedTuple):
     @property
     def offset_id(self) -> str:
         """The message id by address: store host and physical offset in hexadecimal."""
-        return codec.offset_message_id(codec.decode_host(self.store_host), self.physical_offset)
+        return record_format.offset_message_id(record_format.decode_host(self.store_host), self.physical_offset)
 
 
 _new_result = tuple.__new__
@@ -121,8 +121,8 @@ class Appends:
         queue_id: int = 0,
         *,
         born_timestamp_ms: int | None = None,
-        born_host: codec.Host | bytes | None = None,
-        store_host: codec.Host | bytes | None = None,
+        born_host: record_format.Host | bytes | None = None,
+        store_host: record_format.Host | bytes | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
         prepared_transaction_offset: int = 0,
@@ -148,34 +148,37 @@ class Appends:
         properties: Mapping[str, str] = message.properties
         waits_ms: int | None = None
         if properties_raw is None:
-            if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
+            if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, record_format.TRANSACTION_COMMIT):
                 text = properties["DELAY"]
                 level, name, level_ms = self._delays.get(text) or self._delay(text)
                 if level > 0:
                     properties = {**properties, "DELAY": name, "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
                     topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
-            raw = codec.encode_properties(properties)
+            raw = record_format.encode_properties(properties)
         else:
             raw = properties_raw
-            properties = properties or codec.decode_properties(raw)
+            properties = properties or record_format.decode_properties(raw)
         lane = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
         body_size = len(body)
-        if body_size >= self._compress_from and not sys_flag & codec.COMPRESSED:
-            body, sys_flag = codec.compress_body(body), sys_flag | codec.COMPRESSED | codec.COMPRESSION_ZLIB
+        if body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED:
+            body, sys_flag = (
+                record_format.compress_body(body),
+                sys_flag | record_format.COMPRESSED | record_format.COMPRESSION_ZLIB,
+            )
             body_size = len(body)
         if body_size > self._largest_body or len(raw) > _LONGEST_PROPERTIES:
             raise self._too_long(body, raw)
         get = properties.get
         unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
-        tags_code = codec.tags_code(tags) if tags else 0
+        tags_code = record_format.tags_code(tags) if tags else 0
         if topic == SCHEDULE_TOPIC and waits_ms is None:
             waits_ms = self._waits_ms(properties)
         stored_at = born_at = self._host
         counted = True
         if store_host is not None:
-            stored_at = store_host if type(store_host) is bytes else codec.encode_host(store_host)
+            stored_at = store_host if type(store_host) is bytes else record_format.encode_host(store_host)
         if born_host is not None:
-            born_at = born_host if type(born_host) is bytes else codec.encode_host(born_host)
+            born_at = born_host if type(born_host) is bytes else record_format.encode_host(born_host)
         if sys_flag or len(born_at) + len(stored_at) > _TWO_HOSTS:
             sys_flag |= _host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
@@ -249,7 +252,7 @@ class Appends:
         """
         data = record.raw
         begin, end, _, _, _, _ = record.frame
-        header = codec.HEADERS[data[codec.SYS_FLAG_AT + 3] & codec.HOSTS_V6].unpack_from(data)
+        header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
         message: Message = object.__new__(Message)  # of parts that were checked when it was stored
         message.topic, message.body, message.properties = topic, data[begin:end], dict(properties)
@@ -288,10 +291,10 @@ class Appends:
         body = data[begin:end]
         raw_size = len(raw)
         size = end + len(lane.topic_field) + 2 + raw_size
-        if raw_size > _LONGEST_PROPERTIES or size + codec.BLANK_SIZE > self.log.file_size:
+        if raw_size > _LONGEST_PROPERTIES or size + record_format.BLANK_SIZE > self.log.file_size:
             raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
         bits = data[39]
-        born_end = 68 if bits & codec.BORN_HOST_V6 else 56
+        born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
         if bits & _TRANSACTION_MASK and not is_indexed(bits):
             unique_key = keys = None
         return _new_result(
@@ -300,7 +303,7 @@ class Appends:
                 lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
                 zlib.crc32(body) & 0x7FFFFFFF, end - begin,
                 b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
-                codec.tags_code(tags) if tags else 0, unique_key, keys,
+                record_format.tags_code(tags) if tags else 0, unique_key, keys,
             ),
         )  # fmt: skip
 
@@ -332,7 +335,7 @@ class Appends:
         """Append as many as fit into one file of the log, and add their results."""
         log, dispatcher = self.log, self._dispatcher
         physical_offset = log.claim(copies[0].size)
-        upto = physical_offset - physical_offset % log.file_size + log.file_size - codec.BLANK_SIZE
+        upto = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
         parts: list[bytes] = []
         entries_of: dict[Lane, list[bytes]] = {}
         entries: list[bytes] = []
@@ -384,8 +387,8 @@ class Appends:
         *,
         properties: Mapping[str, str] | None = None,
         born_timestamp_ms: int | None = None,
-        born_host: codec.Host | None = None,
-        store_host: codec.Host | None = None,
+        born_host: record_format.Host | None = None,
+        store_host: record_format.Host | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
         wait: bool = True,
@@ -394,29 +397,29 @@ class Appends:
 
         ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
         `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
-        transaction flag, or more than ``max_message_size`` bytes as a client encodes it; `librmq.batch.split_batch`
-        cuts what is larger.
+        transaction flag, or more than ``max_message_size`` bytes as a client encodes it;
+        `librmq.message.batch.split_batch` cuts what is larger.
         """
         check_batch(messages)
         if sys_flag & _TRANSACTION_MASK:
             raise MessageIllegalError("a batch can't be part of a transaction")
-        if properties and parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+        if properties and parse_level(properties.get(record_format.PROPERTY_DELAY)) > 0:
             raise MessageIllegalError("a batch can't be delayed")
-        added = codec.encode_properties(properties) if properties else b""
+        added = record_format.encode_properties(properties) if properties else b""
         lane = self._lanes.get((messages[0].topic, queue_id)) or self._lane(messages[0].topic, queue_id)
-        stored_at = self._host if store_host is None else codec.encode_host(store_host)
-        born_at = self._host if born_host is None else codec.encode_host(born_host)
+        stored_at = self._host if store_host is None else record_format.encode_host(store_host)
+        born_at = self._host if born_host is None else record_format.encode_host(born_host)
         sys_flag |= _host_flags(sys_flag, born_at, stored_at)
         fixed = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
         # Column by column: what is one call for all of them costs each message the least.
         found = [message.properties for message in messages]
-        raws = list(map(codec.encode_properties, found))
+        raws = list(map(record_format.encode_properties, found))
         bodies = [message.body for message in messages]
         body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
         encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
         if properties:
-            raws = [codec.join_properties(raw, added) for raw in raws]
-            found = list(map(codec.decode_properties, raws))
+            raws = [record_format.join_properties(raw, added) for raw in raws]
+            found = list(map(record_format.decode_properties, raws))
             raw_sizes = list(map(len, raws))
         if max(body_sizes) > self._largest_body or max(raw_sizes) > _LONGEST_PROPERTIES:
             raise self._too_long(max(bodies, key=len), max(raws, key=len))
@@ -430,7 +433,7 @@ class Appends:
         flags = [message.flag for message in messages]
         unique_keys = [each.get("UNIQ_KEY") for each in found]
         keys = [each.get("KEYS") for each in found]
-        tags_codes = [codec.tags_code(each.get("TAGS")) for each in found]
+        tags_codes = [record_format.tags_code(each.get("TAGS")) for each in found]
         log, dispatcher = self.log, self._dispatcher
         try:
             with self._lock:
@@ -543,7 +546,9 @@ class Appends:
 
 def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
     """The bits that tell hosts of 16 bytes; `MessageIllegalError` if ``sys_flag`` has one that the hosts do not."""
-    flags = (codec.BORN_HOST_V6 if len(born_at) > 8 else 0) | (codec.STORE_HOST_V6 if len(stored_at) > 8 else 0)
-    if sys_flag & codec.HOSTS_V6 & ~flags:
+    flags = (record_format.BORN_HOST_V6 if len(born_at) > 8 else 0) | (
+        record_format.STORE_HOST_V6 if len(stored_at) > 8 else 0
+    )
+    if sys_flag & record_format.HOSTS_V6 & ~flags:
         raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
     return flags

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
 from librmq.errors import ClientError, ClientStateError
-from librmq.hosts import Host, encode_host
+from librmq.message.hosts import Host, encode_host
+from librmq.message.ids import UniqueIds
 from librmq.protocol import (
     CheckTransaction,
     ConsumerData,
@@ -29,7 +30,6 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.runtime.runner import Runner, Step
-from librmq.uniqueids import UniqueIds
 
 __all__ = ["Client", "LifeCycle", "Member", "State"]
 

@@ -6,7 +6,7 @@
     blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, where the next did not fit
 
 A record goes to the next file when ``its size + 8`` is more than what remains of this one. The last file is zero
-behind the log's end. The record itself is drawn in `librmq.codec`. Mirrors 4.9.4's ``CommitLog``.
+behind the log's end. The record itself is drawn in `librmq.message.record`. Mirrors 4.9.4's ``CommitLog``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple, Self
 
-from librmq import codec
 from librmq.errors import BodyChecksumError, CorruptionError, MessageIllegalError, RecordError
 from librmq.files import Buffer, DiskFiles, Files
 from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
 
 __all__ = ["CommitLog", "LogEnd", "LogItem"]
 
 _SIZE_AND_MAGIC: Final = struct.Struct(">II")
 # Size, magic, body checksum, sys flag and body length of a record with IPv4 hosts; negative lengths come out large.
 _unpack_frame = struct.Struct(">III24xI44xI").unpack_from
-_MAGIC: Final = codec.MESSAGE_MAGIC
-_V6: Final = codec.HOSTS_V6
-_BLANK_SIZE: Final = codec.BLANK_SIZE
-_BLANK_MAGIC: Final = codec.BLANK_MAGIC
-_MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
+_MAGIC: Final = record.MESSAGE_MAGIC
+_V6: Final = record.HOSTS_V6
+_BLANK_SIZE: Final = record.BLANK_SIZE
+_BLANK_MAGIC: Final = record.BLANK_MAGIC
+_MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
 _MOST_TOUCHED: Final = 32 << 20
@@ -323,7 +323,7 @@ class CommitLog:
         if (
             magic not in _MAGICS
             or (size is not None and found != size)
-            or not codec.FIXED_SIZE <= found <= self.file_size - at
+            or not record.FIXED_SIZE <= found <= self.file_size - at
         ):
             wanted = "a record" if size is None else f"a record of {size} bytes"
             raise CorruptionError(
@@ -348,7 +348,7 @@ class CommitLog:
         if raw is None:
             return None
         try:
-            codec.check_record(raw, 0, len(raw), check_body=check_body)
+            record.check_record(raw, 0, len(raw), check_body=check_body)
         except RecordError as error:
             raise self._damage(physical_offset, error) from error
         return StoredMessage(raw)
@@ -359,7 +359,7 @@ class CommitLog:
             raw = self.read(physical_offset, size)
         except CorruptionError:
             return None
-        return None if raw is None or len(raw) < codec.FIXED_SIZE else codec.store_timestamp_ms(raw)
+        return None if raw is None or len(raw) < record.FIXED_SIZE else record.store_timestamp_ms(raw)
 
     def scan(self, begin: int | None = None, end: int | None = None, *, check_body: bool = True) -> Iterator[LogItem]:
         """Walk over records and blanks from ``begin`` (the oldest) up to ``end`` (the log's).
@@ -389,7 +389,7 @@ class CommitLog:
         """
         # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. The usual record is
         # checked here, as `codec.check_record` does it; whatever has anything particular goes there.
-        file_size, crc32, unpack, fixed = self.file_size, zlib.crc32, _unpack_frame, codec.FIXED_SIZE
+        file_size, crc32, unpack, fixed = self.file_size, zlib.crc32, _unpack_frame, record.FIXED_SIZE
         chunk, chunk_at, chunk_size = b"", place, 0
         while place < upto:
             inside = place - chunk_at
@@ -414,7 +414,7 @@ class CommitLog:
                 chunk_size = len(chunk)
                 continue
             try:
-                size = codec.check_record(buffer, place, file_size, check_body=check_body)
+                size = record.check_record(buffer, place, file_size, check_body=check_body)
             except RecordError as error:
                 raise self._damage(start + place, error) from error
             if not size:
@@ -470,7 +470,7 @@ class CommitLog:
             if not any(buffer[place : place + _BLANK_SIZE]):
                 return
             try:
-                size = codec.check_record(buffer, place, self.file_size, check_body=True)
+                size = record.check_record(buffer, place, self.file_size, check_body=True)
             except RecordError:
                 return
             if size:
@@ -487,9 +487,9 @@ class CommitLog:
         """When the first record of the file at ``start`` was stored; None if it begins with none."""
         buffer = self._sequence.file(start).buffer
         raw = buffer[: min(96, self.file_size)]
-        if len(raw) < codec.FIXED_SIZE or _SIZE_AND_MAGIC.unpack_from(raw)[1] not in _MAGICS:
+        if len(raw) < record.FIXED_SIZE or _SIZE_AND_MAGIC.unpack_from(raw)[1] not in _MAGICS:
             return None
-        return codec.store_timestamp_ms(raw)
+        return record.store_timestamp_ms(raw)
 
     def _damage(self, physical_offset: int, error: RecordError) -> CorruptionError:
         kind = "checksum" if isinstance(error, BodyChecksumError) else "record"
@@ -499,6 +499,6 @@ class CommitLog:
 
 def _is_whole(raw: bytes, physical_offset: int) -> bool:
     """Whether a sound record was copied to its last byte, by what the bytes show that were zero before."""
-    address = int.from_bytes(raw[codec.PHYSICAL_OFFSET_AT : codec.PHYSICAL_OFFSET_AT + 8], "big")
-    _, _, topic_at, topic_end, properties_at, end = codec.frame(raw, 0, len(raw))
+    address = int.from_bytes(raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8], "big")
+    _, _, topic_at, topic_end, properties_at, end = record.frame(raw, 0, len(raw))
     return address == physical_offset and 0 not in raw[topic_at:topic_end] and 0 not in raw[properties_at:end]

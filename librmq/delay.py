@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Protocol
 
-from librmq import codec
 from librmq.appending import AppendResult, Copy
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
@@ -33,11 +32,12 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.java.integers import java_int
-from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
+from librmq.message.message import StoredMessage
+from librmq.message.topics import HALF_TOPIC
 from librmq.runtime.runner import Aside
 from librmq.store import MessageStore
-from librmq.topics import HALF_TOPIC
 
 __all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings"]
 
@@ -86,11 +86,11 @@ class DelayOffsets(Protocol):
 
 
 _NEEDED: Final = (
-    codec.PROPERTY_REAL_TOPIC,
-    codec.PROPERTY_REAL_QUEUE_ID,
-    codec.PROPERTY_UNIQUE_KEY,
-    codec.PROPERTY_KEYS,
-    codec.PROPERTY_TAGS,
+    record.PROPERTY_REAL_TOPIC,
+    record.PROPERTY_REAL_QUEUE_ID,
+    record.PROPERTY_UNIQUE_KEY,
+    record.PROPERTY_KEYS,
+    record.PROPERTY_TAGS,
 )
 """The properties that a delivery looks at."""
 
@@ -406,10 +406,10 @@ class DelaySchedule:
         if found is None:
             properties = waiting.properties
             found = tuple(map(properties.get, _NEEDED))
-            if codec.is_encoding_of(raw, properties):
+            if record.is_encoding_of(raw, properties):
                 self._layout = _layout_of(tuple(properties))
             else:
-                raw = codec.encode_properties(properties)
+                raw = record.encode_properties(properties)
         topic, queue_text, unique_key, keys, tags = found
         queue_id = java_int(queue_text or "")
         if queue_id is None:

@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from librmq import codec
 from librmq.consumequeue import ConsumeQueue
 from librmq.java.hashing import hash_append, index_key_hashes, java_decode, string_hash
 from librmq.java.integers import java_int
 from librmq.keyindex import KeyIndex
-from librmq.levels import SCHEDULE_TOPIC, DelayLevels
-from librmq.message import StoredMessage
+from librmq.message import record as record_format
+from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.message import StoredMessage
 
 __all__ = [
     "BitmapOf",
@@ -46,17 +46,17 @@ BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
 
 def has_queue_entry(sys_flag: int) -> bool:
     """Whether a record with ``sys_flag`` gets a queue entry: raw prepared and rollback records do not."""
-    return (sys_flag & codec.TRANSACTION_MASK) in (0, codec.TRANSACTION_COMMIT)
+    return (sys_flag & record_format.TRANSACTION_MASK) in (0, record_format.TRANSACTION_COMMIT)
 
 
 def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
     """What stands as tags code in a record's queue entry: a delayed record's is its delivery time (ms)."""
     properties = message.properties
     if message.topic == SCHEDULE_TOPIC:
-        level = parse_level(properties.get(codec.PROPERTY_DELAY))
+        level = parse_level(properties.get(record_format.PROPERTY_DELAY))
         if level > 0:
             return levels.deliver_timestamp_ms(levels.cap(level), message.store_timestamp_ms)
-    return codec.tags_code(properties.get(codec.PROPERTY_TAGS))
+    return record_format.tags_code(properties.get(record_format.PROPERTY_TAGS))
 
 
 def parse_level(text: str | None) -> int:
@@ -68,13 +68,13 @@ def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Se
     """The index hashes of a record, its unique key first; ``prefix_hash`` is that of ``topic#``."""
     hashes = [_index_hash(hash_append(prefix_hash, unique_key))] if unique_key else []
     if keys:
-        hashes += [_index_hash(hash_append(prefix_hash, key)) for key in codec.split_keys(keys)]
+        hashes += [_index_hash(hash_append(prefix_hash, key)) for key in record_format.split_keys(keys)]
     return hashes
 
 
 def is_indexed(sys_flag: int) -> bool:
     """Whether the keys of a record with ``sys_flag`` are indexed: those of a rollback are not."""
-    return (sys_flag & codec.TRANSACTION_MASK) != codec.TRANSACTION_ROLLBACK
+    return (sys_flag & record_format.TRANSACTION_MASK) != record_format.TRANSACTION_ROLLBACK
 
 
 def _index_hash(value: int) -> int:
@@ -147,7 +147,7 @@ class Dispatcher:
         assert lane.queue.ext is not None
         bitmap = None
         if self.bitmap_of is not None:
-            bitmap = self.bitmap_of(lane.topic, codec.decode_properties(properties) if properties else None)
+            bitmap = self.bitmap_of(lane.topic, record_format.decode_properties(properties) if properties else None)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
     def write_entries(self) -> None:
@@ -201,7 +201,7 @@ class Dispatcher:
         left = records
         if records[0][0] == last and count:  # it stays whole in `records`, should this call fail too
             _, stored, prefix, unique, keys = records[0]
-            texts = [*([unique] if unique else []), *codec.split_keys(keys)]
+            texts = [*([unique] if unique else []), *record_format.split_keys(keys)]
             left = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
         self._put_block(key_block(left))
 
@@ -243,7 +243,7 @@ def key_block(records: Sequence[tuple[int, int, int, str | None, str | None] | R
         texts: list[str] = []
         owners: list[int] = []
         for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)):
-            found = codec.split_keys(key if key is None or isinstance(key, str) else java_decode(key))
+            found = record_format.split_keys(key if key is None or isinstance(key, str) else java_decode(key))
             if unique:
                 found = [unique if isinstance(unique, str) else java_decode(unique), *found]
             texts += found

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from librmq import codec
 from librmq.errors import CorruptionError
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
 from librmq.parts import Parts
 
 __all__ = ["find_by_id", "find_by_key"]
@@ -37,7 +37,7 @@ def find_by_key(
 def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
     """See `MessageStore.find_by_id`; ``known_topics`` are looked through beside those that have a queue."""
     try:
-        _, physical_offset = codec.parse_offset_message_id(message_id)
+        _, physical_offset = record.parse_offset_message_id(message_id)
     except ValueError:
         pass
     else:

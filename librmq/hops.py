@@ -20,15 +20,15 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from librmq import codec
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.integers import java_int, java_long
-from librmq.levels import DEFAULT_LEVELS, DelayLevels
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import validate_topic
 from librmq.reading import GetStatus
 from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
-from librmq.topics import validate_topic
 from librmq.txnhalves import TransactionOffsets
 
 __all__ = [
@@ -57,9 +57,9 @@ _OF_THE_WAY: Final = frozenset(
         TARGET_MS,
         TARGET_TOPIC,
         TARGET_QUEUE_ID,
-        codec.PROPERTY_DELAY,
-        codec.PROPERTY_REAL_TOPIC,
-        codec.PROPERTY_REAL_QUEUE_ID,
+        record.PROPERTY_DELAY,
+        record.PROPERTY_REAL_TOPIC,
+        record.PROPERTY_REAL_QUEUE_ID,
     )
 )
 _QUEUE: Final = 0
@@ -121,7 +121,7 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
     `MessageIllegalError` for a topic that can't be, and for a message that has a delay level too.
     """
     validate_topic(message.topic)
-    if codec.PROPERTY_DELAY in message.properties:
+    if record.PROPERTY_DELAY in message.properties:
         raise MessageIllegalError("a message that is to come at a time has no delay level")
     carried = Message(HOP_TOPIC, message.body, flag=message.flag)
     carried.properties = {
@@ -248,7 +248,7 @@ class HopProxy:
                 result = self._store.append_again(message, topic, queue_id, following)
             else:
                 level = self._choose(target_ms - now_ms, self._store.levels)
-                following = {**properties, codec.PROPERTY_DELAY: str(level)}
+                following = {**properties, record.PROPERTY_DELAY: str(level)}
                 result = self._store.append_again(message, HOP_TOPIC, _QUEUE, following)
         except MessageIllegalError as error:
             _log.error(

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.damage import Damage
 from librmq.dispatch import RawPending, is_indexed, key_block, key_hashes
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.java.hashing import java_decode, string_hash
 from librmq.keyindex import KeyIndex
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
+from librmq.message.record import PROPERTY_KEYS, split_keys
 
 __all__ = ["SETTLED", "IndexCheck", "index_again"]
 
@@ -122,7 +122,7 @@ class IndexCheck:
         if run is not None or not there or there != expected[: len(there)]:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
         else:  # the last record that is indexed: a crash came between its keys
-            texts = [*([unique_key] if unique_key else []), *codec.split_keys(keys)][len(there) :]
+            texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(there) :]
             self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
     def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
@@ -189,7 +189,7 @@ def index_again(log: CommitLog, index: KeyIndex) -> None:
             prefix_hash = prefixes[topic] = string_hash(topic + "#")
         unique_key = keys = None
         if is_indexed(message.sys_flag):
-            unique_key, keys = message.unique_key, message.properties.get(codec.PROPERTY_KEYS)
+            unique_key, keys = message.unique_key, message.properties.get(PROPERTY_KEYS)
         records.append((physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
         if len(records) >= _BLOCK:
             index.append_block(*key_block(records))

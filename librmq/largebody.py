@@ -25,10 +25,10 @@ from hashlib import sha256
 from itertools import count
 from typing import Final, NamedTuple, Protocol
 
-from librmq.codec import PROPERTY_UNIQUE_KEY
 from librmq.errors import LargeBodyError, MessageIllegalError
 from librmq.files import DiskFiles, Files
-from librmq.message import Message
+from librmq.message.message import Message
+from librmq.message.record import PROPERTY_UNIQUE_KEY
 
 __all__ = [
     "BODY_LIMIT",

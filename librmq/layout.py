@@ -32,7 +32,7 @@ from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files import Entry, Files
 from librmq.indexfile import file_length, geometry
-from librmq.topics import validate_topic
+from librmq.message.topics import validate_topic
 
 __all__ = [
     "ABORT",

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq import codec, layout, opening
+from librmq import layout, opening
 from librmq.checkpoint import Checkpoint, has_abort
 from librmq.closedstate import QueueName, QueueTable
 from librmq.commitlog import CommitLog
@@ -31,11 +31,12 @@ from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files import Entry, File, Files
 from librmq.indexfile import IndexFile, IndexHeader, file_length
 from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
 from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.message import StoredMessage
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
+from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
+from librmq.message.topics import validate_queue
 from librmq.parts import Parts
-from librmq.topics import validate_queue
 
 __all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", "LiveQueues"]
 
@@ -321,7 +322,7 @@ class LiveIndex(KeyIndex):
             for record in reversed(list(self.late))
             if record.physical_offset >= indexed
             and record.topic == topic
-            and (key == record.unique_key or key in codec.split_keys(record.keys))
+            and (key == record.unique_key or key in split_keys(record.keys))
             and begin_ms <= record.store_timestamp_ms <= end_ms
         ][: max(max_results, 0)]
         if len(found) < max_results:
@@ -433,6 +434,6 @@ class LiveParts:
                     self._new[topic, queue_id] = queue_offset, [entry]
         if is_indexed(sys_flag):
             get = message.properties.get
-            unique_key, keys = get(codec.PROPERTY_UNIQUE_KEY), get(codec.PROPERTY_KEYS)
+            unique_key, keys = get(PROPERTY_UNIQUE_KEY), get(PROPERTY_KEYS)
             if unique_key or keys:
                 self._index.late.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))

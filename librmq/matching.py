@@ -14,7 +14,7 @@ from librmq.clock import Clock
 from librmq.consumequeueext import ExtUnit
 from librmq.errors import ConfigError
 from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
 from librmq.reading import MessageFilter
 
 __all__ = ["ByPredicate", "BySql", "ByTags", "message_filter"]

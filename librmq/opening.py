@@ -24,8 +24,8 @@ from librmq.dispatch import BitmapOf, Dispatcher
 from librmq.errors import CorruptionError
 from librmq.files import Files, make_folders
 from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
+from librmq.message.delay_levels import DelayLevels
 from librmq.parts import Parts
 from librmq.recovery import Recovery
 

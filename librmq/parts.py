@@ -11,7 +11,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.damage import Damage
 from librmq.dispatch import Dispatcher, Lane
 from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
+from librmq.message.delay_levels import DelayLevels
 
 __all__ = ["Parts"]
 

@@ -13,19 +13,20 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from librmq import codec, layout
+from librmq import layout
 from librmq.brokerconfig import BrokerConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
 from librmq.dispatch import derived_tags_code
 from librmq.java.integers import java_int, java_long
-from librmq.levels import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.message import StoredMessage
+from librmq.message.topics import HALF_TOPIC
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
 from librmq.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.timersettings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
-from librmq.topics import HALF_TOPIC
 from librmq.txn import TransactionSettings
 from librmq.txnhalves import EndedHalves, progress
 
@@ -76,9 +77,9 @@ def pending(
             )
             for due_ms, message in found:
                 properties = message.properties
-                real_topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
+                real_topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
                 if topic is None or topic == real_topic:
-                    checks = java_int(properties.get(codec.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
+                    checks = java_int(properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
                     yield Pending(
                         one, real_topic, due_ms, message.unique_key, message.physical_offset,
                         checks if one == "half" else 0,
@@ -101,7 +102,7 @@ def _halves(store: MessageStore, tables: BrokerConfig) -> Iterator[tuple[int, St
     for half in _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC)):
         if half.queue_offset in ended:
             continue
-        own = java_long(half.properties.get(codec.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
+        own = java_long(half.properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
         yield half.born_timestamp_ms + (_TIMEOUT_MS if own is None or own == -1 else 1000 * own), half
 
 
@@ -160,7 +161,7 @@ def _timers_in_the_wheel(
         deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
         deleted = {message.properties.get(DELETE_KEY) for _, message in _of_slot(store, log, deletes)}
         for magic, message in _of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
-            key, topic = message.unique_key, message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            key, topic = message.unique_key, message.properties.get(record.PROPERTY_REAL_TOPIC, "")
             if magic & ROLL or key is None or not deleted or delete_key(topic, key) not in deleted:
                 yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from librmq import codec
-from librmq.batch import check_batch, encoded_size
 from librmq.client import Client, LifeCycle, State
 from librmq.errors import (
     BrokerBusyError,
@@ -25,7 +23,10 @@ from librmq.errors import (
     NoRouteError,
     SendTimeoutError,
 )
-from librmq.message import Message, MessageQueue, validate_client_topic
+from librmq.message import record
+from librmq.message.batch import check_batch, encoded_size
+from librmq.message.message import Message, MessageQueue, validate_client_topic
+from librmq.message.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_WRITE,
@@ -39,7 +40,6 @@ from librmq.protocol import (
     SendStatus,
 )
 from librmq.selectors import BrokerLatencies, QueueSelector, RoundRobin
-from librmq.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_group
 
 __all__ = ["Producer", "ProducerConfig", "QueueSelector", "SendHook", "SendResult"]
 
@@ -55,9 +55,9 @@ _RETRIED: Final = frozenset(
         ResponseCode.NOT_IN_CURRENT_UNIT,
     )
 )
-_COMPRESSED: Final = codec.COMPRESSED | codec.COMPRESSION_ZLIB
-_UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
-_WAIT: Final = codec.PROPERTY_WAIT
+_COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
+_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+_WAIT: Final = record.PROPERTY_WAIT
 _OK: Final = SendStatus.SEND_OK  # a member of an enum is found in twice the time
 _RUNNING: Final = State.RUNNING
 
@@ -385,7 +385,7 @@ class Producer:
             if len(message.body) >= self.config.compress_from:
                 sent = object.__new__(Message)
                 sent.topic, sent.flag, sent.properties = message.topic, message.flag, message.properties
-                sent.body, sys_flag = codec.compress_body(message.body), sys_flag | _COMPRESSED
+                sent.body, sys_flag = record.compress_body(message.body), sys_flag | _COMPRESSED
             request = SendMessage(
                 self.group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
             )

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar, dataclass_transform
 
-from librmq.hosts import Host
-from librmq.message import Message, MessageQueue, StoredMessage
+from librmq.message.hosts import Host
+from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.runtime.runner import Runner
 
 R = TypeVar("R")

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq import codec
 from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
@@ -22,9 +21,10 @@ from librmq.damage import Damage
 from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.hashing import java_decode, string_hash
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import StoredMessage
-from librmq.topics import validate_queue
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.message.topics import validate_queue
 
 __all__ = ["COMPARED", "Entry", "GapError", "QueueCheck", "QueueChecks", "first_at", "misaddressed"]
 
@@ -96,7 +96,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
 
 def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
     """A field of 8 bytes in a record that is not what it must be."""
-    field = "physical offset" if at == codec.PHYSICAL_OFFSET_AT else "queue offset"
+    field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
     if mend:
         log.patch(physical_offset + at, _LONG.pack(expected))
     path = log.sequence.path_at(physical_offset)
@@ -196,7 +196,7 @@ class QueueCheck:
 
     def _accept(self, claimed: int, entry: Entry, queue_offset: int) -> None:
         if queue_offset != claimed:
-            at = codec.QUEUE_OFFSET_AT
+            at = record.QUEUE_OFFSET_AT
             self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._mend))
         if self._next is None:
             if queue_offset and not self._whole:
@@ -278,7 +278,7 @@ class QueueCheck:
         bitmap = None
         if self._bitmap_of is not None:
             properties = entry.properties
-            bitmap = self._bitmap_of(self._topic, codec.decode_properties(properties) if properties else None)
+            bitmap = self._bitmap_of(self._topic, record.decode_properties(properties) if properties else None)
         return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
 
     def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
@@ -304,7 +304,7 @@ class QueueCheck:
         wanted = {ENTRY.unpack(expected)[2]}
         if self._delayed and (raw := self._log.read(place, size)):
             # After an unclean exit the original gives delayed records the code of their tags.
-            wanted.add(codec.tags_code(StoredMessage(raw).tags))
+            wanted.add(record.tags_code(StoredMessage(raw).tags))
         if not is_ext_address(code):
             return code in wanted
         if self._queue.ext is None:

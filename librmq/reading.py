@@ -16,12 +16,12 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from librmq.codec import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
 from librmq.consumequeueext import LAST_EXT_ADDRESS, ExtUnit
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
+from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 
 __all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.hashing import utf16_order
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 
 __all__ = [
     "AllocationStrategy",

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Final
 
-from librmq import codec
 from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
@@ -19,8 +18,9 @@ from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_ind
 from librmq.indexcheck import SETTLED, IndexCheck, index_again
 from librmq.java.hashing import java_decode
 from librmq.keyindex import KeyIndex
-from librmq.levels import SCHEDULE_TOPIC, DelayLevels
-from librmq.message import StoredMessage
+from librmq.message import record as record_format
+from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.message import StoredMessage
 from librmq.queuecheck import COMPARED, Entry, QueueChecks, misaddressed
 
 __all__ = ["reconcile"]
@@ -28,9 +28,9 @@ __all__ = ["reconcile"]
 # Of a record with IPv4 hosts: magic, queue id, queue and physical offset, sys flag, store timestamp, body length.
 _unpack_fields = struct.Struct(">4xI4xi4xqqi16xq20xi").unpack_from
 _pack_entry = ENTRY.pack
-_MAGIC: Final = codec.MESSAGE_MAGIC
-_V6: Final = codec.HOSTS_V6
-_IN_TRANSACTION: Final = codec.TRANSACTION_MASK
+_MAGIC: Final = record_format.MESSAGE_MAGIC
+_V6: Final = record_format.HOSTS_V6
+_IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
 
@@ -58,14 +58,14 @@ def reconcile(
     checks = QueueChecks(log, queues, open_queue, begin, mend, bitmap_of)
     keys = None if index is None else IndexCheck(index, begin, log.end, begin <= log.begin, mend)
     tags_codes: dict[bytes | None, int] = {None: 0}
-    find = codec.find_keys_and_tags
+    find = record_format.find_keys_and_tags
     for physical_offset, size, raw in log.scan(begin, check_body=False):
         if raw is None:
             continue
         magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
         if magic != _MAGIC or sys_flag & _V6:
-            stored = codec.store_timestamp_ms(raw)
-            _, _, topic_at, topic_end, properties_at, _ = codec.frame(raw, 0, size)
+            stored = record_format.store_timestamp_ms(raw)
+            _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
         else:
             topic_at = 89 + body_size if body_size > 0 else 89
             topic_end = topic_at + raw[topic_at - 1]
@@ -73,14 +73,14 @@ def reconcile(
         topic, properties = raw[topic_at:topic_end], raw[properties_at:]
         check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
         if address != physical_offset:
-            yield misaddressed(log, physical_offset, codec.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
+            yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
         unique, key, tags = find(properties)
         if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
             tags_code = tags_codes.get(tags)
             if tags_code is None:
                 if len(tags_codes) > _TAGS_KEPT:
                     tags_codes = {None: 0}
-                tags_code = tags_codes[tags] = codec.tags_code(java_decode(tags or b""))
+                tags_code = tags_codes[tags] = record_format.tags_code(java_decode(tags or b""))
             if topic == _SCHEDULE_TOPIC:
                 tags_code = derived_tags_code(StoredMessage(raw), levels)
             entry = _pack_entry(physical_offset, size, tags_code)

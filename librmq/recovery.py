@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from librmq import codec, salvage
+from librmq import salvage
 from librmq.clock import Clock
 from librmq.closedstate import QueueTable
 from librmq.commitlog import CommitLog, LogEnd
@@ -24,11 +24,12 @@ from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Files
 from librmq.indexfile import IndexFile
 from librmq.java.hashing import java_decode
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.topics import validate_queue
 from librmq.parts import Parts
 from librmq.queuecheck import GapError, first_at
 from librmq.reconcile import reconcile
-from librmq.topics import validate_queue
 
 __all__ = ["Recovery"]
 
@@ -97,9 +98,9 @@ class Recovery:
         for physical_offset, size, raw in log.scan(self._begin, check_body=False):
             if raw is None:
                 continue
-            if unvouched is None and codec.store_timestamp_ms(raw) > vouched_for_ms:
+            if unvouched is None and record.store_timestamp_ms(raw) > vouched_for_ms:
                 unvouched = physical_offset
-            _, _, _, _, properties_at, _ = codec.frame(raw, 0, size)
+            _, _, _, _, properties_at, _ = record.frame(raw, 0, size)
             what = nameless = _names_no_queue(raw, known)
             if what is None and unvouched is not None and _is_torn(log, physical_offset, raw, properties_at):
                 what = "its properties are zeros to the end of a sector"
@@ -177,7 +178,7 @@ class Recovery:
         if following is None:
             return True
         place = following % log.file_size
-        stored_ms = codec.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
+        stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
         vouched_for = stored_ms <= self._parts.checkpoint.min_timestamp_ms
         return not self._clean and not vouched_for and _may_be_unwritten(log, at, following)
 
@@ -350,7 +351,7 @@ def _lacks_entries(log: CommitLog, queues: QueueTable) -> bool:
     last: dict[tuple[bytes, int], tuple[int, int]] = {}
     for physical_offset, _, raw in log.scan(log.third_last_file(), check_body=False):
         if raw is not None and has_queue_entry(int.from_bytes(raw[36:40], "big")):
-            _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, len(raw))
+            _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, len(raw))
             queue_id, queue_offset = int.from_bytes(raw[12:16], "big"), int.from_bytes(raw[20:28], "big", signed=True)
             last[raw[topic_at:topic_end], queue_id] = queue_offset, physical_offset
     for (topic, queue_id), (queue_offset, physical_offset) in last.items():
@@ -362,8 +363,8 @@ def _lacks_entries(log: CommitLog, queues: QueueTable) -> bool:
 
 def _names_no_queue(raw: bytes, known: set[tuple[bytes, bool]]) -> str | None:
     """Why a record names no possible queue, None if it names one; ``known`` are those that were looked at before."""
-    _, _, topic_at, topic_end, _, _ = codec.frame(raw, 0, len(raw))
-    name = raw[topic_at:topic_end], raw[codec.QUEUE_ID_AT] > 127
+    _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, len(raw))
+    name = raw[topic_at:topic_end], raw[record.QUEUE_ID_AT] > 127
     if name not in known:
         message = StoredMessage(raw)
         try:
@@ -402,5 +403,5 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
     if any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges):
         return True
-    blank = (log.file_size - at).to_bytes(4, "big") + codec.BLANK_MAGIC.to_bytes(4, "big")
+    blank = (log.file_size - at).to_bytes(4, "big") + record.BLANK_MAGIC.to_bytes(4, "big")
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written

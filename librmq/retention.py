@@ -30,13 +30,13 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, tzinfo
 from typing import Any, Final
 
-from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError
 from librmq.files import Files
 from librmq.keyindex import KeyIndex
+from librmq.message import record
 
 __all__ = ["Retention"]
 
@@ -232,7 +232,7 @@ class Retention:
         except CorruptionError:
             last = None  # there may be later ones behind the damage
         if last is not None:
-            return codec.store_timestamp_ms(last)
+            return record.store_timestamp_ms(last)
         return _LAST_MOMENT if following is None else following
 
     # ------------------------------------------------------------------------------------------------- scheduling

@@ -23,13 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files import Buffer, DiskFiles, Files, copy_file, link_file
 from librmq.layout import COMMITLOG, OWN, check_kind
 from librmq.mappedfile import MappedFileQueue, file_name
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
 
 __all__ = ["Gap", "Kept", "find_record", "keep", "kept", "records"]
 
@@ -42,7 +42,7 @@ _MANIFEST_LIMIT: Final = 1 << 16
 _CHUNK: Final = 1 << 20
 
 _LONG: Final = struct.Struct(">q")
-_MAGICS: Final = tuple(magic.to_bytes(4, "big") for magic in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2))
+_MAGICS: Final = tuple(magic.to_bytes(4, "big") for magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2))
 _ANY_MAGIC: Final = re.compile(b"|".join(map(re.escape, _MAGICS)))
 
 
@@ -94,14 +94,14 @@ def _find(
 ) -> int | None:
     """The same in one buffer whose first byte stands at ``start``; the record begins before ``upto``."""
     upto = end if upto is None else min(end, upto)
-    for found in _ANY_MAGIC.finditer(buffer, begin + codec.MAGIC_AT, min(end, upto + codec.MAGIC_AT + 3)):
-        place = found.start() - codec.MAGIC_AT
-        if place + codec.FIXED_SIZE > end or place >= upto:
+    for found in _ANY_MAGIC.finditer(buffer, begin + record.MAGIC_AT, min(end, upto + record.MAGIC_AT + 3)):
+        place = found.start() - record.MAGIC_AT
+        if place + record.FIXED_SIZE > end or place >= upto:
             return None
-        if _LONG.unpack_from(buffer, place + codec.PHYSICAL_OFFSET_AT)[0] != start + place:
+        if _LONG.unpack_from(buffer, place + record.PHYSICAL_OFFSET_AT)[0] != start + place:
             continue
         with contextlib.suppress(RecordError):
-            if codec.check_record(buffer, place, end, check_body=check_body):
+            if record.check_record(buffer, place, end, check_body=check_body):
                 return place
     return None
 
@@ -124,7 +124,7 @@ class _Source:
         while place < self.size:
             what: str | None = None
             try:
-                size = codec.check_record(buffer, place, self.size, check_body=True)
+                size = record.check_record(buffer, place, self.size, check_body=True)
                 if size:
                     yield place, size, None
                     place += size
@@ -208,7 +208,7 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
             yield Gap(physical_offset, size, source.path, what)
             continue
         address = _LONG.pack(physical_offset)
-        at = codec.PHYSICAL_OFFSET_AT
+        at = record.PHYSICAL_OFFSET_AT
         yield StoredMessage(raw if raw[at : at + 8] == address else raw[:at] + address + raw[at + 8 :])
 
 

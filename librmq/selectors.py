@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from librmq.errors import AllocationError
 from librmq.java.hashing import boolean_hash, double_hash, long_hash, string_hash
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
 
 __all__ = [
     "AVOIDANCE_TABLE",

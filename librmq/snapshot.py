@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from librmq import codec, layout, salvage
+from librmq import layout, salvage
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -33,10 +33,11 @@ from librmq.errors import (
 )
 from librmq.files import DiskFiles, Entry, FileLock, Files, copy_file, link_file, make_folders
 from librmq.mappedfile import file_name
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.topics import validate_queue
 from librmq.opening import settle
 from librmq.salvage import Gap
-from librmq.topics import validate_queue
 
 __all__ = ["Rescued", "Snapshot", "rescue", "restore", "snapshot"]
 
@@ -167,8 +168,8 @@ def _append(log: CommitLog, message: StoredMessage, following: dict[tuple[str, i
         elif not due <= queue_offset <= due + _LARGEST_GAP:
             queue_offset = due
         following[name] = queue_offset + 1
-        raw[codec.QUEUE_OFFSET_AT : codec.QUEUE_OFFSET_AT + 8] = _LONG.pack(queue_offset)
-    raw[codec.PHYSICAL_OFFSET_AT : codec.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(physical_offset)
+        raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(queue_offset)
+    raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(physical_offset)
     log.append(bytes(raw))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from librmq import codec, layout, opening
+from librmq import layout, opening
 from librmq.appending import AppendResult, Appends
 from librmq.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.clock import Clock, ManualClock, SystemClock
@@ -37,14 +37,15 @@ from librmq.flushing import GroupCommit, flush_all
 from librmq.following import Following
 from librmq.housekeeping import Housekeeping
 from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
+from librmq.message.topics import is_system_topic
 from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.retention import Retention
 from librmq.runtime.background import Background
 from librmq.snapshot import Snapshot, snapshot
-from librmq.topics import is_system_topic
 from librmq.verify import Verdict, verify_parts
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class MessageStore(Appends):
         self.config = config
         self.levels = DelayLevels.parse(config.message_delay_level)
         self._delays = {}
-        self._host = codec.encode_host(codec.parse_host(config.store_host))
+        self._host = record.encode_host(record.parse_host(config.store_host))
         self._largest_body = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._transfer = Transfer(config)

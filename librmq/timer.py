@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
 
-from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import (
     LASTING,
@@ -38,8 +37,10 @@ from librmq.errors import (
 from librmq.files import Files
 from librmq.java.hashing import string_hash
 from librmq.java.integers import java_int, java_long
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import HALF_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
 from librmq.timerfiles import (
@@ -66,7 +67,6 @@ from librmq.timersettings import (
     out_time_ms,
 )
 from librmq.timerslots import TimerSlots
-from librmq.topics import HALF_TOPIC, validate_topic
 
 __all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "Timers", "delete_key", "is_timed"]
 
@@ -187,13 +187,13 @@ class Timers:
         `TimerRefusedError` for a time that is no number or too far away, and for a deletion that comes too late; else
         what `MessageStore.append` raises. Nothing was written then.
         """
-        sys_flag = fields.get("sys_flag", 0) & codec.TRANSACTION_MASK
+        sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
-        if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+        if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
             other = Message(message.topic, message.body, flag=message.flag)
             other.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
             return self._store.append(other, queue_id, **fields)
-        if sys_flag in (0, codec.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
+        if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
             fields.pop("properties_raw", None)
             waiting = self.waiting_form(message, queue_id)
             if waiting is not None:
@@ -216,8 +216,8 @@ class Timers:
         waiting.properties = {
             **message.properties,
             OUT_MS: str(out_ms),
-            codec.PROPERTY_REAL_TOPIC: message.topic,
-            codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+            record.PROPERTY_REAL_TOPIC: message.topic,
+            record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
         return waiting
 
@@ -299,7 +299,7 @@ class Timers:
             return
         rolls = bool(magic & ROLL)
         if deleted and not rolls and message.unique_key:
-            topic = message.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
             if delete_key(topic, message.unique_key) in deleted:
                 return
         self._deliver(message, write_time_ms, rolls, now_ms)
@@ -313,8 +313,8 @@ class Timers:
         elif DELETE_KEY in properties:
             return
         else:
-            topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
-            queue_id = _number(java_int(properties.get(codec.PROPERTY_REAL_QUEUE_ID, "")), -1)
+            topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
+            queue_id = _number(java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, "")), -1)
         properties[DEQUEUE_MS] = str(now_ms)
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
@@ -398,7 +398,7 @@ class Timers:
             magic,
             message.physical_offset,
             message.size,
-            string_hash(properties.get(codec.PROPERTY_REAL_TOPIC, "")),
+            string_hash(properties.get(record.PROPERTY_REAL_TOPIC, "")),
             afresh=self._emptying is not None and self._emptying.time_ms == out_ms,
         )
 
@@ -512,7 +512,7 @@ class Timers:
 
 def _encoded(properties: Mapping[str, str]) -> bytes:
     """Properties as 5.x writes them: with a separator behind the last, too."""
-    return codec.encode_properties(properties) + b"\2" if properties else b""
+    return record.encode_properties(properties) + b"\2" if properties else b""
 
 
 def _number(value: int | None, default: int) -> int:

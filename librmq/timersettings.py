@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
-from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.files import Files
 from librmq.java.integers import java_long
+from librmq.message import record
 from librmq.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
 __all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "delete_key", "is_timed", "out_time_ms"]
@@ -109,7 +109,7 @@ class TimerSettings:
 
 def is_timed(properties: Mapping[str, str]) -> bool:
     """Whether a message with these properties waits for a time of its own; a delay level goes before."""
-    if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0 or OUT_MS in properties:
+    if parse_level(properties.get(record.PROPERTY_DELAY)) > 0 or OUT_MS in properties:
         return False
     return DELAY_SEC in properties or DELAY_MS in properties or DELIVER_MS in properties
 

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
-from librmq import codec
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.message import Message, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import (
     CheckTransaction,
@@ -72,7 +72,7 @@ class CheckedMessage:
     @property
     def check_times(self) -> int:
         """The how manieth question this is."""
-        return int(self.properties.get(codec.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
+        return int(self.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
 
 
 Check = Callable[[CheckedMessage], TransactionState | Awaitable[TransactionState | None] | None]
@@ -182,15 +182,15 @@ class TransactionProducer(Producer):
         if message.delay_level > 0:
             raise MessageIllegalError("a message in a transaction can't be delayed")
         made = self._prepare(message, b"", {})
-        made.properties[codec.PROPERTY_TRANSACTION_PREPARED] = "true"
-        made.properties[codec.PROPERTY_PRODUCER_GROUP] = self.group
+        made.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
+        made.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
         return made, self._send_in_turn(made, self._usual_timeout_ms)
 
     def _end(self, sent: SendResult, state: TransactionState) -> None:
         """Tell the broker, which asks where it does not hear."""
         if state is TransactionState.UNKNOWN:
             return
-        _, physical_offset = codec.parse_offset_message_id(sent.offset_id)
+        _, physical_offset = record.parse_offset_message_id(sent.offset_id)
         request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
         self._tell(sent.queue.broker_name, request)
 
@@ -206,8 +206,8 @@ class TransactionProducer(Producer):
         if not isinstance(request, CheckTransaction):
             return super().answer(request)
         half = request.message
-        properties = {**half.properties, codec.PROPERTY_WAIT: "false"}
-        message = CheckedMessage(properties.get(codec.PROPERTY_REAL_TOPIC, ""), half, properties)
+        properties = {**half.properties, record.PROPERTY_WAIT: "false"}
+        message = CheckedMessage(properties.get(record.PROPERTY_REAL_TOPIC, ""), half, properties)
         if self._check_pool is not None:
             self._check_pool.submit(self._check_in_pool, request, message)
         else:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from librmq import codec
 from librmq.dispatch import parse_level
 from librmq.errors import (
     LASTING,
@@ -35,11 +34,12 @@ from librmq.errors import (
     TransactionRefusedError,
 )
 from librmq.java.integers import java_int
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
-from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.txncheck import CheckPass
 from librmq.txnhalves import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
 
@@ -54,7 +54,7 @@ _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
-_SPECIAL: Final = frozenset((codec.PROPERTY_DELAY, codec.PROPERTY_TRANSACTION_CHECK_TIMES))
+_SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +99,17 @@ class CheckBack(NamedTuple):
     @property
     def topic(self) -> str:
         """The topic that the message is meant for."""
-        return self.half.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+        return self.half.properties.get(record.PROPERTY_REAL_TOPIC, "")
 
     @property
     def queue_id(self) -> int:
         """The queue that the message is meant for."""
-        return java_int(self.half.properties.get(codec.PROPERTY_REAL_QUEUE_ID, "")) or 0
+        return java_int(self.half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
 
     @property
     def properties(self) -> dict[str, str]:
         """The properties as the producer sees them."""
-        return {**self.half.properties, codec.PROPERTY_WAIT: "false"}
+        return {**self.half.properties, record.PROPERTY_WAIT: "false"}
 
 
 class Checked(NamedTuple):
@@ -216,13 +216,13 @@ class Transactions:
         half = Message(HALF_TOPIC, message.body, flag=message.flag)
         half.properties = properties = {
             **message.properties,
-            codec.PROPERTY_REAL_TOPIC: message.topic,
-            codec.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+            record.PROPERTY_REAL_TOPIC: message.topic,
+            record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
-        fields["sys_flag"] = fields.get("sys_flag", 0) & ~codec.TRANSACTION_MASK
+        fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
         if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
             return self._store.append(half, QUEUE, **fields)
-        raw = codec.encode_properties(properties)
+        raw = record.encode_properties(properties)
         result = self._store.append(half, QUEUE, **fields, properties_raw=raw)
         has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # which a record that is read does not have
         if not has_empty and len(raw) <= _REMEMBERED_SIZE:
@@ -284,7 +284,7 @@ class Transactions:
         if (
             recent is None
             or recent.queue_offset != queue_offset
-            or recent.half.properties.get(codec.PROPERTY_PRODUCER_GROUP) != group
+            or recent.half.properties.get(record.PROPERTY_PRODUCER_GROUP) != group
         ):
             return None
         del self._recent[physical_offset]
@@ -294,9 +294,9 @@ class Transactions:
         """The final message of a half that need not be read again."""
         half, fields = recent.half, recent.fields
         properties = half.properties
-        fields["sys_flag"] |= codec.TRANSACTION_COMMIT
+        fields["sys_flag"] |= record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
-        message = Message(properties[codec.PROPERTY_REAL_TOPIC], half.body, flag=half.flag)
+        message = Message(properties[record.PROPERTY_REAL_TOPIC], half.body, flag=half.flag)
         message.properties = properties
         try:
             result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, wait=False)
@@ -313,7 +313,7 @@ class Transactions:
             half = None
         if half is None or (half.topic != HALF_TOPIC and not self._original):
             raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
-        if half.properties.get(codec.PROPERTY_PRODUCER_GROUP) != group:
+        if half.properties.get(record.PROPERTY_PRODUCER_GROUP) != group:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The producer group wrong")
         if half.queue_offset != queue_offset:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction state table offset wrong")
@@ -328,7 +328,7 @@ class Transactions:
             and half.queue_offset >= self._judged_below()
             and half.queue_offset not in self._ended_halves()
             and half.physical_offset not in self._without_op
-            and codec.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
+            and record.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
         )
 
     def _judged_below(self) -> int:
@@ -351,7 +351,7 @@ class Transactions:
 
         def marks(message: StoredMessage) -> tuple[object, ...]:
             properties = message.properties
-            names = codec.PROPERTY_PRODUCER_GROUP, codec.PROPERTY_REAL_TOPIC, codec.PROPERTY_REAL_QUEUE_ID
+            names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID
             return (message.unique_key, message.born_timestamp_ms, *map(properties.get, names))
 
         if not half.unique_key:
@@ -367,13 +367,13 @@ class Transactions:
         """Whether a final message of the family stands in the log."""
         half = family[0]
         properties = half.properties
-        delayed = parse_level(properties.get(codec.PROPERTY_DELAY)) > 0
-        topic = SCHEDULE_TOPIC if delayed else properties.get(codec.PROPERTY_REAL_TOPIC, "")
+        delayed = parse_level(properties.get(record.PROPERTY_DELAY)) > 0
+        topic = SCHEDULE_TOPIC if delayed else properties.get(record.PROPERTY_REAL_TOPIC, "")
         places = {one.physical_offset for one in family}
         if not half.unique_key:
             return half.physical_offset in self._without_op
         return any(
-            message.sys_flag & codec.TRANSACTION_MASK == codec.TRANSACTION_COMMIT
+            message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
             and message.prepared_transaction_offset in places
             for message in self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
         )
@@ -391,19 +391,19 @@ class Transactions:
 
     def _write_final(self, half: StoredMessage, flag: int) -> AppendResult:
         properties = dict(half.properties)
-        topic = properties.get(codec.PROPERTY_REAL_TOPIC, "")
-        queue_id = java_int(properties.get(codec.PROPERTY_REAL_QUEUE_ID, ""))
+        topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
+        queue_id = java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, ""))
         if queue_id is None:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message names no queue")
-        if parse_level(properties.get(codec.PROPERTY_DELAY)) > 0:
+        if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
             # A message that goes to the schedule topic has its properties written anew, and without these.
             for name in (
-                codec.PROPERTY_REAL_TOPIC,
-                codec.PROPERTY_REAL_QUEUE_ID,
-                codec.PROPERTY_TRANSACTION_PREPARED,
+                record.PROPERTY_REAL_TOPIC,
+                record.PROPERTY_REAL_QUEUE_ID,
+                record.PROPERTY_TRANSACTION_PREPARED,
             ):
                 properties.pop(name, None)
-        sys_flag = half.sys_flag & ~codec.TRANSACTION_MASK | codec.TRANSACTION_COMMIT
+        sys_flag = half.sys_flag & ~record.TRANSACTION_MASK | record.TRANSACTION_COMMIT
         place = half.physical_offset
         try:
             result = self._store.append_again(
@@ -420,7 +420,7 @@ class Transactions:
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
         message = Message(OP_TOPIC, str(queue_offset).encode())
-        message.properties = {codec.PROPERTY_TAGS: OP_TAG, codec.PROPERTY_WAIT: "true"}
+        message.properties = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
         # With sync durability the final message is waited for too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
@@ -500,7 +500,7 @@ class Transactions:
         """Begin a check pass; ``did`` collects what it does, unless it is None: it may be much."""
 
         def ask(copy: StoredMessage, check_times: int) -> None:
-            question = CheckBack(copy.properties.get(codec.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
+            question = CheckBack(copy.properties.get(record.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
             self._ask(question)
             if did is not None:
                 did.asked.append(question)

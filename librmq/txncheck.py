@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from librmq import codec
 from librmq.errors import MessageIllegalError
 from librmq.java.integers import java_int, java_long
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.reading import GetStatus, ReadResult
 from librmq.store import MessageStore
-from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.txnhalves import CHECK_GROUP, QUEUE, TransactionOffsets, half_of, progress
 
 __all__ = ["CheckPass"]
@@ -26,8 +26,8 @@ __all__ = ["CheckPass"]
 _log = logging.getLogger("librmq.txn")
 
 _OPS_READ: Final = 32
-_CHECK_TIMES: Final = codec.PROPERTY_TRANSACTION_CHECK_TIMES
-_PREPARED_AT: Final = codec.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
+_CHECK_TIMES: Final = record.PROPERTY_TRANSACTION_CHECK_TIMES
+_PREPARED_AT: Final = record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 
 
 class CheckPass:
@@ -121,7 +121,7 @@ class CheckPass:
         if half.store_timestamp_ms >= self._start_ms:
             return False
         immunity_ms = self._timeout_ms
-        own = properties.get(codec.PROPERTY_CHECK_IMMUNITY_TIME)
+        own = properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME)
         if own is not None:
             seconds = java_long(own)
             if seconds is not None and seconds != -1:
@@ -171,7 +171,7 @@ class CheckPass:
             if op is not None:
                 self._use(op)
                 return True
-        properties[codec.PROPERTY_WAIT] = "false"
+        properties[record.PROPERTY_WAIT] = "false"
         properties.setdefault(_PREPARED_AT, str(half.queue_offset))
         self._put_back(half, properties)
         return True
@@ -193,7 +193,7 @@ class CheckPass:
         check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
         _log.error(
             "the half message at queue offset %d, for topic %s, is discarded after %d checks",
-            half.queue_offset, properties.get(codec.PROPERTY_REAL_TOPIC), check_times,
+            half.queue_offset, properties.get(record.PROPERTY_REAL_TOPIC), check_times,
             extra={"topic": HALF_TOPIC, "queue_id": half.queue_id, "queue_offset": half.queue_offset},
         )  # fmt: skip
         self._make_topic(CHECK_MAX_TIME_TOPIC)

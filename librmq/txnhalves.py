@@ -11,10 +11,10 @@ import logging
 from typing import Final, Protocol
 
 from librmq.java.integers import java_long
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
-from librmq.topics import HALF_TOPIC, OP_TOPIC
 
 __all__ = ["CHECK_GROUP", "OP_TAG", "QUEUE", "EndedHalves", "TransactionOffsets", "half_of", "progress"]
 

@@ -23,8 +23,8 @@ from librmq.damage import Damage
 from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
 from librmq.mappedfile import MappingPool
+from librmq.message.delay_levels import DelayLevels
 from librmq.reconcile import reconcile
 
 __all__ = ["Verdict", "verify"]

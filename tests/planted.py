@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from librmq.consumer import DeliveredMessage
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.testing import Kit, Process
 

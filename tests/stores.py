@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.dispatch import has_queue_entry, is_indexed
 from librmq.files import Files, MemoryFiles
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
 
 ROOT = "/store"
@@ -136,7 +136,7 @@ def fill(store: MessageStore, clock: ManualClock, rng: random.Random, count: int
             continue
         if rng.random() < 0.2:
             fields["sys_flag"] = rng.choice(
-                [codec.TRANSACTION_PREPARED, codec.TRANSACTION_COMMIT, codec.TRANSACTION_ROLLBACK]
+                [record.TRANSACTION_PREPARED, record.TRANSACTION_COMMIT, record.TRANSACTION_ROLLBACK]
             )
             fields["prepared_transaction_offset"] = rng.choice([0, 77])
         results.append(store.append(message, queue_id, **fields))

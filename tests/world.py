@@ -11,7 +11,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
 from librmq.producer import Producer, SendResult
 from librmq.protocol import Endpoint, QueueData, Request, Route
 from librmq.runtime.manual import ManualRunner

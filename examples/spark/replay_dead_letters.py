@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from librmq import RmqError
+from librmq.message.topics import dead_letter_topic
 from librmq.spark import register, session, stores
 from librmq.spark.pipelines import replayable
-from librmq.topics import dead_letter_topic
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,10 +10,10 @@ from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.topics import Topics
 from librmq.errors import CorruptionError
 from librmq.hops import HOP_TOPIC
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
+from librmq.message.topics import is_system_topic
 from librmq.protocol import CleanUnusedTopics, CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
 from librmq.store import MessageStore
-from librmq.topics import is_system_topic
 
 __all__ = ["Administration"]
 

@@ -48,8 +48,9 @@ from librmq.errors import (
 )
 from librmq.files import DiskFiles, Files, TemporaryFolder
 from librmq.hops import HOP_TOPIC, HopProxy
-from librmq.levels import level_of_queue_id
-from librmq.message import StoredMessage, dead_letter_topic
+from librmq.message.delay_levels import level_of_queue_id
+from librmq.message.message import StoredMessage, dead_letter_topic
+from librmq.message.topics import HALF_TOPIC
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -88,7 +89,6 @@ from librmq.runtime.runner import Aside, Runner, Step, Work, aside_by
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import Timers
-from librmq.topics import HALF_TOPIC
 
 __all__ = ["Broker"]
 

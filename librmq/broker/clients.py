@@ -16,7 +16,7 @@ from librmq.broker.locks import QueueLocks
 from librmq.broker.registry import Changes, Registry
 from librmq.broker.topics import Topics
 from librmq.errors import RmqError
-from librmq.message import MessageQueue, retry_topic
+from librmq.message.message import MessageQueue, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,

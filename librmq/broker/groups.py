@@ -11,8 +11,8 @@ from typing import Final
 
 from librmq.brokerconfig import ConfigTable, group_row
 from librmq.errors import BrokerError, MessageIllegalError
+from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
-from librmq.topics import validate_group
 
 __all__ = ["Group", "Groups"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 
 __all__ = ["QueueLocks"]
 

@@ -12,7 +12,7 @@ from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConsumerData,
     MaxOffset,

@@ -18,7 +18,8 @@ from librmq.broker.selection import Selection, parse_selection, registered_selec
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import OFFSET_MOVED_TOPIC
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -31,7 +32,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner
 from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
-from librmq.topics import OFFSET_MOVED_TOPIC
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from librmq.codec import tags_code
 from librmq.errors import BrokerError, FilterSyntaxError
+from librmq.message.record import tags_code
 from librmq.protocol import ResponseCode, Subscription
 
 if TYPE_CHECKING:

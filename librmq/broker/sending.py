@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from librmq import codec
 from librmq.broker.groups import Groups
 from librmq.broker.holds import Holds
 from librmq.broker.settings import BrokerSettings
@@ -17,23 +16,24 @@ from librmq.broker.topics import Topic, Topics
 from librmq.dispatch import parse_level
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
 from librmq.hops import HOP_TOPIC
-from librmq.hosts import Host
-from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message import record
+from librmq.message.hosts import Host
+from librmq.message.message import Message, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runtime.runner import Runner
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import TIMER_TOPIC, Timers, is_timed
-from librmq.topics import HALF_TOPIC, RETRY_PREFIX
 
 __all__ = ["Sending"]
 
-_CLUSTER: Final = codec.PROPERTY_CLUSTER
-_WAIT: Final = codec.PROPERTY_WAIT
-_DELAY: Final = codec.PROPERTY_DELAY
-_PREPARED: Final = codec.PROPERTY_TRANSACTION_PREPARED
-_RETRY_TOPIC: Final = codec.PROPERTY_RETRY_TOPIC
-_ORIGIN_MESSAGE_ID: Final = codec.PROPERTY_ORIGIN_MESSAGE_ID
+_CLUSTER: Final = record.PROPERTY_CLUSTER
+_WAIT: Final = record.PROPERTY_WAIT
+_DELAY: Final = record.PROPERTY_DELAY
+_PREPARED: Final = record.PROPERTY_TRANSACTION_PREPARED
+_RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
+_ORIGIN_MESSAGE_ID: Final = record.PROPERTY_ORIGIN_MESSAGE_ID
 _FIRST_RETRY_LEVEL: Final = 3
 _OK: Final = SendStatus.SEND_OK
 
@@ -86,7 +86,7 @@ class Sending:
         self._longest_wait_s = settings.longest_wait_s
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
-        host = codec.encode_host(codec.parse_host(store.config.store_host))
+        host = record.encode_host(record.parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
 
     # ---- producers
@@ -101,7 +101,7 @@ class Sending:
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
-        sys_flag = request.sys_flag | codec.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
+        sys_flag = request.sys_flag | record.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only where the original does
@@ -159,7 +159,7 @@ class Sending:
             properties={_WAIT: first.properties.get(_WAIT, "true"), _CLUSTER: self._cluster},
             born_timestamp_ms=request.born_timestamp_ms,
             born_host=request.born_host,
-            sys_flag=codec.MULTI_TAGS if topic.is_multi_tag else 0,
+            sys_flag=record.MULTI_TAGS if topic.is_multi_tag else 0,
             wait=False,
         )
         for message, result in zip(request.messages, results, strict=True):
@@ -192,10 +192,10 @@ class Sending:
         if wait is not None:
             properties[_WAIT] = wait
         properties.pop(_DELAY, None)  # what is not decided can't be delayed
-        properties[codec.PROPERTY_REAL_TOPIC] = message.topic
-        properties[codec.PROPERTY_REAL_QUEUE_ID] = str(queue_id)
+        properties[record.PROPERTY_REAL_TOPIC] = message.topic
+        properties[record.PROPERTY_REAL_QUEUE_ID] = str(queue_id)
         message.topic = HALF_TOPIC
-        return sys_flag & ~codec.TRANSACTION_MASK
+        return sys_flag & ~record.TRANSACTION_MASK
 
     def _send_to_retry(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """A consumer sends a message to its own retry topic: too often, and it is a dead letter. Gives the queue."""

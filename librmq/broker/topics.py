@@ -12,9 +12,8 @@ from typing import Any, Final
 from librmq.broker.settings import BrokerSettings
 from librmq.brokerconfig import ConfigTable, topic_row
 from librmq.errors import BrokerError, MessageIllegalError
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
-from librmq.topics import (
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
     NOT_FOR_SENDING,
     OFFSET_MOVED_TOPIC,
@@ -23,6 +22,7 @@ from librmq.topics import (
     is_system_topic,
     validate_client_topic,
 )
+from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
 
 __all__ = ["Topic", "Topics"]
 

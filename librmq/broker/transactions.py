@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from librmq import codec
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime.runner import Aside, Runner, Step, Work
@@ -175,7 +175,7 @@ class BrokerTransactions:
 
     def _count(self, outcome: str, half: StoredMessage) -> None:
         if self._metrics is not None:
-            topic = half.properties.get(codec.PROPERTY_REAL_TOPIC, "")
+            topic = half.properties.get(record.PROPERTY_REAL_TOPIC, "")
             self._metrics.count("transactions", topic=topic, outcome=outcome)
 
 

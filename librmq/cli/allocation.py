@@ -12,7 +12,7 @@ from librmq.cli.input import field, read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.errors import AllocationError, ConfigError, InputError
 from librmq.java.hashing import long_hash
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
 from librmq.rebalance import (
     AllocationStrategy,
     allocate_averagely,

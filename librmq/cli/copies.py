@@ -16,7 +16,7 @@ __all__ = ["restore", "salvage", "snapshot"]
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and what is between them, or make a new store of the records."""
     from librmq import salvage
-    from librmq.levels import DelayLevels
+    from librmq.message.delay_levels import DelayLevels
     from librmq.snapshot import rescue
 
     files, store = DiskFiles(), arguments.store

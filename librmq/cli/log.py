@@ -15,9 +15,9 @@ from librmq.commitlog import CommitLog, LogItem
 from librmq.errors import CorruptionError
 from librmq.files import DiskFiles
 from librmq.layout import COMMITLOG, check_kind
-from librmq.levels import DelayLevels
 from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.message import StoredMessage
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
 from librmq.salvage import find_record
 
 __all__ = ["dump"]

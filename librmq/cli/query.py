@@ -14,7 +14,7 @@ from librmq.clock import SystemClock
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.tags import TagFilter
 from librmq.matching import ByTags
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 
 __all__ = ["ask", "query"]

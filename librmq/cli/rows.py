@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from librmq import codec
 from librmq.cli.output import complain
 from librmq.consumequeueext import is_ext_address
 from librmq.dispatch import derived_tags_code
 from librmq.errors import BodyCompressionError, MissingExtraError
 from librmq.java.hashing import java_decode
-from librmq.levels import DelayLevels
-from librmq.message import StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
 
 if TYPE_CHECKING:  # `dump` needs none of them
     from librmq.consumequeue import ConsumeQueue
@@ -65,22 +65,22 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "commit_log_offset": message.physical_offset,
         "sys_flag": message.sys_flag,
         "born_timestamp": message.born_timestamp_ms,
-        "born_host": codec.format_host(message.born_host),
+        "born_host": record.format_host(message.born_host),
         "store_timestamp": message.store_timestamp_ms,
-        "store_host": codec.format_host(message.store_host),
+        "store_host": record.format_host(message.store_host),
         "reconsume_times": message.reconsume_times,
         "prepared_transaction_offset": message.prepared_transaction_offset,
         "msg_id": message.offset_id,
         "body_b64": _base64(_body(message)),
     }
-    if message.sys_flag & codec.COMPRESSED:
+    if message.sys_flag & record.COMPRESSED:
         row["stored_body_b64"] = _base64(message.stored_body)
     row |= {
         "properties": dict(sorted(properties.items())),
         "properties_raw": java_decode(properties_raw),
         "dispatch_tags_code": tags_code,
         "dispatch_tags_code_hex": _hex(tags_code),
-        "dispatch_keys": properties.get(codec.PROPERTY_KEYS) if properties_raw else "",
+        "dispatch_keys": properties.get(record.PROPERTY_KEYS) if properties_raw else "",
         "dispatch_uniq_key": message.unique_key,
         "raw_sha1": hashlib.sha1(message.raw, usedforsecurity=False).hexdigest(),
     }

@@ -17,7 +17,7 @@ from librmq.consumer.held import HeldQueue
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
 from librmq.protocol import MessageModel, SendBack
 from librmq.runtime.runner import Step
 

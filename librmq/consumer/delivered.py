@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from librmq.codec import (
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.record import (
     PROPERTY_CONSUME_START_TIME,
     PROPERTY_MAX_OFFSET,
     PROPERTY_MIN_OFFSET,
@@ -16,8 +17,7 @@ from librmq.codec import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_TRANSACTION_PREPARED,
 )
-from librmq.message import MessageQueue, StoredMessage
-from librmq.topics import RETRY_PREFIX
+from librmq.message.topics import RETRY_PREFIX
 
 __all__ = ["DeliveredMessage"]
 

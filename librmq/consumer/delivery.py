@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.listener import ReconsumeLater, SuspendQueue
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.runtime.runner import Work
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from librmq.consumer.processqueue import ProcessQueue
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
+from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import Endpoint
 from librmq.runtime.runner import Step
-from librmq.topics import RETRY_PREFIX
 
 __all__ = ["HeldQueue"]
 

@@ -15,7 +15,8 @@ from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
 from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
-from librmq.message import MessageQueue, validate_client_topic
+from librmq.message.message import MessageQueue, validate_client_topic
+from librmq.message.topics import retry_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
@@ -31,7 +32,6 @@ from librmq.protocol import (
 )
 from librmq.rebalance import refuse_differences
 from librmq.runtime.runner import Runner, Step, aside_by
-from librmq.topics import retry_topic, validate_group
 
 __all__ = ["Member"]
 

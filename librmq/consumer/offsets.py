@@ -22,7 +22,7 @@ from librmq.consumer.held import HeldQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
 from librmq.runtime.runner import Aside
 

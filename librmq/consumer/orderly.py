@@ -21,7 +21,14 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from librmq.codec import (
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.delivery import BlockedQueue, Delivery, Listener
+from librmq.consumer.held import HeldQueue
+from librmq.consumer.rebalancing import next_on_grid
+from librmq.errors import RmqError
+from librmq.listener import SuspendQueue
+from librmq.message.message import Message, MessageQueue
+from librmq.message.record import (
     PROPERTY_DELAY,
     PROPERTY_MAX_RECONSUME_TIMES,
     PROPERTY_ORIGIN_MESSAGE_ID,
@@ -29,16 +36,9 @@ from librmq.codec import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_TRANSACTION_PREPARED,
 )
-from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import BlockedQueue, Delivery, Listener
-from librmq.consumer.held import HeldQueue
-from librmq.consumer.rebalancing import next_on_grid
-from librmq.errors import RmqError
-from librmq.listener import SuspendQueue
-from librmq.message import Message, MessageQueue
+from librmq.message.topics import retry_topic
 from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
 from librmq.runtime.runner import Step
-from librmq.topics import retry_topic
 
 if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from librmq.codec import QUEUE_OFFSET_AT
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.record import QUEUE_OFFSET_AT
 
 __all__ = ["ProcessQueue"]
 

@@ -19,7 +19,7 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.member import Member
 from librmq.errors import ClientStateError, RmqError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import (
     MaxOffset,
     MinOffset,

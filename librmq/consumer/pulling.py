@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.held import HeldQueue
 from librmq.errors import BrokerError, RmqError
+from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runtime.runner import Step
-from librmq.topics import RETRY_PREFIX
 
 if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer

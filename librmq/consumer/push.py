@@ -19,7 +19,7 @@ from librmq.consumer.metering import show_gauges
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.pulling import Pulling
 from librmq.errors import ConfigError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import Route
 from librmq.runtime.runner import Step

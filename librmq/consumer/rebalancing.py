@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import RmqError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
+from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     PERM_READ,
     ConsumeFrom,
@@ -25,7 +26,6 @@ from librmq.protocol import (
 )
 from librmq.rebalance import own_share
 from librmq.runtime.runner import Step
-from librmq.topics import RETRY_PREFIX
 
 if TYPE_CHECKING:
     from librmq.consumer.held import HeldQueue

@@ -9,17 +9,18 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from librmq.codec import (
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.errors import FilterEvaluationError, NoRouteError
+from librmq.filter import TAG, SqlFilter, TagFilter
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import (
     PROPERTY_DELAY,
     PROPERTY_REAL_QUEUE_ID,
     PROPERTY_REAL_TOPIC,
     PROPERTY_RECONSUME_TIME,
     PROPERTY_WAIT,
 )
-from librmq.consumer.delivered import DeliveredMessage
-from librmq.errors import FilterEvaluationError, NoRouteError
-from librmq.filter import TAG, SqlFilter, TagFilter
-from librmq.message import Message, StoredMessage
+from librmq.message.topics import DEAD_LETTER_PREFIX, retry_topic
 from librmq.protocol import (
     LOCAL_HOST,
     ConsumerData,
@@ -31,7 +32,6 @@ from librmq.protocol import (
     Subscription,
     TopicGroups,
 )
-from librmq.topics import DEAD_LETTER_PREFIX, retry_topic
 
 __all__ = ["MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"]
 

@@ -13,9 +13,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from librmq import codec
 from librmq.errors import InputError, MalformedError, MessageIllegalError
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.message import Message
 
 Row = dict[str, Any]
 Fields = Mapping[str, Any]
@@ -102,11 +102,11 @@ def truth(row: Fields, name: str) -> bool:
     return bool(value)
 
 
-def host(row: Fields, name: str) -> codec.Host | None:
+def host(row: Fields, name: str) -> record.Host | None:
     """An address and port, None where there is none."""
     value = optional_text(row, name)
     try:
-        return None if value is None else codec.parse_host(value)
+        return None if value is None else record.parse_host(value)
     except MalformedError as error:
         raise InputError(f"{name}: {error}") from None
 
@@ -132,17 +132,17 @@ def properties(row: Fields) -> dict[str, str]:
 def message(row: Fields, topic: str) -> Message:
     """The message of an operation: ``body`` is text, ``body_b64`` bytes; properties in a client's order."""
     raw = optional_text(row, "propertiesString")
-    found = properties(row) if raw is None else codec.decode_properties(raw)
+    found = properties(row) if raw is None else record.decode_properties(raw)
     for name, property_name in (
-        ("tags", codec.PROPERTY_TAGS),
-        ("keys", codec.PROPERTY_KEYS),
-        ("uniqKey", codec.PROPERTY_UNIQUE_KEY),
+        ("tags", record.PROPERTY_TAGS),
+        ("keys", record.PROPERTY_KEYS),
+        ("uniqKey", record.PROPERTY_UNIQUE_KEY),
     ):
         value = optional_text(row, name)
         if value is not None:
             found[property_name] = value
     if row.get("delayLevel") is not None:
-        found[codec.PROPERTY_DELAY] = str(int32(row, "delayLevel"))
+        found[record.PROPERTY_DELAY] = str(int32(row, "delayLevel"))
     result = Message(topic, _body(row), flag=int32(row, "flag", 0))
     if raw is None:
         check_separators(found)

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from librmq import codec, layout
-from librmq.batch import BatchItem, encode_batch
+from librmq import layout
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
@@ -39,10 +38,12 @@ from librmq.files import DiskFiles
 from librmq.filter.registrations import Registrations
 from librmq.load import fields
 from librmq.load.fields import Row
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.batch import BatchItem, encode_batch
+from librmq.message.message import Message
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.store import AppendResult, MessageStore
 from librmq.timer import TimerRefusedError, Timers, TimerSettings
-from librmq.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.txn import Transactions, TransactionSettings
 from librmq.txnhalves import CHECK_GROUP
 
@@ -242,7 +243,7 @@ class _Operations:
         if not fields.truth(row, "compress") or not message.body:
             return sys_flag
         message.body = zlib.compress(message.body, _ZLIB_LEVEL)
-        return sys_flag | codec.COMPRESSED | bits
+        return sys_flag | record.COMPRESSED | bits
 
     def _append(self, row: Row, message: Message, queue_id: int, sys_flag: int, raw: str | None = None) -> AppendResult:
         append = self._store.append if self._timers is None else self._timers.put
@@ -264,10 +265,10 @@ class _Operations:
             origin = _origin(row, fields.int32(row, "sysFlag", 0))
             messages = [fields.message(one, topic) for one in fields.objects(row, "messages")]
             fields.check_separators(added)
-            if parse_level(added.get(codec.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
+            if parse_level(added.get(record.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
                 raise MessageIllegalError("a batch can't be delayed")
             encoded = encode_batch(
-                BatchItem(message.body, message.flag, codec.encode_properties(message.properties))
+                BatchItem(message.body, message.flag, record.encode_properties(message.properties))
                 for message in messages
             )
             return self._store.append_batch(messages, queue_id, properties=added, **origin)
@@ -306,8 +307,8 @@ class _Operations:
             topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
             message = fields.message(row, topic)
             message.properties |= {
-                codec.PROPERTY_TRANSACTION_PREPARED: "true",
-                codec.PROPERTY_PRODUCER_GROUP: group,
+                record.PROPERTY_TRANSACTION_PREPARED: "true",
+                record.PROPERTY_PRODUCER_GROUP: group,
             }
             sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
             prepared = fields.int64(row, "preparedTransactionOffset", 0)
@@ -439,7 +440,7 @@ class _Operations:
 def _origin(row: Row, sys_flag: int) -> dict[str, Any]:
     """From where and when the messages of an operation come, as keywords of the store."""
     born_host, store_host = fields.host(row, "bornHost") or _BORN_HOST, fields.host(row, "storeHost")
-    for host, bit in ((born_host, codec.BORN_HOST_V6), (store_host, codec.STORE_HOST_V6)):
+    for host, bit in ((born_host, record.BORN_HOST_V6), (store_host, record.STORE_HOST_V6)):
         if sys_flag & bit and (host is None or ":" not in host[0]):
             raise MessageIllegalError("sysFlag: says that a host is IPv6 which is not")
     return {

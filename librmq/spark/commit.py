@@ -31,11 +31,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq import codec, layout
+from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE
 from librmq.dispatch import Lane as LaneOfStore
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files import DiskFiles, make_folders
+from librmq.message import record
 from librmq.spark.decode import Ints
 from librmq.spark.encode import Lane
 from librmq.store import MessageStore
@@ -305,17 +306,17 @@ def _ranks(lane: Ints, lanes: int) -> Ints:
 
 def _places(sizes: Ints, end: int, file_size: int) -> Ints:
     """Where records go from ``end`` on: to the next file where one does not fit with a blank behind it."""
-    if int(sizes.max()) + codec.BLANK_SIZE > file_size:
+    if int(sizes.max()) + record.BLANK_SIZE > file_size:
         raise MessageIllegalError(f"a record of {sizes.max()} bytes does not fit a log file of {file_size} bytes")
     sums = np.cumsum(sizes)
     places = np.empty(len(sizes), np.int64)
     at = 0
     while at < len(sizes):
-        limit = end - end % file_size + file_size - codec.BLANK_SIZE
+        limit = end - end % file_size + file_size - record.BLANK_SIZE
         before = int(sums[at - 1]) if at else 0
         upto = int(np.searchsorted(sums, before + max(0, limit - end), "right"))
         if upto == at:
-            end = limit + codec.BLANK_SIZE
+            end = limit + record.BLANK_SIZE
             continue
         places[at:upto] = end + (sums[at:upto] - sizes[at:upto] - before)
         end = int(places[upto - 1] + sizes[upto - 1])
@@ -341,7 +342,7 @@ def _fill_in(data: bytearray, places: Ints, queue_offsets: Ints, now_ms: int) ->
     at = places - places[0]
     raw: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     window = np.ndarray((len(raw) - 7,), ">i8", raw, strides=(1,))
-    window[at + codec.QUEUE_OFFSET_AT] = queue_offsets
-    window[at + codec.PHYSICAL_OFFSET_AT] = places
-    wide = (raw[at + codec.SYS_FLAG_AT + 3] & codec.BORN_HOST_V6) != 0
-    window[at + codec.STORE_TIMESTAMP_AT + codec.HOST_V6_EXTRA * wide] = now_ms
+    window[at + record.QUEUE_OFFSET_AT] = queue_offsets
+    window[at + record.PHYSICAL_OFFSET_AT] = places
+    wide = (raw[at + record.SYS_FLAG_AT + 3] & record.BORN_HOST_V6) != 0
+    window[at + record.STORE_TIMESTAMP_AT + record.HOST_V6_EXTRA * wide] = now_ms

@@ -25,10 +25,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from librmq import codec
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.hashing import java_decode
-from librmq.message import DECOMPRESSED_LIMIT
+from librmq.message import record
+from librmq.message.message import DECOMPRESSED_LIMIT
 
 try:
     import pyarrow as pa
@@ -49,7 +49,7 @@ HEADER: Final = np.dtype(
         ("prepared_offset", ">i8"), ("body_length", ">i4"),
     ]
 )  # fmt: skip
-"""Everything before the body, with IPv4 hosts; the layout is drawn in `librmq.codec`."""
+"""Everything before the body, with IPv4 hosts; the layout is drawn in `librmq.message.record`."""
 
 _MOST_COMPARED: Final = 24
 """Properties of a row that are held against each other by arrays; a row with more is read one by one."""
@@ -168,24 +168,24 @@ class Block:
     def _check(self) -> None:
         raw, places = self._raw, self.places
         limit = len(raw)
-        sound = (places >= 0) & (places <= limit - codec.FIXED_SIZE)
+        sound = (places >= 0) & (places <= limit - record.FIXED_SIZE)
         at = places if sound.all() else np.where(sound, places, 0)
         self._at = at
         head = self._head = self._headers(at)
         end = at + head["size"]
         magic = head["magic"]
-        second = magic == codec.MESSAGE_MAGIC_V2
-        sound &= ((magic == codec.MESSAGE_MAGIC) | second) & (head["size"] >= codec.FIXED_SIZE) & (end <= limit)
+        second = magic == record.MESSAGE_MAGIC_V2
+        sound &= ((magic == record.MESSAGE_MAGIC) | second) & (head["size"] >= record.FIXED_SIZE) & (end <= limit)
         if self._sizes is not None:
             sound &= head["size"] == self._sizes
         self.sound = sound
         sys_flag = head["sys_flag"]
         self._born_shift = self._store_shift = None
-        body_at = at + codec.BODY_AT
+        body_at = at + record.BODY_AT
         body_length = head["body_length"].astype(np.int64)
-        if (sys_flag & codec.HOSTS_V6).any():
-            self._born_shift = codec.HOST_V6_EXTRA * ((sys_flag & codec.BORN_HOST_V6) != 0).astype(np.int64)
-            shift = codec.HOST_V6_EXTRA * ((sys_flag & codec.STORE_HOST_V6) != 0).astype(np.int64)
+        if (sys_flag & record.HOSTS_V6).any():
+            self._born_shift = record.HOST_V6_EXTRA * ((sys_flag & record.BORN_HOST_V6) != 0).astype(np.int64)
+            shift = record.HOST_V6_EXTRA * ((sys_flag & record.STORE_HOST_V6) != 0).astype(np.int64)
             self._store_shift = self._born_shift + shift
             body_at = body_at + self._store_shift
             sound &= body_at + np.where(second, 4, 3) <= end
@@ -199,17 +199,17 @@ class Block:
         sound &= body_end + lengths <= end
         topic_at = body_end + 1
         topic_length = raw[np.where(sound, body_end, 0)].astype(np.int64)
-        most: Any = codec.MAX_TOPIC_SIZE
+        most: Any = record.MAX_TOPIC_SIZE
         if any_second:
             wide = gather(raw, np.where(sound & second, body_end, 0), ">u2").astype(np.int64)
             topic_length = np.where(second, wide, topic_length)
             topic_at = topic_at + second
-            most = np.where(second, codec.MAX_TOPIC_SIZE_V2, most)
+            most = np.where(second, record.MAX_TOPIC_SIZE_V2, most)
         topic_end = topic_at + topic_length
         sound &= (topic_length <= most) & (topic_end + 2 <= end)
         properties_at = topic_end + 2
         properties_length = gather(raw, np.where(sound, topic_end, 0), ">u2").astype(np.int64)
-        properties_length[properties_length > codec.MAX_PROPERTIES_SIZE] = 0
+        properties_length[properties_length > record.MAX_PROPERTIES_SIZE] = 0
         sound &= properties_at + properties_length == end
         self._body = body_at, body_end
         self._topic = topic_at, topic_end
@@ -225,10 +225,10 @@ class Block:
     def reason(self, row: int) -> RecordError:
         """What is wrong with a row that is not sound."""
         place = int(self.places[row])
-        if not 0 <= place <= len(self._raw) - codec.FIXED_SIZE:
+        if not 0 <= place <= len(self._raw) - record.FIXED_SIZE:
             return RecordError("expected a record, found the end of the file")
         try:
-            codec.frame(self._raw.data, place, len(self._raw))
+            record.frame(self._raw.data, place, len(self._raw))
         except RecordError as error:
             return error
         assert self._sizes is not None
@@ -253,8 +253,8 @@ class Block:
 
     def host(self, name: str) -> pa.StringArray:
         """``born_host`` or ``store_host`` as texts."""
-        at = self._at + (codec.BORN_HOST_AT if name == "born_host" else codec.STORE_HOST_AT)
-        bit = codec.BORN_HOST_V6 if name == "born_host" else codec.STORE_HOST_V6
+        at = self._at + (record.BORN_HOST_AT if name == "born_host" else record.STORE_HOST_AT)
+        bit = record.BORN_HOST_V6 if name == "born_host" else record.STORE_HOST_V6
         if name == "store_host" and self._born_shift is not None:
             at = at + self._born_shift
         at = np.where(self.sound, at, 0)
@@ -266,7 +266,7 @@ class Block:
                 raws = np.ascontiguousarray(gather(self._raw, at[rows], f"V{size}")).view(f"S{size}")
                 _, first, which = np.unique(raws, return_index=True, return_inverse=True)
                 padded = gather(self._raw, at[rows][first], f"V{size}")
-                names = [codec.format_host(codec.decode_host(host.tobytes())) for host in padded]
+                names = [record.format_host(record.decode_host(host.tobytes())) for host in padded]
                 found[rows] = np.array(names, object)[which]
         return pa.array(found, pa.string())
 
@@ -281,13 +281,13 @@ class Block:
     def body(self) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
         """The bodies as they were sent, and which can't be had, with the reason (they are null)."""
         stored = self.stored_body()
-        packed = np.flatnonzero(self.sound & ((self._head["sys_flag"] & codec.COMPRESSED) != 0))
+        packed = np.flatnonzero(self.sound & ((self._head["sys_flag"] & record.COMPRESSED) != 0))
         bad: dict[int, RecordError] = {}
         values: list[bytes | None] = []
         for row in packed.tolist():
             try:
                 flags = int(self._head["sys_flag"][row])
-                values.append(codec.decompress_body(stored[row].as_py(), flags, DECOMPRESSED_LIMIT))
+                values.append(record.decompress_body(stored[row].as_py(), flags, DECOMPRESSED_LIMIT))
             except BodyCompressionError as error:
                 bad[row] = error
                 values.append(None)
@@ -356,7 +356,7 @@ class Properties:
 
     def _plain(self, row: int) -> dict[str, str]:
         """A row read by the plain code."""
-        return codec.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
+        return record.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
 
     def value(self, name: str) -> pa.StringArray:
         """The values of one property, null where a message has none."""
@@ -491,9 +491,9 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "physicalOffset": _number("physical_offset", pa.int64()),
     "bornTimestamp": _time("born_timestamp"),
     "storeTimestamp": _time("store_timestamp"),
-    "tags": _property(codec.PROPERTY_TAGS),
-    "keys": _property(codec.PROPERTY_KEYS),
-    "uniqueKey": _property(codec.PROPERTY_UNIQUE_KEY),
+    "tags": _property(record.PROPERTY_TAGS),
+    "keys": _property(record.PROPERTY_KEYS),
+    "uniqueKey": _property(record.PROPERTY_UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
     "body": (pa.binary(), lambda block: block.body()[0]),
     "reconsumeTimes": _number("reconsume_times", pa.int32()),

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq import codec
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.hashing import (
     LONGEST_FIXED_KEY,
@@ -30,10 +29,11 @@ from librmq.java.hashing import (
     string_hash,
     string_hashes,
 )
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.message import Message
+from librmq.message.topics import validate_queue, validate_topic
 from librmq.spark.decode import HEADER, Ints
 from librmq.spark.options import nearest
-from librmq.topics import validate_queue, validate_topic
 
 __all__ = ["COLUMNS", "Encoded", "Encoder", "Lane"]
 
@@ -50,7 +50,11 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
 }
 """What is written of a row, and the Spark types that it may have."""
 
-_OWN: Final = (("tags", codec.PROPERTY_TAGS), ("keys", codec.PROPERTY_KEYS), ("uniqueKey", codec.PROPERTY_UNIQUE_KEY))
+_OWN: Final = (
+    ("tags", record.PROPERTY_TAGS),
+    ("keys", record.PROPERTY_KEYS),
+    ("uniqueKey", record.PROPERTY_UNIQUE_KEY),
+)
 _TAKEN: Final = frozenset(name for _, name in _OWN)
 _NO_TEXT: Final = "[\x01\x02]"
 
@@ -98,14 +102,14 @@ class Encoder:
         own = {name: _given(values, properties, name) for name, values in own.items()}
         self._check(bodies, own, properties, first_row)
         stored = _Properties(properties, own, rows).stored()
-        host = codec.encode_host(codec.parse_host(self.host))
+        host = record.encode_host(record.parse_host(self.host))
         topic_fields = _topic_fields(lanes).take(pa.array(lane))
         body_sizes = _sizes(bodies)
         property_sizes = _sizes(stored)
-        if property_sizes.size and int(property_sizes.max()) > codec.MAX_PROPERTIES_SIZE:
+        if property_sizes.size and int(property_sizes.max()) > record.MAX_PROPERTIES_SIZE:
             at = int(property_sizes.argmax())
             raise MessageIllegalError(
-                f"row {first_row + at}: {property_sizes[at]} bytes of properties, {codec.MAX_PROPERTIES_SIZE} at most"
+                f"row {first_row + at}: {property_sizes[at]} bytes of properties, {record.MAX_PROPERTIES_SIZE} at most"
             )
         sizes = 72 + 2 * len(host) + body_sizes + _sizes(topic_fields) + 2 + property_sizes
         if rows and int(sizes.max()) > self.max_record:
@@ -114,7 +118,7 @@ class Encoder:
                 f"log, at most {self.max_record} do"
             )
         head = np.zeros(rows, HEADER)
-        head["size"], head["magic"] = sizes, codec.MESSAGE_MAGIC
+        head["size"], head["magic"] = sizes, record.MESSAGE_MAGIC
         head["queue_id"], head["flag"] = queue_ids, _ints(batch, "flag", 0)
         head["body_crc"], head["body_length"] = _checksums(bodies), body_sizes
         head["born_timestamp"] = _millis(batch, now_ms)
@@ -124,7 +128,7 @@ class Encoder:
             head["born_host"] = head["store_host"] = np.void(host)
             parts = [_fixed(head.view(f"V{HEADER.itemsize}"))]
         else:
-            head["sys_flag"] = codec.HOSTS_V6
+            head["sys_flag"] = record.HOSTS_V6
             raw = head.view(np.uint8).reshape(rows, HEADER.itemsize)
             both = np.tile(np.frombuffer(host, np.uint8), (rows, 1))
             wide = np.hstack((raw[:, :48], both, raw[:, 56:64], both, raw[:, 72:88]))
@@ -132,7 +136,7 @@ class Encoder:
         parts += [bodies, topic_fields, _fixed(lengths), stored]
         joined = pc.binary_join_element_wise(*parts, b"")
         record_of_key, hashes = _key_hashes(lanes, lane, own)
-        codes = _tags_codes(own[codec.PROPERTY_TAGS])
+        codes = _tags_codes(own[record.PROPERTY_TAGS])
         buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
         return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
 
@@ -167,7 +171,7 @@ class Encoder:
             keys, items = _entries(properties)
             names = keys.dictionary_encode()
             bad = [
-                not name.strip() or "\1" in name or "\2" in name or name in codec.RESERVED_PROPERTIES - _TAKEN
+                not name.strip() or "\1" in name or "\2" in name or name in record.RESERVED_PROPERTIES - _TAKEN
                 for name in names.dictionary.to_pylist()
             ]
             wrong = np.array(bad, np.bool_)[names.indices.to_numpy()] if len(keys) else np.zeros(0, np.bool_)
@@ -337,7 +341,7 @@ def _tags_codes(tags: pa.Array) -> Ints:
 def _key_hashes(lanes: Sequence[Lane], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
     """Of every key its row, ascending, and what the index keeps of it: the unique key first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
-    uniques, keys = own[codec.PROPERTY_UNIQUE_KEY], own[codec.PROPERTY_KEYS]
+    uniques, keys = own[record.PROPERTY_UNIQUE_KEY], own[record.PROPERTY_KEYS]
     rows = len(lane)
     unique_rows = np.flatnonzero(uniques.is_valid().to_numpy(zero_copy_only=False))
     if (_bytes_of(keys) == 0x20).any():

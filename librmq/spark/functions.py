@@ -33,7 +33,7 @@ from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import compiled
 from librmq.java.hashing import string_hashes
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 from librmq.errors import ConfigError
-from librmq.topics import is_system_topic
+from librmq.message.topics import is_system_topic
 
 __all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "Offsets", "ReadOptions", "Wanted", "WriteOptions", "nearest"]
 

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq import codec, layout
+from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files import DiskFiles, File
 from librmq.mappedfile import file_name
+from librmq.message import record
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import Damage, DataLossError, Part, Slice
@@ -222,7 +223,7 @@ class _Task:
             found = self._wanted_in_log(block)
             keep = found if keep is None else keep & found
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
-            found = _in(block.properties.value(codec.PROPERTY_TAGS), sorted(self._tags.tags))
+            found = _in(block.properties.value(record.PROPERTY_TAGS), sorted(self._tags.tags))
             keep = found if keep is None else keep & found
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq import codec
 from librmq.errors import RecordError
+from librmq.message import record
 from librmq.spark.decode import Bytes, Ints, gather
 
 __all__ = ["record_starts"]
@@ -25,8 +25,8 @@ WINDOW: Final = 64 << 20
 _STRETCH: Final = 64 << 10
 """From one guess to the next."""
 _NEAR: Final = 4096
-_MAGIC: Final = codec.MESSAGE_MAGIC.to_bytes(4, "big")
-_MAGICS: Final = (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)
+_MAGIC: Final = record.MESSAGE_MAGIC.to_bytes(4, "big")
+_MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _SIZE_AND_MAGIC: Final = struct.Struct(">II")
 
 
@@ -61,11 +61,11 @@ def _plain(
     """
     view, size, places = raw.data, len(raw), []
     unpack = _SIZE_AND_MAGIC.unpack_from
-    begin, last = place, min(upto, size - codec.FIXED_SIZE)
+    begin, last = place, min(upto, size - record.FIXED_SIZE)
     while place < upto:
         while place < last:  # the usual record at once
             length, magic = unpack(view, place)
-            if magic != codec.MESSAGE_MAGIC or length < codec.FIXED_SIZE or place + length > size:
+            if magic != record.MESSAGE_MAGIC or length < record.FIXED_SIZE or place + length > size:
                 break
             places.append(place)
             place += length
@@ -73,22 +73,22 @@ def _plain(
                 return np.array(places, np.int64), place
         if place >= upto:
             break
-        if place + codec.BLANK_SIZE > size:
+        if place + record.BLANK_SIZE > size:
             if raw[place:end].any():
                 bad.append((place, "expected a record, found the end of the file"))
             place = end
             break
         length, magic = unpack(view, place)
-        if magic in _MAGICS and length >= codec.FIXED_SIZE and place + length <= size:
+        if magic in _MAGICS and length >= record.FIXED_SIZE and place + length <= size:
             places.append(place)
             place += length
             if place in known and place > begin:
                 break
-        elif magic == codec.BLANK_MAGIC or (not length and not magic and not raw[place:end].any()):
+        elif magic == record.BLANK_MAGIC or (not length and not magic and not raw[place:end].any()):
             place = end  # nothing more in this file, or zeros behind the last record
         else:
             try:
-                codec.frame(view, place, size)
+                record.frame(view, place, size)
                 why = "expected a record"
             except RecordError as error:
                 why = error.reason
@@ -121,11 +121,11 @@ class _Chains(NamedTuple):
         owners: list[Ints] = []
         found: list[Ints] = []
         while len(which):
-            inside = at <= size - codec.FIXED_SIZE
+            inside = at <= size - record.FIXED_SIZE
             word = gather(raw, np.where(inside, at, 0), ">u8")
             following = at + (word >> np.uint64(32)).astype(np.int64)
-            usual = (word & np.uint64(0xFFFFFFFF)) == codec.MESSAGE_MAGIC
-            usual &= inside & (following - at >= codec.FIXED_SIZE) & (following <= size)
+            usual = (word & np.uint64(0xFFFFFFFF)) == record.MESSAGE_MAGIC
+            usual &= inside & (following - at >= record.FIXED_SIZE) & (following <= size)
             if not usual.all():
                 which, at, following = which[usual], at[usual], following[usual]
             owners.append(which)
@@ -155,7 +155,7 @@ class _Chains(NamedTuple):
 def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
     """``begin``, and behind every so many bytes the first place that looks like a record."""
     guesses = [begin]
-    for at in range(begin + _STRETCH, end - codec.FIXED_SIZE, _STRETCH):
+    for at in range(begin + _STRETCH, end - record.FIXED_SIZE, _STRETCH):
         for first, upto in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):
             found = raw[first : min(upto, end)].tobytes().find(_MAGIC)
             if found >= 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
 from librmq.runtime.runner import Work
 
 __all__ = ["Delivered", "Event", "History"]

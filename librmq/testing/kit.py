@@ -16,8 +16,8 @@ from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import NotIdleError
 from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import MessageQueue, StoredMessage, retry_topic
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import MessageQueue, StoredMessage, retry_topic
 from librmq.producer import Producer
 from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
 from librmq.runtime.runner import Step, Work

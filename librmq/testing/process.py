@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from librmq.client import Client
 from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError
+from librmq.message.topics import RETRY_PREFIX
 from librmq.producer import Producer
 from librmq.protocol import (
     Endpoint,
@@ -30,7 +31,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner, Work
 from librmq.testing.history import show
-from librmq.topics import RETRY_PREFIX
 
 if TYPE_CHECKING:
     from librmq.testing.kit import Kit

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.dispatch import has_queue_entry
 from librmq.flushing import Acknowledgement
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.retention import Retention
 from librmq.store import AppendResult, MessageStore
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
@@ -266,7 +266,7 @@ class Run:
         size = self.recorded.config.commitlog_file_size
         start = message.physical_offset - message.physical_offset % size
         file = self.files.open(f"{ROOT}/commitlog/{start:020d}", writable=True)
-        at = message.physical_offset - start + codec.QUEUE_OFFSET_AT + 2
+        at = message.physical_offset - start + QUEUE_OFFSET_AT + 2
         file.buffer[at] = 1
         self.files.flush(file)
         self.open(thorough=True)

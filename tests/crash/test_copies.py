@@ -11,7 +11,7 @@ from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files import Files
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
 from librmq.retention import Retention
 from librmq.snapshot import rescue, restore, snapshot
 from librmq.store import MessageStore

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from librmq import codec
 from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.dispatch import derived_tags_code, has_queue_entry, is_indexed
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, RmqError, StoreError
 from librmq.files import MemoryFiles
-from librmq.levels import DelayLevels
-from librmq.message import Message, StoredMessage
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import check_record, split_keys
 from librmq.store import MessageStore
 from librmq.verify import verify
 from tests.conftest import SlowBudget
@@ -151,7 +151,7 @@ def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
         if not is_indexed(message.sys_flag):
             return []
         given = message.properties.get("KEYS")
-        names = ([message.unique_key] if message.unique_key else []) + codec.split_keys(given)
+        names = ([message.unique_key] if message.unique_key else []) + split_keys(given)
         return [f"{message.topic}#{key}" for key in names]
 
     return keys(before) == keys(after)
@@ -190,7 +190,7 @@ def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) 
         if not 0 <= at < len(before) or before[at : at + record.size] == after[at : at + record.size]:
             continue
         try:
-            codec.check_record(after, at, len(after), check_body=True)
+            check_record(after, at, len(after), check_body=True)
             if not same_derived(record, StoredMessage(after[at : at + record.size])):
                 return True
         except (RecordError, ValueError):

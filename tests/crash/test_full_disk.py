@@ -27,7 +27,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import DiskFullError, FlushFailedError, StoreError, StoreIOError
 from librmq.files import DiskFiles, File, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.verify import verify
 from tests.conftest import SlowBudget

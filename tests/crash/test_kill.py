@@ -20,7 +20,7 @@ import pytest
 
 import librmq
 from librmq.config import StoreConfig
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.verify import verify
 from tests.conftest import SlowBudget

@@ -18,7 +18,7 @@ import librmq
 from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 
 CONFIG = StoreConfig.tiny()

@@ -10,7 +10,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.timer import Timers, TimerSettings
 from tests.conftest import SlowBudget

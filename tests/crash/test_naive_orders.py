@@ -15,7 +15,7 @@ import pytest
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.txn import CheckBack, Transactions
 from tests.stores import ROOT, SMALL, START_MS, died

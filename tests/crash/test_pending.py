@@ -14,7 +14,7 @@ from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import TransactionRefusedError
 from librmq.files import Files, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.testing import CrashImages, RecordingFiles
 from librmq.timer import Timers, TimerSettings

@@ -20,7 +20,7 @@ import librmq
 from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
-from librmq.message import StoredMessage
+from librmq.message.message import StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
 from librmq.verify import verify

@@ -12,7 +12,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
 from librmq.files import make_folders
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.retention import Retention
 from librmq.store import MessageStore
 from librmq.testing import CrashImages, FailingFiles, Image

@@ -24,7 +24,7 @@ import librmq
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError
 from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.reading import GetStatus
 from librmq.store import AppendResult, MessageStore
 from librmq.verify import verify

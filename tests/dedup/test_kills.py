@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from librmq.clock import ManualClock, SystemClock
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.outbox import Outbox
 from librmq.sqltables import upgrade_tables
 from tests.conftest import SlowBudget

@@ -13,7 +13,7 @@ import pytest
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener, DedupStore, MemoryDedupStore, SqliteDedupStore
 from librmq.listener import ReconsumeLater
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.metrics import Metrics
 from librmq.outbox import Outbox, OutboxSender
 from librmq.selectors import select_by_hash

@@ -25,7 +25,7 @@ from librmq.dedup import (
 )
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.listener import ReconsumeLater, SuspendQueue
-from librmq.message import Message
+from librmq.message.message import Message
 
 
 class Delivery(Message):

@@ -18,7 +18,7 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.outbox import Outbox, OutboxSender
 from librmq.protocol import SendStatus
 from librmq.sqltables import upgrade_tables

@@ -20,7 +20,7 @@ from librmq.dedup import DedupListener, DedupStore, SqliteDedupStore
 from librmq.dedup_redis import RedisDedupStore
 from librmq.dedup_sql import SqlDedupStore
 from librmq.listener import ReconsumeLater
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.outbox import OutboxSender
 from librmq.transactional import transactional
 

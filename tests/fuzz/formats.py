@@ -30,25 +30,25 @@ _LONGEST: Final = 8192
 
 def record(data: bytes) -> None:
     """Bytes as a record, as properties, and as a batch of a client."""
-    from librmq import codec
-    from librmq.batch import decode_batch
     from librmq.errors import MessageIllegalError, RecordError, RmqError
-    from librmq.message import StoredMessage
+    from librmq.message.batch import decode_batch
+    from librmq.message.message import StoredMessage
+    from librmq.message.record import check_record, decode_properties, decode_record, encode_record, find_keys_and_tags
 
     size = 0
     with suppress(RecordError):
-        size = codec.check_record(data, 0, len(data), check_body=True)
+        size = check_record(data, 0, len(data), check_body=True)
         assert 0 <= size <= len(data)
     if size:
         message = StoredMessage(data[:size])
         _look_at(message)
         with suppress(RecordError, MessageIllegalError):  # a topic that is no UTF-8 may be too long as UTF-8
-            found = codec.decode_record(data[:size])
-            assert codec.decode_record(codec.encode_record(found)) == found or not found.topic.isascii()
+            found = decode_record(data[:size])
+            assert decode_record(encode_record(found)) == found or not found.topic.isascii()
     with suppress(RecordError):
-        codec.decode_record(data, check_body=False)
-    codec.decode_properties(data)
-    codec.find_keys_and_tags(data)
+        decode_record(data, check_body=False)
+    decode_properties(data)
+    find_keys_and_tags(data)
     with suppress(RmqError):
         decode_batch(data)
 
@@ -227,7 +227,7 @@ def store(data: bytes) -> None:
 
 
 def _append(opened: Any) -> None:
-    from librmq.message import Message
+    from librmq.message.message import Message
 
     result = opened.append(Message("TopicA", b"goes on", keys="goes-on"))
     opened.flush()

@@ -16,7 +16,7 @@ from random import Random
 import pytest
 
 import librmq
-from librmq import codec
+from librmq.message import record
 from tests.conftest import SlowBudget
 from tests.fuzz.formats import CORPUS, TARGETS, mutants, seeds
 from tests.reference import CHECKOUT
@@ -83,6 +83,6 @@ def test_harm_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_record(raw: bytes, position: int, limit: int, *, check_body: bool) -> int:
         return raw[limit]
 
-    monkeypatch.setattr(codec, "check_record", check_record)
+    monkeypatch.setattr(record, "check_record", check_record)
     with pytest.raises(IndexError):
         TARGETS["record"](seeds("record")[0])

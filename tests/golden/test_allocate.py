@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from librmq.cli import main
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.rebalance import own_share
 from tests.reference import existing, folders, jsonl
 

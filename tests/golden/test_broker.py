@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from librmq import codec
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.errors import MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.java import json as java_json
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
-from librmq.topics import HALF_TOPIC
 from tests.conftest import StoreCopy
 from tests.reference import Row, folders, jsonl, rows
 
@@ -78,7 +78,7 @@ def born(row: Row) -> tuple[int, tuple[str, int]]:
 def message_of(row: Row, topic: str, *without: str) -> Message:
     """What the client sent: the record's properties but for those that a broker adds."""
     message = Message(topic, row["body"].encode(), flag=row["flag"])
-    message.properties = codec.decode_properties(row["properties_raw"])
+    message.properties = record.decode_properties(row["properties_raw"])
     for name in ("CLUSTER", *without):
         message.properties.pop(name, None)
     if row["topic"] != SCHEDULE_TOPIC:  # there it is stored as it was sent
@@ -108,7 +108,7 @@ def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
         properties_raw=source["properties_raw"].encode(),
         born_timestamp_ms=born(source)[0],
         born_host=born(source)[1],
-        sys_flag=source["sysFlag"] & ~codec.COMPRESSED,
+        sys_flag=source["sysFlag"] & ~record.COMPRESSED,
         reconsume_times=source["reconsumeTimes"],
     )
     topic = properties["REAL_TOPIC"] if row["topic"] == SCHEDULE_TOPIC else row["topic"]
@@ -127,7 +127,7 @@ def test_what_real_clients_sent_is_stored_alike(folder: Path) -> None:
     compared = 0
     with Broker.open("/broker", runner=runner, files=MemoryFiles(), store_config=config) as broker:
         for row in rows:
-            if row["kind"] != "message" or "bodyCutFrom" in row or row["sysFlag"] & codec.TRANSACTION_MASK:
+            if row["kind"] != "message" or "bodyCutFrom" in row or row["sysFlag"] & record.TRANSACTION_MASK:
                 continue
             topic, properties, raw = row["topic"], row["properties"], row["properties_raw"]
             is_copy = "REAL_TOPIC" in properties and topic not in (SCHEDULE_TOPIC, HALF_TOPIC)
@@ -151,7 +151,7 @@ def test_what_real_clients_sent_is_stored_alike(folder: Path) -> None:
                 end += row_size(broker, end)
             elif raw.count("WAIT\1") == 2:
                 message = message_of(row, topic)
-                message.properties = codec.decode_properties(raw[: raw.rindex("\2CLUSTER")])
+                message.properties = record.decode_properties(raw[: raw.rindex("\2CLUSTER")])
                 broker.call(SendBatch("g", (message,), row["queueId"], *born(row)))
             else:
                 queue_id = int(properties.get("REAL_QID", row["queueId"]))

@@ -6,13 +6,14 @@ from base64 import b64decode
 
 import pytest
 
-from librmq import codec
-from librmq.batch import BatchItem, decode_batch, encode_batch
-from librmq.compression import compression_type
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
 from librmq.java.hashing import hash_append, index_key_hash, string_hash, string_hashes
-from librmq.levels import DelayLevels
-from librmq.message import (
+from librmq.message import record as record_format
+from librmq.message.batch import BatchItem, decode_batch, encode_batch
+from librmq.message.compression import compression_type
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.ids import UniqueIds
+from librmq.message.message import (
     Message,
     MessageQueue,
     StoredMessage,
@@ -23,14 +24,13 @@ from librmq.message import (
     validate_client_topic,
     validate_topic,
 )
-from librmq.topics import NOT_FOR_SENDING
-from librmq.uniqueids import UniqueIds
+from librmq.message.topics import NOT_FOR_SENDING
 from tests.reference import Row, encoding
 
 
 def test_crc32() -> None:
     for row in encoding("crc32"):
-        assert codec.body_checksum(b64decode(row["body_b64"])) == row["body_crc"]
+        assert record_format.body_checksum(b64decode(row["body_b64"])) == row["body_crc"]
 
 
 def test_string_hash() -> None:
@@ -38,7 +38,7 @@ def test_string_hash() -> None:
     for row in rows:
         text = row["s"]
         assert string_hash(text) == row["hash_code"]
-        assert codec.tags_code(text) == row["tags_code"] == row["tags_code_multi"]
+        assert record_format.tags_code(text) == row["tags_code"] == row["tags_code_multi"]
         for at in range(len(text) + 1):
             assert hash_append(string_hash(text[:at]), text[at:]) == row["hash_code"]
     assert string_hashes([row["s"] for row in rows]).tolist() == [row["hash_code"] for row in rows]
@@ -55,11 +55,11 @@ def test_index_key_hash() -> None:
 
 def test_message_id() -> None:
     for row in encoding("message_id"):
-        host = codec.parse_host(row["addr"])
-        assert codec.format_host(host) == row["addr"]
-        assert codec.offset_message_id(host, row["offset"]) == row["msg_id"]
-        decoded, physical_offset = codec.parse_offset_message_id(row["msg_id"])
-        assert (codec.format_host(decoded), physical_offset) == (row["decoded_addr"], row["decoded_offset"])
+        host = record_format.parse_host(row["addr"])
+        assert record_format.format_host(host) == row["addr"]
+        assert record_format.offset_message_id(host, row["offset"]) == row["msg_id"]
+        decoded, physical_offset = record_format.parse_offset_message_id(row["msg_id"])
+        assert (record_format.format_host(decoded), physical_offset) == (row["decoded_addr"], row["decoded_offset"])
 
 
 def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,18 +106,20 @@ def names_in_order(text: str) -> list[str]:
 def test_properties() -> None:
     for row in encoding("properties"):
         text, properties = row["string_java_hashmap_order"], row["map"]
-        assert codec.decode_properties(text) == codec.decode_properties(text.encode()) == row["decoded"]
+        assert record_format.decode_properties(text) == record_format.decode_properties(text.encode()) == row["decoded"]
         # Rows have their maps sorted by name, which need not be how they were filled. That decides within a
         # bucket only, and so the order of the result does as well.
-        assert codec.encode_properties({name: properties[name] for name in names_in_order(text)}).decode() == text
+        assert (
+            record_format.encode_properties({name: properties[name] for name in names_in_order(text)}).decode() == text
+        )
 
 
 def test_properties_string_decode() -> None:
     for row in encoding("properties_string_decode"):
         raw = row["string"].encode()
-        assert codec.decode_properties(row["string"]) == codec.decode_properties(raw) == row["decoded"]
+        assert record_format.decode_properties(row["string"]) == record_format.decode_properties(raw) == row["decoded"]
         for name in [*names_in_order(row["string"]), "a", "b", "c", "é"]:
-            value = codec.find_property(raw, name.encode())
+            value = record_format.find_property(raw, name.encode())
             assert (None if value is None else value.decode()) == row["decoded"].get(name)
 
 
@@ -132,9 +134,9 @@ def as_in_the_rows(message: StoredMessage) -> Row:
         "commit_log_offset": message.physical_offset,
         "sys_flag": message.sys_flag,
         "born_timestamp": message.born_timestamp_ms,
-        "born_host": codec.format_host(message.born_host),
+        "born_host": record_format.format_host(message.born_host),
         "store_timestamp": message.store_timestamp_ms,
-        "store_host": codec.format_host(message.store_host),
+        "store_host": record_format.format_host(message.store_host),
         "reconsume_times": message.reconsume_times,
         "prepared_transaction_offset": message.prepared_transaction_offset,
         "topic": message.topic,
@@ -157,20 +159,20 @@ def test_message_encode() -> None:
         assert as_in_the_rows(message) == expected
         assert message.body == body
         assert dict(message.properties) == (properties or {})
-        assert codec.split_keys(expected["keys"]) == list(message.keys)
+        assert record_format.split_keys(expected["keys"]) == list(message.keys)
 
-        record = codec.decode_record(raw, check_body=False)
-        assert codec.encode_record(record) == raw
+        record = record_format.decode_record(raw, check_body=False)
+        assert record_format.encode_record(record) == raw
         assert record.size == expected["store_size"]
-        assert codec.store_timestamp_ms(raw) == expected["store_timestamp"]
+        assert record_format.store_timestamp_ms(raw) == expected["store_timestamp"]
         # The checksum given to the encoder was that of the body before it compressed it.
-        compressed = row["need_compress"] and message.sys_flag & codec.COMPRESSED
-        assert message.stored_body == (codec.compress_body(body) if compressed else body)
-        assert message.body_crc == codec.body_checksum(body)
+        compressed = row["need_compress"] and message.sys_flag & record_format.COMPRESSED
+        assert message.stored_body == (record_format.compress_body(body) if compressed else body)
+        assert message.body_crc == record_format.body_checksum(body)
         assert message.crc_ok == (not compressed)
 
         dispatch = row["dispatch"]
-        assert codec.check_record(raw, 0, len(raw), check_body=not compressed) == dispatch["msg_size"]
+        assert record_format.check_record(raw, 0, len(raw), check_body=not compressed) == dispatch["msg_size"]
         assert message.tags_code == dispatch["tags_code"]
         assert message.unique_key == dispatch["uniq_key"]
         assert message.queue_offset == dispatch["consume_queue_offset"]
@@ -182,10 +184,10 @@ def test_commitlog_check(check_body: bool, suffix: str) -> None:
     for row in encoding("commitlog_check"):
         raw = bytes.fromhex(row["hex"])
         if row["success" + suffix]:
-            assert codec.check_record(raw, 0, len(raw), check_body=check_body) == row["msg_size" + suffix]
+            assert record_format.check_record(raw, 0, len(raw), check_body=check_body) == row["msg_size" + suffix]
             continue
         with pytest.raises(RecordError) as caught:
-            codec.check_record(raw, 0, len(raw), check_body=check_body)
+            record_format.check_record(raw, 0, len(raw), check_body=check_body)
         only_the_body = check_body and row["success_no_crc"]
         assert isinstance(caught.value, BodyChecksumError) == only_the_body
 
@@ -195,7 +197,7 @@ def test_batch_encode() -> None:
         raw = bytes.fromhex(row["encoded_hex"])
         items = decode_batch(raw)
         assert encode_batch(items) == raw
-        assert [(item.body, item.flag, codec.decode_properties(item.properties_raw)) for item in items] == [
+        assert [(item.body, item.flag, record_format.decode_properties(item.properties_raw)) for item in items] == [
             (b64decode(message["body_b64"]), message["flag"], message["properties"]) for message in row["messages"]
         ]
         made = [
@@ -203,41 +205,42 @@ def test_batch_encode() -> None:
             for message in row["messages"]
         ]
         assert raw == encode_batch(
-            BatchItem(message.body, message.flag, codec.encode_properties(message.properties)) for message in made
+            BatchItem(message.body, message.flag, record_format.encode_properties(message.properties))
+            for message in made
         )
 
 
 def test_sys_flag() -> None:
     flags = encoding("sys_flag")
-    assert flags["COMPRESSED_FLAG"] == codec.COMPRESSED
-    assert flags["MULTI_TAGS_FLAG"] == codec.MULTI_TAGS
-    assert flags["TRANSACTION_PREPARED_TYPE"] == codec.TRANSACTION_PREPARED
-    assert flags["TRANSACTION_COMMIT_TYPE"] == codec.TRANSACTION_COMMIT
-    assert flags["TRANSACTION_ROLLBACK_TYPE"] == codec.TRANSACTION_ROLLBACK == codec.TRANSACTION_MASK
-    assert flags["BORNHOST_V6_FLAG"] == codec.BORN_HOST_V6
-    assert flags["STOREHOSTADDRESS_V6_FLAG"] == codec.STORE_HOST_V6
-    assert flags["COMPRESSION_LZ4_TYPE"] == codec.COMPRESSION_LZ4
-    assert flags["COMPRESSION_ZSTD_TYPE"] == codec.COMPRESSION_ZSTD
-    assert flags["COMPRESSION_ZLIB_TYPE"] == codec.COMPRESSION_ZLIB
-    assert flags["COMPRESSION_TYPE_COMPARATOR"] == codec.COMPRESSION_MASK
+    assert flags["COMPRESSED_FLAG"] == record_format.COMPRESSED
+    assert flags["MULTI_TAGS_FLAG"] == record_format.MULTI_TAGS
+    assert flags["TRANSACTION_PREPARED_TYPE"] == record_format.TRANSACTION_PREPARED
+    assert flags["TRANSACTION_COMMIT_TYPE"] == record_format.TRANSACTION_COMMIT
+    assert flags["TRANSACTION_ROLLBACK_TYPE"] == record_format.TRANSACTION_ROLLBACK == record_format.TRANSACTION_MASK
+    assert flags["BORNHOST_V6_FLAG"] == record_format.BORN_HOST_V6
+    assert flags["STOREHOSTADDRESS_V6_FLAG"] == record_format.STORE_HOST_V6
+    assert flags["COMPRESSION_LZ4_TYPE"] == record_format.COMPRESSION_LZ4
+    assert flags["COMPRESSION_ZSTD_TYPE"] == record_format.COMPRESSION_ZSTD
+    assert flags["COMPRESSION_ZLIB_TYPE"] == record_format.COMPRESSION_ZLIB
+    assert flags["COMPRESSION_TYPE_COMPARATOR"] == record_format.COMPRESSION_MASK
 
 
 def test_sys_flag_ops() -> None:
     for row in encoding("sys_flag_ops"):
         flag = row["flag"]
-        assert flag & codec.TRANSACTION_MASK == row["transaction_value"]
-        assert flag & ~codec.TRANSACTION_MASK | row["reset_to"] == row["after_reset"]
-        assert flag & ~codec.COMPRESSED == row["clear_compressed"]
+        assert flag & record_format.TRANSACTION_MASK == row["transaction_value"]
+        assert flag & ~record_format.TRANSACTION_MASK | row["reset_to"] == row["after_reset"]
+        assert flag & ~record_format.COMPRESSED == row["clear_compressed"]
         assert compression_type(flag) == row["compression_type"].lower()
-        assert bool(flag & codec.MULTI_TAGS) == (row["topic_filter_type"] == "MULTI_TAG")
+        assert bool(flag & record_format.MULTI_TAGS) == (row["topic_filter_type"] == "MULTI_TAG")
 
 
 def test_zlib() -> None:
     for row in encoding("zlib"):
         body, compressed = b64decode(row["body_b64"]), b64decode(row["level5_compressed_b64"])
-        assert codec.compress_body(body) == compressed
-        for kind in (0, codec.COMPRESSION_ZLIB):
-            assert codec.decompress_body(compressed, codec.COMPRESSED | kind, len(body)) == body
+        assert record_format.compress_body(body) == compressed
+        for kind in (0, record_format.COMPRESSION_ZLIB):
+            assert record_format.decompress_body(compressed, record_format.COMPRESSED | kind, len(body)) == body
 
 
 def test_delay_levels() -> None:

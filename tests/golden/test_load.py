@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from librmq import codec, layout
+from librmq import layout
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
@@ -22,11 +22,12 @@ from librmq.damage import Damage
 from librmq.files import DiskFiles
 from librmq.filter import Registrations
 from librmq.java import json as java_json
-from librmq.levels import SCHEDULE_TOPIC
 from librmq.load import run
-from librmq.message import StoredMessage
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.message.record import BORN_TIMESTAMP_AT, SYS_FLAG_AT, TRANSACTION_COMMIT, TRANSACTION_MASK, host_ends
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
-from librmq.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
 from librmq.verify import verify
 from tests.reference import Row, jsonl, rows, store_folders
 
@@ -42,7 +43,7 @@ def recorded(folder: Path) -> list[tuple[Row, Row]]:
     """Each operation with the time at which it was applied, and the row that it gave."""
     finals, ops = defaultdict(list), defaultdict(list)
     for message in rows(folder, "message"):
-        if message["sys_flag"] & codec.TRANSACTION_MASK == codec.TRANSACTION_COMMIT:
+        if message["sys_flag"] & TRANSACTION_MASK == TRANSACTION_COMMIT:
             finals[message["prepared_transaction_offset"]].append(message["store_timestamp"])
         if message["topic"] == OP_TOPIC:
             ops[base64.b64decode(message["body_b64"]).decode()].append(message["store_timestamp"])
@@ -152,11 +153,11 @@ def masked(record: bytes) -> bytes:
     message = StoredMessage(record)
     if not is_written_beside(message):
         return record
-    stored = codec.host_ends(record[codec.SYS_FLAG_AT + 3])[0]
+    stored = host_ends(record[SYS_FLAG_AT + 3])[0]
     record = record[:stored] + bytes(8) + record[stored + 8 :]
     if message.topic != OP_TOPIC:
         return record
-    born = codec.BORN_TIMESTAMP_AT
+    born = BORN_TIMESTAMP_AT
     return record[:born] + bytes(8) + record[born + 8 :]
 
 

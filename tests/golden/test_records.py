@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from librmq import codec
 from librmq.errors import RecordError
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import StoredMessage
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.message.record import (
+    check_record,
+    decode_properties,
+    decode_record,
+    encode_record,
+    find_property,
+    format_host,
+)
 from tests.reference import ABSENT, reference, rows, store_folders
 
 # Fields of a row that are compared below, or that are made of others.
@@ -27,7 +34,7 @@ def records(log: Path) -> Iterator[tuple[int, bytes]]:
         at = 0
         while at < len(data):
             try:
-                size = codec.check_record(data, at, len(data), check_body=True)
+                size = check_record(data, at, len(data), check_body=True)
             except RecordError:
                 return
             if not size:
@@ -50,12 +57,12 @@ def logs() -> list[ParameterSet]:
 def test_records_are_encoded_again_as_they_were(log: Path) -> None:
     count = 0
     for physical_offset, raw in records(log):
-        record = codec.decode_record(raw)
-        assert codec.encode_record(record) == raw
+        record = decode_record(raw)
+        assert encode_record(record) == raw
         assert record.physical_offset == physical_offset
-        properties = codec.decode_properties(record.properties_raw)
+        properties = decode_properties(record.properties_raw)
         for name in [*properties, "TAGS", "nothing"]:
-            value = codec.find_property(record.properties_raw, name.encode())
+            value = find_property(record.properties_raw, name.encode())
             assert (None if value is None else value.decode()) == properties.get(name)
         count += 1
     assert count
@@ -83,9 +90,9 @@ def test_messages_say_what_the_original_reports(folder: Path) -> None:
             "commit_log_offset": message.physical_offset,
             "sys_flag": message.sys_flag,
             "born_timestamp": message.born_timestamp_ms,
-            "born_host": codec.format_host(message.born_host),
+            "born_host": format_host(message.born_host),
             "store_timestamp": message.store_timestamp_ms,
-            "store_host": codec.format_host(message.store_host),
+            "store_host": format_host(message.store_host),
             "reconsume_times": message.reconsume_times,
             "prepared_transaction_offset": message.prepared_transaction_offset,
             "msg_id": message.offset_id,

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.java.hashing import string_hash  # noqa: E402
-from librmq.message import MessageQueue  # noqa: E402
+from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
 from librmq.spark.functions import allocate, dedup_key, match_sql, match_tags, tags_code  # noqa: E402
 from tests.spark import shared_session  # noqa: E402

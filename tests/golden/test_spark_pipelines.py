@@ -17,12 +17,12 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig, StoredMessage
 from librmq.brokerconfig import BrokerConfig
 from librmq.filter import SqlFilter
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import MessageQueue
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import MessageQueue
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
 from librmq.pending import pending
 from librmq.rebalance import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
 from librmq.timer import Timers, TimerSettings
-from librmq.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
 from librmq.txn import Transactions
 from tests.reference import ABSENT, reference
 

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from librmq import codec, salvage
+from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.verify import verify
 from tests.conftest import StoreCopy
@@ -96,7 +97,7 @@ class ByTags:
     """A subscription to tags as the broker takes it: by the codes of the entries alone."""
 
     def __init__(self, expression: str) -> None:
-        self._codes = [codec.tags_code(tag.strip()) for tag in expression.split("||") if tag.strip()]
+        self._codes = [record.tags_code(tag.strip()) for tag in expression.split("||") if tag.strip()]
 
     def match_entries(self, tags_codes: npt.NDArray[np.int64], units: Any) -> npt.NDArray[np.bool_]:
         return np.isin(tags_codes, self._codes)

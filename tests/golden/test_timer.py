@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files import DiskFiles
 from librmq.load import run
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings
 from librmq.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots

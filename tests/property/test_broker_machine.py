@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.files import MemoryFiles
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
 from librmq.protocol import (
     ChannelClosed,
     ConsumeFrom,

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from librmq import codec
-from librmq.batch import BatchItem, decode_batch, encode_batch
-from librmq.codec import Record, check_record, decode_record, encode_record, frame
 from librmq.errors import (
     BodyChecksumError,
     BodyCompressionError,
@@ -23,8 +20,38 @@ from librmq.errors import (
 )
 from librmq.java.hashing import string_hash
 from librmq.java.json import ObjectKey, dumps, loads
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, MessageQueue, StoredMessage, decode_unique_id, validate_topic
+from librmq.message.batch import BatchItem, decode_batch, encode_batch
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, MessageQueue, StoredMessage, decode_unique_id, validate_topic
+from librmq.message.record import (
+    BLANK_MAGIC,
+    COMPRESSED,
+    COMPRESSION_LZ4,
+    COMPRESSION_ZLIB,
+    COMPRESSION_ZSTD,
+    FIXED_SIZE,
+    HEADER_V4,
+    HOSTS_V6,
+    MAX_TOPIC_SIZE,
+    MESSAGE_MAGIC,
+    MESSAGE_MAGIC_V2,
+    Host,
+    Record,
+    body_checksum,
+    check_record,
+    compress_body,
+    decode_properties,
+    decode_record,
+    decompress_body,
+    encode_properties,
+    encode_record,
+    find_property,
+    frame,
+    host_flags,
+    offset_message_id,
+    parse_host,
+    parse_offset_message_id,
+)
 
 TEXT = st.text(st.characters(codec="utf-8"))
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -37,8 +64,8 @@ V6 = st.tuples(st.ip_addresses(v=6).map(lambda ip: ":".join(f"{int(g, 16):x}" fo
 def records(draw: st.DrawFn) -> Record:
     """Any record that can be written."""
     born_host, store_host = draw(V4 | V6), draw(V4 | V6)
-    magic = draw(st.sampled_from((codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2)))
-    most = codec.MAX_TOPIC_SIZE if magic == codec.MESSAGE_MAGIC else 1000
+    magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2)))
+    most = MAX_TOPIC_SIZE if magic == MESSAGE_MAGIC else 1000
     body = draw(st.binary(max_size=300))
     topic = draw(TEXT.filter(lambda text: len(text.encode()) <= most) | st.just(SCHEDULE_TOPIC))
     return Record(
@@ -47,7 +74,7 @@ def records(draw: st.DrawFn) -> Record:
         flag=draw(INT32),
         queue_offset=draw(INT64),
         physical_offset=draw(INT64),
-        sys_flag=draw(INT32) & ~codec.HOSTS_V6 | codec.host_flags(born_host, store_host),
+        sys_flag=draw(INT32) & ~HOSTS_V6 | host_flags(born_host, store_host),
         born_timestamp_ms=draw(INT64),
         born_host=born_host,
         store_timestamp_ms=draw(INT64),
@@ -55,7 +82,7 @@ def records(draw: st.DrawFn) -> Record:
         reconsume_times=draw(INT32),
         prepared_transaction_offset=draw(INT64),
         body=body,
-        body_crc=codec.body_checksum(body),
+        body_crc=body_checksum(body),
         properties_raw=draw(st.binary(max_size=200)),
         magic=magic,
     )
@@ -103,11 +130,11 @@ def test_stored_messages_agree_with_their_records(record: Record) -> None:
             assert values[name] == getattr(record, name)
     assert values["stored_body"] == record.body
     assert values["crc_ok"]
-    if "body" in values and not record.sys_flag & codec.COMPRESSED:
+    if "body" in values and not record.sys_flag & COMPRESSED:
         assert values["body"] == record.body
-    properties = codec.decode_properties(record.properties_raw)
+    properties = decode_properties(record.properties_raw)
     assert values["properties"] == properties
-    assert values["offset_id"] == codec.offset_message_id(record.store_host, record.physical_offset)
+    assert values["offset_id"] == offset_message_id(record.store_host, record.physical_offset)
 
 
 @given(records(), st.data())
@@ -141,7 +168,7 @@ def test_rubbish_is_a_typed_error(raw: bytes, position: int, limit: int) -> None
             size = check_record(raw, position, limit, check_body=check_body)
         except RecordError:
             continue
-        assert size == 0 or codec.FIXED_SIZE <= size <= limit - position
+        assert size == 0 or FIXED_SIZE <= size <= limit - position
     with suppress(RecordError):
         decode_record(raw)
 
@@ -150,11 +177,9 @@ def test_rubbish_is_a_typed_error(raw: bytes, position: int, limit: int) -> None
 def near_records(draw: st.DrawFn) -> bytes:
     """A header that looks right with lengths that need not be, and some bytes behind it."""
     edges = st.sampled_from((-(2**31), -1, 0, 1, 3, 50, 91, 100, 115, 200, 2**31 - 1)) | st.integers(0, 260)
-    magic = draw(st.sampled_from((codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2, codec.BLANK_MAGIC)))
+    magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2, BLANK_MAGIC)))
     sys_flag = draw(st.sampled_from((0, 1, 16, 32, 48)))
-    header = codec.HEADER_V4.pack(
-        draw(edges), magic, 0, 0, 0, 0, 0, sys_flag, 0, bytes(8), 0, bytes(8), 0, 0, draw(edges)
-    )
+    header = HEADER_V4.pack(draw(edges), magic, 0, 0, 0, 0, 0, sys_flag, 0, bytes(8), 0, bytes(8), 0, 0, draw(edges))
     return header + draw(st.binary(max_size=170))
 
 
@@ -169,7 +194,7 @@ def test_lengths_that_do_not_agree_are_a_typed_error(raw: bytes) -> None:
         return
     if size:
         record = decode_record(raw, check_body=False)
-        assert codec.FIXED_SIZE <= size <= len(raw)
+        assert FIXED_SIZE <= size <= len(raw)
         assert record.size == size or "\ufffd" in record.topic
         # The careful way and the fast one agree.
         assert frame(raw, 0, len(raw))[-1] == size
@@ -190,15 +215,15 @@ PIECES = st.lists(
 
 @given(st.dictionaries(NAMES, VALUES, max_size=60))
 def test_properties_there_and_back(properties: dict[str, str]) -> None:
-    raw = codec.encode_properties(properties)
-    assert codec.decode_properties(raw) == properties
+    raw = encode_properties(properties)
+    assert decode_properties(raw) == properties
     # Filled in stored order, the map gives that order again, as it does when a broker reads and rewrites it.
-    assert codec.encode_properties(codec.decode_properties(raw)) == raw
+    assert encode_properties(decode_properties(raw)) == raw
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=12))
 def test_twelve_properties_stand_in_order_of_their_buckets(properties: dict[str, str]) -> None:
-    names = list(codec.decode_properties(codec.encode_properties(properties)))
+    names = list(decode_properties(encode_properties(properties)))
     hashes = [string_hash(name) for name in names]
     buckets = [(code ^ (code & 0xFFFFFFFF) >> 16) & 15 for code in hashes]
     if all(buckets.count(bucket) <= 8 for bucket in buckets):
@@ -207,14 +232,14 @@ def test_twelve_properties_stand_in_order_of_their_buckets(properties: dict[str,
 
 @given(PIECES, st.sampled_from(["TAGS", "KEYS", "a", "b", "é", "ab", "", "a\1", "\2"]))
 def test_finding_is_decoding(text: str, name: str) -> None:
-    value = codec.find_property(text.encode(), name.encode())
-    assert (None if value is None else value.decode()) == codec.decode_properties(text).get(name)
+    value = find_property(text.encode(), name.encode())
+    assert (None if value is None else value.decode()) == decode_properties(text).get(name)
 
 
 @given(st.binary(max_size=200), NAMES)
 def test_finding_in_rubbish(raw: bytes, name: str) -> None:
-    codec.find_property(raw, name.encode())
-    assert all(name and value for name, value in codec.decode_properties(raw).items())
+    find_property(raw, name.encode())
+    assert all(name and value for name, value in decode_properties(raw).items())
 
 
 @given(TEXT, st.dictionaries(TEXT, TEXT), st.lists(TEXT), TEXT)
@@ -225,7 +250,7 @@ def test_a_message_that_is_taken_can_be_read_back(
         message = Message("T", body.encode(), tags=tags, keys=keys, properties=properties)
     except MessageIllegalError:
         return
-    raw = codec.encode_properties(message.properties)
+    raw = encode_properties(message.properties)
     read = StoredMessage(encode_record(Record(topic="T", body=message.body, properties_raw=raw)))
     assert read.properties == message.properties
     assert (read.tags, list(read.keys)) == (tags or None, keys)
@@ -255,33 +280,33 @@ def test_a_damaged_batch_is_a_typed_error(items: list[BatchItem], data: st.DataO
     assert sum(22 + len(item.body) + len(item.properties_raw) for item in read) == len(damaged)
 
 
-@given(st.binary(max_size=2000), st.sampled_from((0, codec.COMPRESSION_ZLIB)))
+@given(st.binary(max_size=2000), st.sampled_from((0, COMPRESSION_ZLIB)))
 def test_bodies_there_and_back(body: bytes, kind: int) -> None:
-    assert codec.decompress_body(codec.compress_body(body), codec.COMPRESSED | kind, len(body)) == body
+    assert decompress_body(compress_body(body), COMPRESSED | kind, len(body)) == body
 
 
 @given(st.binary(min_size=1, max_size=200), st.sampled_from([kind << 8 for kind in range(8)]), st.integers(0, 300))
-@example(b"\x04\x22\x4d\x18\x60\x70\x73\xff\xff\xff\x7f", codec.COMPRESSION_LZ4, 100)
-@example(b"\x28\xb5\x2f\xfd\xa0\xff\xff\xff\x7f", codec.COMPRESSION_ZSTD, 100)
+@example(b"\x04\x22\x4d\x18\x60\x70\x73\xff\xff\xff\x7f", COMPRESSION_LZ4, 100)
+@example(b"\x28\xb5\x2f\xfd\xa0\xff\xff\xff\x7f", COMPRESSION_ZSTD, 100)
 def test_rubbish_is_no_compressed_body(body: bytes, kind: int, limit: int) -> None:
     pytest.importorskip("lz4.frame")
     pytest.importorskip("zstandard")
     with suppress(BodyCompressionError):
-        assert len(codec.decompress_body(body, codec.COMPRESSED | kind, limit)) <= limit
+        assert len(decompress_body(body, COMPRESSED | kind, limit)) <= limit
 
 
 @given(V4 | V6, INT64)
-def test_message_ids_there_and_back(host: codec.Host, physical_offset: int) -> None:
-    text = codec.offset_message_id(host, physical_offset)
-    assert codec.parse_offset_message_id(text) == (host, physical_offset)
+def test_message_ids_there_and_back(host: Host, physical_offset: int) -> None:
+    text = offset_message_id(host, physical_offset)
+    assert parse_offset_message_id(text) == (host, physical_offset)
     assert decode_unique_id(text, 1_700_000_000_000).ip
 
 
 @given(TEXT | st.text("0123456789abcdefABCDEF.:[] ", max_size=60))
 def test_rubbish_is_no_id_and_no_host(text: str) -> None:
     for parse in (
-        codec.parse_host,
-        codec.parse_offset_message_id,
+        parse_host,
+        parse_offset_message_id,
         lambda text: decode_unique_id(text, 1_700_000_000_000),
     ):
         try:

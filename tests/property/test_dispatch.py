@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
 from librmq.files import File, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 
 ROOT = "/store"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import BrokerUnreachableError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import MaxOffset
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Turn, Work

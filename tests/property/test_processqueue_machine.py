@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from librmq.codec import Record, encode_record
 from librmq.consumer import DeliveredMessage, ProcessQueue
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.record import Record, encode_record
 
 QUEUE = MessageQueue("t", "broker-a", 0)
 

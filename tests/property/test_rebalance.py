@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.rebalance import (
     AllocationStrategy,
     allocate_averagely,

@@ -11,8 +11,24 @@ pytest.importorskip("pyarrow")
 import numpy as np
 import pyarrow as pa
 
-from librmq import codec
 from librmq.errors import RecordError
+from librmq.message.record import (
+    COMPRESSED,
+    COMPRESSION_ZLIB,
+    FIXED_SIZE,
+    MESSAGE_MAGIC,
+    MESSAGE_MAGIC_V2,
+    Record,
+    body_checksum,
+    compress_body,
+    decode_properties,
+    decode_record,
+    decompress_body,
+    encode_record,
+    format_host,
+    frame,
+    host_flags,
+)
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
 
 PIECES = st.sampled_from(
@@ -32,16 +48,16 @@ def records(draw: st.DrawFn) -> bytes:
     body = draw(st.binary(max_size=80))
     flags = draw(st.sampled_from([0, 2, 4, 8, 12]))
     if draw(st.integers(0, 3)) == 0:
-        flags |= codec.COMPRESSED | codec.COMPRESSION_ZLIB
+        flags |= COMPRESSED | COMPRESSION_ZLIB
         if draw(st.booleans()):
-            body = codec.compress_body(body)
-    record = codec.Record(
+            body = compress_body(body)
+    record = Record(
         topic=draw(st.sampled_from(["TopicA", "消息", "t" * 127, "%RETRY%g"])),
         queue_id=draw(INT),
         flag=draw(INT),
         queue_offset=draw(LONG),
         physical_offset=draw(LONG),
-        sys_flag=flags | codec.host_flags(born, stored),
+        sys_flag=flags | host_flags(born, stored),
         born_timestamp_ms=draw(MOMENTS),
         born_host=born,
         store_timestamp_ms=draw(MOMENTS),
@@ -49,11 +65,11 @@ def records(draw: st.DrawFn) -> bytes:
         reconsume_times=draw(INT),
         prepared_transaction_offset=draw(LONG),
         body=body,
-        body_crc=codec.body_checksum(body),
+        body_crc=body_checksum(body),
         properties_raw=draw(RAW_PROPERTIES),
-        magic=draw(st.sampled_from([codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2])),
+        magic=draw(st.sampled_from([MESSAGE_MAGIC, MESSAGE_MAGIC_V2])),
     )
-    return codec.encode_record(record)
+    return encode_record(record)
 
 
 def block_of(raws: list[bytes], gap: bytes = b"") -> Block:
@@ -71,8 +87,8 @@ def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes
     bodies, bad = block.body()
     born, stored = block.field("born_timestamp").tolist(), block.field("store_timestamp").tolist()
     for row, raw in enumerate(raws):
-        plain = codec.decode_record(raw)
-        properties = codec.decode_properties(plain.properties_raw)
+        plain = decode_record(raw)
+        properties = decode_properties(plain.properties_raw)
         assert dict(columns["properties"][row]) == properties
         assert list(dict(columns["properties"][row])) == list(properties)
         assert len(columns["properties"][row]) == len(properties)
@@ -87,12 +103,12 @@ def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes
         assert columns["sysFlag"][row] == plain.sys_flag
         assert columns["reconsumeTimes"][row] == plain.reconsume_times
         assert columns["preparedTransactionOffset"][row] == plain.prepared_transaction_offset
-        assert columns["bornHost"][row] == codec.format_host(plain.born_host)
-        assert columns["storeHost"][row] == codec.format_host(plain.store_host)
+        assert columns["bornHost"][row] == format_host(plain.born_host)
+        assert columns["storeHost"][row] == format_host(plain.store_host)
         assert columns["size"][row] == len(raw)
         assert (born[row], stored[row]) == (plain.born_timestamp_ms, plain.store_timestamp_ms)
         try:
-            body: bytes | None = codec.decompress_body(plain.body, plain.sys_flag, 1 << 26)
+            body: bytes | None = decompress_body(plain.body, plain.sys_flag, 1 << 26)
         except RecordError:
             body = None
         assert bodies[row].as_py() == body
@@ -110,8 +126,8 @@ def test_what_is_no_record_is_told_as_the_plain_decoder_tells_it(raws: list[byte
     block = Block(np.frombuffer(bytes(whole), np.uint8), np.array(places, np.int64))
     for row, place in enumerate(places):
         try:
-            assert 0 <= place <= len(whole) - codec.FIXED_SIZE
-            codec.frame(whole, place, len(whole))
+            assert 0 <= place <= len(whole) - FIXED_SIZE
+            frame(whole, place, len(whole))
         except (RecordError, AssertionError):
             assert not block.sound[row]
             assert isinstance(block.reason(row), RecordError)
@@ -136,7 +152,7 @@ def test_properties(stored: list[bytes], name: str) -> None:
     ends = np.cumsum(list(map(len, stored)), dtype=np.int64)
     begins = ends - np.array(list(map(len, stored)), np.int64)
     properties = Properties(data, begins, ends)
-    plain = list(map(codec.decode_properties, stored))
+    plain = list(map(decode_properties, stored))
     assert [list(dict(row).items()) for row in properties.map().to_pylist()] == [list(row.items()) for row in plain]
     assert properties.value(name).to_pylist() == [row.get(name) for row in plain]
     properties.map().validate(full=True)
@@ -147,11 +163,11 @@ def test_a_row_with_very_many_properties() -> None:
     raw = b"\2".join(b"n%d\1v" % (number % 90) for number in range(100))
     data = np.frombuffer(raw, np.uint8)
     found = Properties(data, np.array([0]), np.array([len(raw)])).map().to_pylist()[0]
-    assert found == list(codec.decode_properties(raw).items())
+    assert found == list(decode_properties(raw).items())
 
 
 def test_a_changed_body_is_found() -> None:
-    record = codec.Record(topic="T", body=b"sound", body_crc=codec.body_checksum(b"sound"))
-    good = codec.encode_record(record)
+    record = Record(topic="T", body=b"sound", body_crc=body_checksum(b"sound"))
+    good = encode_record(record)
     block = block_of([good, good.replace(b"sound", b"zound")])
     assert list(block.bad_checksums()) == [1]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.codec import split_keys
 from librmq.java.hashing import index_key_hash
+from librmq.message.record import split_keys
 
 pa = pytest.importorskip("pyarrow")
 encode = pytest.importorskip("librmq.spark.encode")

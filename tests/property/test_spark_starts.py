@@ -11,24 +11,22 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
 
-from librmq import codec
+from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC, MESSAGE_MAGIC_V2, Record, encode_record
 from librmq.spark import starts
 
-PAD = codec.encode_record(codec.Record(topic="T", body=b""))
+PAD = encode_record(Record(topic="T", body=b""))
 
 
 def record(size: int, body: bytes = b"") -> bytes:
-    return codec.encode_record(codec.Record(topic="T", body=body + bytes(max(0, size - len(PAD) - len(body)))))
+    return encode_record(Record(topic="T", body=body + bytes(max(0, size - len(PAD) - len(body)))))
 
 
-LOOKALIKE = b"1234" + codec.MESSAGE_MAGIC.to_bytes(4, "big")
+LOOKALIKE = b"1234" + MESSAGE_MAGIC.to_bytes(4, "big")
 PIECES = st.one_of(
     st.integers(100, 3000).map(record),
     st.integers(100, 900).map(lambda size: record(size, PAD + LOOKALIKE)),  # a record in a body
     st.integers(100, 900).map(lambda size: record(size, LOOKALIKE)),
-    st.integers(100, 300).map(
-        lambda size: codec.encode_record(codec.Record(topic="T", body=bytes(size), magic=codec.MESSAGE_MAGIC_V2))
-    ),
+    st.integers(100, 300).map(lambda size: encode_record(Record(topic="T", body=bytes(size), magic=MESSAGE_MAGIC_V2))),
     st.just(b"no record"),
 )
 
@@ -39,9 +37,9 @@ def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
     at = 0
     while at < end:
         size = int.from_bytes(data[at : at + 4], "big")
-        if int.from_bytes(data[at + 4 : at + 8], "big") not in (codec.MESSAGE_MAGIC, codec.MESSAGE_MAGIC_V2):
+        if int.from_bytes(data[at + 4 : at + 8], "big") not in (MESSAGE_MAGIC, MESSAGE_MAGIC_V2):
             return found, any(data[at:end])
-        if not codec.FIXED_SIZE <= size <= len(data) - at:
+        if not FIXED_SIZE <= size <= len(data) - at:
             return found, True
         found.append(at)
         at += size

@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from librmq import codec
 from librmq.clock import ManualClock
 from librmq.errors import MessageIllegalError
 from librmq.files import MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC, DelayLevels
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.message import Message
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.verify import verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, V4, V6, contents, derived, died
@@ -35,7 +35,7 @@ messages = st.builds(
     keys=st.one_of(
         st.just(""), st.sampled_from(KEYS), st.lists(st.sampled_from(KEYS), max_size=3), st.just(" k1  k1 k2 ")
     ),
-    properties=st.dictionaries(words.filter(lambda name: name not in codec.RESERVED_PROPERTIES), words, max_size=3),
+    properties=st.dictionaries(words.filter(lambda name: name not in record.RESERVED_PROPERTIES), words, max_size=3),
     delay_level=st.sampled_from([0, 0, 0, 1, 3, 18, 30, -4]),
     flag=st.integers(-(1 << 31), (1 << 31) - 1),
     unique_key=st.one_of(st.none(), st.sampled_from(["U1", "U2", "U3"])),
@@ -47,7 +47,7 @@ fields = st.fixed_dictionaries(
         "store_host": st.sampled_from([V4, V6]),
         "born_timestamp_ms": st.integers(0, 1 << 62),
         "reconsume_times": st.integers(0, 16),
-        "sys_flag": st.sampled_from([0, 4, 8, 12, codec.MULTI_TAGS]),
+        "sys_flag": st.sampled_from([0, 4, 8, 12, record.MULTI_TAGS]),
         "prepared_transaction_offset": st.integers(0, 1 << 40),
     },
 )
@@ -66,15 +66,15 @@ class Stored:
 
     @property
     def kind(self) -> int:
-        return int(self.fields.get("sys_flag", 0)) & codec.TRANSACTION_MASK
+        return int(self.fields.get("sys_flag", 0)) & record.TRANSACTION_MASK
 
     @property
     def in_queue(self) -> bool:
-        return self.kind in (0, codec.TRANSACTION_COMMIT)
+        return self.kind in (0, record.TRANSACTION_COMMIT)
 
     @property
     def keys(self) -> set[str]:
-        if self.kind == codec.TRANSACTION_ROLLBACK:
+        if self.kind == record.TRANSACTION_ROLLBACK:
             return set()
         given = {key for key in self.properties.get("KEYS", "").split(" ") if key}
         return given | ({self.properties["UNIQ_KEY"]} if "UNIQ_KEY" in self.properties else set())
@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         result = self.store.append(message, queue_id, **fields)
         topic, properties = message.topic, dict(message.properties)
         level = LEVELS.cap(message.delay_level)
-        if level > 0 and fields.get("sys_flag", 0) & codec.TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT):
+        if level > 0 and fields.get("sys_flag", 0) & record.TRANSACTION_MASK in (0, record.TRANSACTION_COMMIT):
             properties |= {"DELAY": str(level), "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
             topic, queue_id = SCHEDULE_TOPIC, level - 1
         self.note(Stored(message, topic, queue_id, result, properties, fields))
@@ -190,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert found.offset_id == result.offset_id
         assert found.reconsume_times == given.get("reconsume_times", 0)
         assert found.prepared_transaction_offset == given.get("prepared_transaction_offset", 0)
-        flags = given.get("sys_flag", 0) | codec.host_flags(
+        flags = given.get("sys_flag", 0) | record.host_flags(
             given.get("born_host", ("127.0.0.1", 0)), given.get("store_host", ("127.0.0.1", 0))
         )
         assert found.sys_flag == flags

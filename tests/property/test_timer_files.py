@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from librmq.clock import ManualClock
 from librmq.errors import RmqError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.pending import pending
 from librmq.store import MessageStore
 from librmq.timer import Timers, TimerSettings

@@ -16,9 +16,9 @@ from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.errors import TransactionRefusedError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.store import MessageStore
-from librmq.topics import CHECK_MAX_TIME_TOPIC
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 from librmq.verify import verify
 from tests.stores import ROOT, SMALL, START_MS, died

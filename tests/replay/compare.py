@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from librmq import codec
 from librmq.errors import MalformedError
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.topics import HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.deviations import Difference, is_direct, unlike
 from tests.replay.reading import UNIQUE_KEY
@@ -80,11 +80,11 @@ class Log:
     def name_of_id(self, offset_id: str) -> str:
         """What an offset id names; another text is itself."""
         try:
-            host, physical_offset = codec.parse_offset_message_id(offset_id)
+            host, physical_offset = record.parse_offset_message_id(offset_id)
         except MalformedError:
             return offset_id
         name = self._names.get(physical_offset)
-        return offset_id if name is None else f"{name} of {codec.format_host(host)}"
+        return offset_id if name is None else f"{name} of {record.format_host(host)}"
 
     def comparable(self, row: Row, queue: str | None = None) -> Row:
         """A message without what differs from run to run; ``queue`` is the topic that it was read from."""
@@ -121,7 +121,7 @@ def _is_unordered(row: Row, topic: str) -> bool:
     """Whether a message stands where concurrent listeners, or answers to checks, happened to put it."""
     if topic in (SCHEDULE_TOPIC, OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
         return True
-    was_checked = codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+    was_checked = record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
     return was_checked and topic != HALF_TOPIC
 
 
@@ -285,7 +285,7 @@ def _checks(played: Played) -> Iterator[Difference]:
 
 def _checked(event: Row) -> tuple[str, str, int]:
     properties = event["message"]["properties"]
-    return properties[UNIQUE_KEY], properties[codec.PROPERTY_TRANSACTION_CHECK_TIMES], event["n"]
+    return properties[UNIQUE_KEY], properties[record.PROPERTY_TRANSACTION_CHECK_TIMES], event["n"]
 
 
 def _sorted(rows: list[Row]) -> list[Row]:

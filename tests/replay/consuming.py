@@ -10,7 +10,7 @@ from typing import Any, Final
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.consumer.orderly import OrderlyResult
 from librmq.listener import ReconsumeLater, SuspendQueue
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, MessageModel, UpdateOffset
 from librmq.rebalance import allocate_averagely
 from tests.reference import Row

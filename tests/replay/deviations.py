@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from librmq import codec
-from librmq.message import Message
-from librmq.topics import AUTO_CREATE_TOPIC, CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.message import record
+from librmq.message.message import Message
+from librmq.message.topics import AUTO_CREATE_TOPIC, CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.reading import UNIQUE_KEY, Recording
 
@@ -109,7 +109,7 @@ def _between_heartbeats(recording: Recording, difference: Difference) -> bool:
 
 def _of_compressed_bodies(recording: Recording, difference: Difference) -> bool:
     is_of_bytes = difference.area == "held" and difference.text.startswith("bytes: ") and ";" not in difference.text
-    return is_of_bytes and any(row["sysFlag"] & codec.COMPRESSED for row in recording.messages)
+    return is_of_bytes and any(row["sysFlag"] & record.COMPRESSED for row in recording.messages)
 
 
 def _empty_answer(recording: Recording, difference: Difference) -> bool:
@@ -241,7 +241,7 @@ def is_direct(event: Row) -> bool:
 
 def without_delay(message: Message) -> Message:
     """The message without its delay."""
-    message.properties.pop(codec.PROPERTY_DELAY, None)
+    message.properties.pop(record.PROPERTY_DELAY, None)
     return message
 
 

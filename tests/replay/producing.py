@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from librmq import codec
 from librmq.errors import RmqError
-from librmq.message import Message, MessageQueue, StoredMessage
+from librmq.message import record
+from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
 from librmq.runtime.runner import Step
@@ -222,7 +222,7 @@ def _state(answer: Row) -> TransactionState | None:
 def _compress_from(stored: StoredMessage) -> int:
     """From which size on its producer compressed, as far as a message tells."""
     size = len(stored.body)
-    if stored.sys_flag & codec.COMPRESSED:
+    if stored.sys_flag & record.COMPRESSED:
         return min(_COMPRESS_FROM, size)
     return max(_COMPRESS_FROM, size + 1)
 

@@ -15,17 +15,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from librmq import codec
 from librmq.errors import RecordError
-from librmq.hosts import Host
 from librmq.java import json as java_json
-from librmq.message import StoredMessage
-from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
+from librmq.message import record
+from librmq.message.hosts import Host
+from librmq.message.message import StoredMessage
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
 from tests.reference import Row, jsonl
 
 __all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
 
-UNIQUE_KEY: Final = codec.PROPERTY_UNIQUE_KEY
+UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
 PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that does not come."""
@@ -160,7 +160,7 @@ class Recording:
         found = {}
         for row in jsonl(self.folder / "rpc.jsonl"):
             if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and row["header"].get("i"):
-                key = codec.decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
+                key = record.decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
                 found[key] = int(row["header"]["d"])
         return found
 
@@ -193,7 +193,7 @@ class Recording:
         put_back = [
             row["storeTimestamp"]
             for row in self.messages
-            if row["topic"] == HALF_TOPIC and codec.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+            if row["topic"] == HALF_TOPIC and record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
         ]
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
         return [at for before, at in pairwise([0, *sorted(put_back)]) if at - before > interval_ms / 2]
@@ -245,7 +245,7 @@ class Recording:
     def raced_halves(self) -> frozenset[str]:
         """The half messages, by unique id, that a check gave up and committed all the same: a race of the original."""
         given_up = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["topic"] == CHECK_MAX_TIME_TOPIC}
-        final = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["sysFlag"] & codec.TRANSACTION_MASK}
+        final = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["sysFlag"] & record.TRANSACTION_MASK}
         return frozenset(key for key in given_up & final if key is not None)
 
     # ---- clients
@@ -325,7 +325,7 @@ class Recording:
         for event in self.events:
             result = event.get("result")
             if isinstance(result, dict) and "sendStatus" in result and result["offsetMsgId"]:
-                host, _ = codec.parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
+                host, _ = record.parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
                 found[result["messageQueue"]["brokerName"]] = host
         return found
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from librmq.consumer import PushConsumer
 from librmq.errors import RmqError
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.producer import Producer
 from tests.reference import Row
 from tests.replay.stage import Stage

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from librmq import codec
 from librmq.broker import Broker, BrokerSettings
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import RmqError
 from librmq.files import MemoryFiles
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message import record
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.producer import SendResult
 from librmq.txn import TransactionSettings
 from tests.reference import Row
@@ -110,7 +110,7 @@ class Stage:
             enable_consumequeue_ext=told.get("enableConsumeQueueExt") == "true",
             enable_calc_filter_bitmap=told.get("enableCalcFilterBitMap") == "true",
             enable_property_filter=told.get("enablePropertyFilter") == "true",
-            store_host=codec.format_host(store_host),
+            store_host=record.format_host(store_host),
         )
         broker = Broker.open(
             STORE,
@@ -168,9 +168,9 @@ def describe(message: StoredMessage, queue: MessageQueue | None) -> Row:
         "msgId": message.offset_id if queue is None else message.message_id,
         "offsetMsgId": message.offset_id,
         "bornTimestamp": message.born_timestamp_ms,
-        "bornHost": codec.format_host(message.born_host),
+        "bornHost": record.format_host(message.born_host),
         "storeTimestamp": message.store_timestamp_ms,
-        "storeHost": codec.format_host(message.store_host),
+        "storeHost": record.format_host(message.store_host),
         "storeSize": message.size,
         "bodyCRC": message.body_crc,
         "sysFlag": message.sys_flag,

@@ -10,7 +10,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, MemoryDedupStore, deduplicated
 from librmq.errors import CorruptionError, RmqError
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.outbox import Outbox, OutboxSender
 from librmq.testing import Exploration, Kit, explore
 from librmq.transactional import transactional

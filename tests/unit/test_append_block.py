@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.errors import StoreIOError
 from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.message import record
 from librmq.testing import FailingFiles, RecordingFiles
 
 SIZE = 1 << 16
 
 
 def records(count: int, first: int = 0) -> bytes:
-    return b"".join(codec.encode_record(codec.Record(topic="T", body=b"%06d" % n)) for n in range(first, first + count))
+    return b"".join(
+        record.encode_record(record.Record(topic="T", body=b"%06d" % n)) for n in range(first, first + count)
+    )
 
 
 @pytest.mark.parametrize("files", [DiskFiles(), MemoryFiles()], ids=["disk", "memory"])

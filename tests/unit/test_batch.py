@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from librmq.batch import BatchItem, check_batch, decode_batch, encode_batch, encoded_size, split_batch
-from librmq.codec import encode_properties
 from librmq.errors import MessageIllegalError
-from librmq.message import Message
+from librmq.message.batch import BatchItem, check_batch, decode_batch, encode_batch, encoded_size, split_batch
+from librmq.message.message import Message
+from librmq.message.record import encode_properties
 
 
 def test_a_batch_there_and_back() -> None:

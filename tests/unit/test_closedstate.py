@@ -12,7 +12,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.testing import FailingFiles
 from librmq.verify import verify

@@ -10,9 +10,6 @@ import zlib
 
 import pytest
 
-from librmq import codec
-from librmq.codec import Record, check_record, decode_record, encode_record
-from librmq.compression import compression_type
 from librmq.errors import (
     BodyChecksumError,
     BodyCompressionError,
@@ -21,7 +18,10 @@ from librmq.errors import (
     MissingExtraError,
     RecordError,
 )
-from librmq.levels import SCHEDULE_TOPIC
+from librmq.message import record as record_format
+from librmq.message.compression import compression_type
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.record import Record, check_record, decode_record, encode_record
 
 V6 = ("fe80:0:0:0:0:0:0:1", 10911)
 
@@ -44,7 +44,7 @@ def record(**changes: object) -> Record:
         "reconsume_times": 4,
         "prepared_transaction_offset": 2**42 + 3,
         "body": body,
-        "body_crc": codec.body_checksum(body),
+        "body_crc": record_format.body_checksum(body),
         "properties_raw": b"TAGS\x01TagA\x02KEYS\x01k1 k2",
     }
     return Record(**(fields | changes))  # type: ignore[arg-type]
@@ -56,20 +56,20 @@ SHAPES = [
     pytest.param({"properties_raw": b""}, id="no properties"),
     pytest.param({"topic": ""}, id="no topic"),
     pytest.param({"topic": "主题", "body": b"\0" * 70_000}, id="large"),
-    pytest.param({"born_host": V6, "sys_flag": codec.BORN_HOST_V6}, id="born v6"),
-    pytest.param({"store_host": V6, "sys_flag": codec.STORE_HOST_V6}, id="store v6"),
-    pytest.param({"born_host": V6, "store_host": V6, "sys_flag": codec.HOSTS_V6 | 8}, id="both v6"),
-    pytest.param({"magic": codec.MESSAGE_MAGIC_V2, "topic": "t" * 300}, id="second magic"),
-    pytest.param({"magic": codec.MESSAGE_MAGIC_V2, "born_host": V6, "sys_flag": 16}, id="second magic, v6"),
+    pytest.param({"born_host": V6, "sys_flag": record_format.BORN_HOST_V6}, id="born v6"),
+    pytest.param({"store_host": V6, "sys_flag": record_format.STORE_HOST_V6}, id="store v6"),
+    pytest.param({"born_host": V6, "store_host": V6, "sys_flag": record_format.HOSTS_V6 | 8}, id="both v6"),
+    pytest.param({"magic": record_format.MESSAGE_MAGIC_V2, "topic": "t" * 300}, id="second magic"),
+    pytest.param({"magic": record_format.MESSAGE_MAGIC_V2, "born_host": V6, "sys_flag": 16}, id="second magic, v6"),
 ]
 
 
 def test_the_header_is_drawn_right() -> None:
     raw = encode_record(record())
-    assert codec.HEADER_V4.size == codec.BODY_AT
-    assert codec.HEADER_V4.unpack_from(raw) == (
+    assert record_format.HEADER_V4.size == record_format.BODY_AT
+    assert record_format.HEADER_V4.unpack_from(raw) == (
         len(raw),
-        codec.MESSAGE_MAGIC,
+        record_format.MESSAGE_MAGIC,
         zlib.crc32(b"hello") & 0x7FFFFFFF,
         3,
         -7,
@@ -85,23 +85,23 @@ def test_the_header_is_drawn_right() -> None:
         5,
     )
     for at, form, value in [
-        (codec.MAGIC_AT, ">I", codec.MESSAGE_MAGIC),
-        (codec.BODY_CRC_AT, ">i", codec.body_checksum(b"hello")),
-        (codec.QUEUE_ID_AT, ">i", 3),
-        (codec.FLAG_AT, ">i", -7),
-        (codec.QUEUE_OFFSET_AT, ">q", 2**40 + 1),
-        (codec.PHYSICAL_OFFSET_AT, ">q", 2**41 + 2),
-        (codec.SYS_FLAG_AT, ">i", 0),
-        (codec.BORN_TIMESTAMP_AT, ">q", 1_700_000_000_001),
-        (codec.STORE_TIMESTAMP_AT, ">q", 1_700_000_000_002),
-        (codec.RECONSUME_TIMES_AT, ">i", 4),
-        (codec.PREPARED_OFFSET_AT, ">q", 2**42 + 3),
-        (codec.BODY_LENGTH_AT, ">i", 5),
+        (record_format.MAGIC_AT, ">I", record_format.MESSAGE_MAGIC),
+        (record_format.BODY_CRC_AT, ">i", record_format.body_checksum(b"hello")),
+        (record_format.QUEUE_ID_AT, ">i", 3),
+        (record_format.FLAG_AT, ">i", -7),
+        (record_format.QUEUE_OFFSET_AT, ">q", 2**40 + 1),
+        (record_format.PHYSICAL_OFFSET_AT, ">q", 2**41 + 2),
+        (record_format.SYS_FLAG_AT, ">i", 0),
+        (record_format.BORN_TIMESTAMP_AT, ">q", 1_700_000_000_001),
+        (record_format.STORE_TIMESTAMP_AT, ">q", 1_700_000_000_002),
+        (record_format.RECONSUME_TIMES_AT, ">i", 4),
+        (record_format.PREPARED_OFFSET_AT, ">q", 2**42 + 3),
+        (record_format.BODY_LENGTH_AT, ">i", 5),
     ]:
         assert struct.unpack_from(form, raw, at) == (value,)
-    assert raw[codec.BORN_HOST_AT :].startswith(bytes((192, 168, 1, 10)))
-    assert raw[codec.STORE_HOST_AT :].startswith(bytes((127, 0, 0, 1)))
-    assert raw[codec.BODY_AT :] == b"hello\x09TopicTest\x00\x14TAGS\x01TagA\x02KEYS\x01k1 k2"
+    assert raw[record_format.BORN_HOST_AT :].startswith(bytes((192, 168, 1, 10)))
+    assert raw[record_format.STORE_HOST_AT :].startswith(bytes((127, 0, 0, 1)))
+    assert raw[record_format.BODY_AT :] == b"hello\x09TopicTest\x00\x14TAGS\x01TagA\x02KEYS\x01k1 k2"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -113,7 +113,7 @@ def test_every_shape_there_and_back(shape: dict[str, object]) -> None:
     assert encode_record(decode_record(raw)) == raw
     padded = b"\xff" * 7 + raw + b"\xff" * 9
     assert decode_record(padded, 7) == there
-    assert codec.store_timestamp_ms(padded, 7) == there.store_timestamp_ms
+    assert record_format.store_timestamp_ms(padded, 7) == there.store_timestamp_ms
     for check_body in (False, True):
         assert check_record(padded, 7, len(padded), check_body=check_body) == len(raw)
         assert check_record(padded, 7, 7 + len(raw), check_body=check_body) == len(raw)
@@ -132,7 +132,7 @@ def test_a_record_that_is_cut_short_is_refused_wherever(shape: dict[str, object]
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, "mmap"])
 def test_any_buffer_will_do(kind: object) -> None:
     raw = encode_record(record())
-    buffer: codec.Raw
+    buffer: record_format.Raw
     if kind == "mmap":
         buffer = mmap.mmap(-1, len(raw))
         buffer[:] = raw
@@ -182,7 +182,7 @@ def test_every_length_is_checked_against_the_others(at: int, value: bytes, reaso
 def test_hosts_that_do_not_fit(flag: int) -> None:
     raw = encode_record(record(topic="", body=b"", properties_raw=b""))
     with pytest.raises(RecordError, match=r"sys flag: IPv6 hosts do not fit into 91 bytes \(at byte 36"):
-        decode_record(patched(raw, codec.SYS_FLAG_AT, struct.pack(">i", flag)))
+        decode_record(patched(raw, record_format.SYS_FLAG_AT, struct.pack(">i", flag)))
 
 
 def test_a_topic_has_127_bytes_at_most_with_the_first_magic() -> None:
@@ -206,7 +206,12 @@ def test_negative_lengths_count_as_0_as_in_the_original() -> None:
 
 def test_only_the_body_has_a_checksum() -> None:
     raw = encode_record(record())
-    for at in (codec.BODY_AT, codec.BODY_AT + 4, codec.BODY_CRC_AT, codec.BODY_CRC_AT + 3):
+    for at in (
+        record_format.BODY_AT,
+        record_format.BODY_AT + 4,
+        record_format.BODY_CRC_AT,
+        record_format.BODY_CRC_AT + 3,
+    ):
         broken = patched(raw, at, bytes((raw[at] ^ 0x80,)))
         assert check_record(broken, 0, len(broken), check_body=False) == len(raw)
         with pytest.raises(BodyChecksumError, match="body checksum: expected"):
@@ -229,7 +234,7 @@ def test_the_checksum_of_an_empty_body_is_not_looked_at() -> None:
 
 def test_a_blank_has_size_0_wherever_8_bytes_are_left() -> None:
     for rest in (8, 90, 91, 4096):
-        blank = struct.pack(">iI", rest, codec.BLANK_MAGIC) + b"\xee" * (rest - 8)
+        blank = struct.pack(">iI", rest, record_format.BLANK_MAGIC) + b"\xee" * (rest - 8)
         assert check_record(b"\0" + blank, 1, 1 + rest, check_body=True) == 0
     with pytest.raises(RecordError, match="found 7 bytes"):
         check_record(blank, 0, 7, check_body=True)
@@ -264,7 +269,7 @@ def test_a_delayed_message_needs_a_level_that_is_a_number(level: bytes, sound: b
         {"topic": "t" * 128},
         {"topic": "中" * 43},
         {"topic": "\ud800"},
-        {"topic": "t" * 32_768, "magic": codec.MESSAGE_MAGIC_V2},
+        {"topic": "t" * 32_768, "magic": record_format.MESSAGE_MAGIC_V2},
         {"properties_raw": bytes(32_768)},
         {"queue_id": 2**31},
         {"flag": -(2**31) - 1},
@@ -275,8 +280,8 @@ def test_a_delayed_message_needs_a_level_that_is_a_number(level: bytes, sound: b
         {"born_host": ("1.2.3.4", 2**31)},
         {"store_host": ("fe80:::1", 1), "sys_flag": 32},
         {"born_host": V6},
-        {"sys_flag": codec.STORE_HOST_V6},
-        {"magic": codec.BLANK_MAGIC},
+        {"sys_flag": record_format.STORE_HOST_V6},
+        {"magic": record_format.BLANK_MAGIC},
     ],
 )
 def test_what_does_not_fit_is_not_written(changes: dict[str, object]) -> None:
@@ -287,7 +292,7 @@ def test_what_does_not_fit_is_not_written(changes: dict[str, object]) -> None:
 def test_the_largest_that_fit() -> None:
     largest = record(topic="t" * 127, properties_raw=bytes(32_767), queue_id=2**31 - 1, flag=-(2**31))
     assert decode_record(encode_record(largest)) == largest
-    second = dataclasses.replace(largest, magic=codec.MESSAGE_MAGIC_V2, topic="t" * 32_767)
+    second = dataclasses.replace(largest, magic=record_format.MESSAGE_MAGIC_V2, topic="t" * 32_767)
     assert decode_record(encode_record(second)) == second
 
 
@@ -303,8 +308,8 @@ def test_properties_are_written_in_the_order_of_a_java_map() -> None:
         "UNIQ_KEY": "0A",
         "DELAY": "3",
     }
-    raw = codec.encode_properties(properties)
-    assert codec.decode_properties(raw) == properties
+    raw = record_format.encode_properties(properties)
+    assert record_format.decode_properties(raw) == properties
     names = [part.split(b"\x01")[0] for part in raw.split(b"\x02")]
     real = [b"KEYS", b"UNIQ_KEY", b"DELAY", b"TAGS"]  # as in any store
     assert [name for name in names if name in real] == real
@@ -312,20 +317,20 @@ def test_properties_are_written_in_the_order_of_a_java_map() -> None:
 
 
 def test_properties_that_share_a_bucket_keep_their_order() -> None:
-    assert codec.encode_properties({"Aa": "1", "BB": "2"}) == b"Aa\x011\x02BB\x012"
-    assert codec.encode_properties({"BB": "2", "Aa": "1"}) == b"BB\x012\x02Aa\x011"
+    assert record_format.encode_properties({"Aa": "1", "BB": "2"}) == b"Aa\x011\x02BB\x012"
+    assert record_format.encode_properties({"BB": "2", "Aa": "1"}) == b"BB\x012\x02Aa\x011"
 
 
 def test_few_properties() -> None:
-    assert codec.encode_properties({}) == b""
-    assert codec.encode_properties({"a": ""}) == b"a\x01"
-    assert codec.encode_properties({"%": "%d"}) == b"%\x01%d"
+    assert record_format.encode_properties({}) == b""
+    assert record_format.encode_properties({"a": ""}) == b"a\x01"
+    assert record_format.encode_properties({"%": "%d"}) == b"%\x01%d"
 
 
 def test_text_without_utf8_is_refused() -> None:
     for properties in ({"a": "\ud800"}, {"\udfff": "a"}):
         with pytest.raises(MessageIllegalError, match="UTF-8"):
-            codec.encode_properties(properties)
+            record_format.encode_properties(properties)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +353,7 @@ def test_text_without_utf8_is_refused() -> None:
     ],
 )
 def test_one_property_is_found(raw: bytes, name: bytes, value: bytes | None) -> None:
-    assert codec.find_property(raw, name) == value
+    assert record_format.find_property(raw, name) == value
 
 
 @pytest.mark.parametrize(
@@ -362,25 +367,25 @@ def test_one_property_is_found(raw: bytes, name: bytes, value: bytes | None) -> 
     ],
 )
 def test_properties_of_a_batch_stand_behind_a_messages_own(own: bytes, batch: bytes, joined: bytes) -> None:
-    assert codec.join_properties(own, batch) == joined
+    assert record_format.join_properties(own, batch) == joined
 
 
 def test_tags_and_keys() -> None:
-    assert codec.tags_code(None) == codec.tags_code("") == 0
-    assert codec.tags_code("TagA") == 2598919
-    assert codec.split_keys(None) == codec.split_keys("") == codec.split_keys("  ") == []
-    assert codec.split_keys(" k1  k2 k1\tk3 ") == ["k1", "k2", "k1\tk3"]
+    assert record_format.tags_code(None) == record_format.tags_code("") == 0
+    assert record_format.tags_code("TagA") == 2598919
+    assert record_format.split_keys(None) == record_format.split_keys("") == record_format.split_keys("  ") == []
+    assert record_format.split_keys(" k1  k2 k1\tk3 ") == ["k1", "k2", "k1\tk3"]
 
 
 def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
-    names = {value for name, value in vars(codec).items() if name.startswith("PROPERTY_")}
-    assert names - codec.RESERVED_PROPERTIES == {
+    names = {value for name, value in vars(record_format).items() if name.startswith("PROPERTY_")}
+    assert names - record_format.RESERVED_PROPERTIES == {
         "TRAN_PREPARED_QUEUE_OFFSET",
         "TRANSACTION_CHECK_TIMES",
         "CHECK_IMMUNITY_TIME_IN_SECONDS",
         "INNER_MULTI_DISPATCH",
     }
-    assert names >= codec.RESERVED_PROPERTIES
+    assert names >= record_format.RESERVED_PROPERTIES
     assert len(names) == 35
 
 
@@ -397,10 +402,10 @@ def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
         ("[::ffff:1.2.3.4]:1", ("0:0:0:0:0:ffff:102:304", 1)),
     ],
 )
-def test_hosts(text: str, host: codec.Host) -> None:
-    assert codec.parse_host(text) == host
-    assert codec.parse_host(codec.format_host(host)) == host
-    assert codec.decode_host(codec.encode_host(host)) == host
+def test_hosts(text: str, host: record_format.Host) -> None:
+    assert record_format.parse_host(text) == host
+    assert record_format.parse_host(record_format.format_host(host)) == host
+    assert record_format.decode_host(record_format.encode_host(host)) == host
 
 
 @pytest.mark.parametrize(
@@ -433,12 +438,12 @@ def test_hosts(text: str, host: codec.Host) -> None:
 )
 def test_no_hosts(text: str) -> None:
     with pytest.raises(MalformedError, match="expected an address"):
-        codec.parse_host(text)
+        record_format.parse_host(text)
 
 
 def test_host_flags() -> None:
     v4 = ("1.2.3.4", 5)
-    assert [codec.host_flags(a, b) for a in (v4, V6) for b in (v4, V6)] == [0, 32, 16, 48]
+    assert [record_format.host_flags(a, b) for a in (v4, V6) for b in (v4, V6)] == [0, 32, 16, 48]
 
 
 @pytest.mark.parametrize(
@@ -446,20 +451,20 @@ def test_host_flags() -> None:
 )
 def test_no_message_ids(text: str) -> None:
     with pytest.raises(MalformedError, match="message id of 32 or 56 hex digits"):
-        codec.parse_offset_message_id(text)
+        record_format.parse_offset_message_id(text)
 
 
 def test_message_ids_in_either_case() -> None:
-    text = codec.offset_message_id(V6, 2**40)
+    text = record_format.offset_message_id(V6, 2**40)
     assert text == "FE80000000000000000000000000000100002A9F0000010000000000"
-    assert codec.parse_offset_message_id(text.lower()) == (V6, 2**40)
+    assert record_format.parse_offset_message_id(text.lower()) == (V6, 2**40)
 
 
 # --- compression
 
-ZLIB = codec.COMPRESSED | codec.COMPRESSION_ZLIB
-LZ4 = codec.COMPRESSED | codec.COMPRESSION_LZ4
-ZSTD = codec.COMPRESSED | codec.COMPRESSION_ZSTD
+ZLIB = record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
+LZ4 = record_format.COMPRESSED | record_format.COMPRESSION_LZ4
+ZSTD = record_format.COMPRESSED | record_format.COMPRESSION_ZSTD
 SENT = b"".join(b"order %d shipped; " % number for number in range(40))
 
 # As the classes write them that the original uses: LZ4FrameOutputStream, ZstdOutputStream at level 5.
@@ -475,10 +480,12 @@ WRITTEN = {
         "c901288841e82c62e5ee985441a1622810272080a3d203b3cc7766b3986f666799cfcc6631dfcccc32dfccce329f993d"
         "cb8df96ccdacd62cb4e69b353359b3c49a0fd6ccaf6673792c22c845182290431844906388a5218201010000"
     ),
-    ZLIB: codec.compress_body(SENT),
-    codec.COMPRESSED: codec.compress_body(SENT),
+    ZLIB: record_format.compress_body(SENT),
+    record_format.COMPRESSED: record_format.compress_body(SENT),
 }
-KINDS = [pytest.param(flag, id=f"{flag:#x}-{compression_type(flag)}") for flag in (codec.COMPRESSED, ZLIB, LZ4, ZSTD)]
+KINDS = [
+    pytest.param(flag, id=f"{flag:#x}-{compression_type(flag)}") for flag in (record_format.COMPRESSED, ZLIB, LZ4, ZSTD)
+]
 
 
 @pytest.fixture
@@ -494,12 +501,12 @@ def written(request: pytest.FixtureRequest) -> tuple[int, bytes]:
 @pytest.mark.parametrize("written", KINDS, indirect=True)
 def test_compressed_bodies(written: tuple[int, bytes]) -> None:
     flag, body = written
-    assert codec.decompress_body(body, flag, len(SENT)) == SENT
-    assert codec.decompress_body(body, flag | 12 | 48, 1 << 30) == SENT
-    assert codec.decompress_body(body, flag & ~codec.COMPRESSED, 0) == body
-    assert codec.decompress_body(b"", flag, 0) == b""
+    assert record_format.decompress_body(body, flag, len(SENT)) == SENT
+    assert record_format.decompress_body(body, flag | 12 | 48, 1 << 30) == SENT
+    assert record_format.decompress_body(body, flag & ~record_format.COMPRESSED, 0) == body
+    assert record_format.decompress_body(b"", flag, 0) == b""
     with pytest.raises(BodyCompressionError, match="more than the 709 bytes that are allowed"):
-        codec.decompress_body(body, flag, len(SENT) - 1)
+        record_format.decompress_body(body, flag, len(SENT) - 1)
 
 
 @pytest.mark.parametrize("written", KINDS, indirect=True)
@@ -507,13 +514,13 @@ def test_damaged_compressed_bodies(written: tuple[int, bytes]) -> None:
     flag, body = written
     for end in range(1, len(body)):
         with pytest.raises(BodyCompressionError):
-            codec.decompress_body(body[:end], flag, 1 << 20)
+            record_format.decompress_body(body[:end], flag, 1 << 20)
     with pytest.raises(BodyCompressionError, match="3 bytes behind its end"):
-        codec.decompress_body(body + b"end", flag, 1 << 20)
+        record_format.decompress_body(body + b"end", flag, 1 << 20)
     with pytest.raises(BodyCompressionError):
-        codec.decompress_body(b"\xff" + body, flag, 1 << 20)
+        record_format.decompress_body(b"\xff" + body, flag, 1 << 20)
     with pytest.raises(BodyCompressionError):
-        codec.decompress_body(body + body, flag, 1 << 20)
+        record_format.decompress_body(body + body, flag, 1 << 20)
 
 
 def bomb(kind: str) -> bytes:
@@ -535,7 +542,7 @@ def test_a_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(BodyCompressionError, match="more than the 1,000,000 bytes"):
-            codec.decompress_body(body, flag, 1_000_000)
+            record_format.decompress_body(body, flag, 1_000_000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -545,12 +552,12 @@ def test_a_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
 @pytest.mark.parametrize("kind", [4, 5, 6, 7])
 def test_an_unknown_compression_is_refused(kind: int) -> None:
     with pytest.raises(BodyCompressionError, match="unknown way"):
-        codec.decompress_body(b"x", codec.COMPRESSED | kind << 8, 100)
+        record_format.decompress_body(b"x", record_format.COMPRESSED | kind << 8, 100)
 
 
 @pytest.mark.parametrize(("flag", "module"), [(LZ4, "lz4.frame"), (ZSTD, "zstandard")])
 def test_a_missing_extra_is_named(flag: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"librmq\[compression\]") as caught:
-        codec.decompress_body(WRITTEN[flag], flag, 1 << 20)
+        record_format.decompress_body(WRITTEN[flag], flag, 1 << 20)
     assert caught.value.extra == "compression"

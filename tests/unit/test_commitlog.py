@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, MessageIllegalError, ReadOnlyError, StoreIOError
 from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.message.record import BLANK_MAGIC, Record, body_checksum, encode_record
 from librmq.testing import FailingFiles, RecordingFiles
 
 FOLDER = "/log"
@@ -20,17 +20,17 @@ SIZE = 1024
 
 def record(place: int, body: bytes = b"body", **fields: object) -> bytes:
     """The bytes of a sound record for ``place``."""
-    record = codec.Record(
+    record = Record(
         topic="T",
         physical_offset=place,
         store_timestamp_ms=1_700_000_000_000 + place,
         body=body,
-        body_crc=codec.body_checksum(body),
+        body_crc=body_checksum(body),
         properties_raw=b"a\1b",
     )
     for name, value in fields.items():
         setattr(record, name, value)
-    return codec.encode_record(record)
+    return encode_record(record)
 
 
 SMALLEST = len(record(0, b""))
@@ -77,11 +77,11 @@ def test_eight_bytes_stay_free_at_the_end_of_a_file(rest: int) -> None:
         assert first[SIZE - rest :] == bytes(rest)
         assert put(log, SMALLEST) == SIZE
         first = files.read(f"{FOLDER}/{0:020d}")
-        assert first[SIZE - rest :][:8] == struct.pack(">II", rest, codec.BLANK_MAGIC)
+        assert first[SIZE - rest :][:8] == struct.pack(">II", rest, BLANK_MAGIC)
         assert first[SIZE - rest + 8 :] == bytes(rest - 8)
     else:
         assert place == SIZE
-        assert first[500:508] == struct.pack(">II", SIZE - 500, codec.BLANK_MAGIC)
+        assert first[500:508] == struct.pack(">II", SIZE - 500, BLANK_MAGIC)
         assert first[508:] == bytes(SIZE - 508)
     assert opened(files).end == log.end
 

@@ -28,7 +28,7 @@ from librmq.errors import (
 )
 from librmq.files import MemoryFiles
 from librmq.listener import DeadLetter, ReconsumeLater
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.producer import Producer
 from librmq.protocol import (

@@ -12,7 +12,7 @@ from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world

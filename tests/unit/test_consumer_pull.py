@@ -12,7 +12,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError, NoRouteError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.producer import Producer
 from librmq.protocol import (
     ConsumeFrom,

@@ -11,7 +11,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.testing import Kit
 

@@ -12,17 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq import codec
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import _NEEDED, DelaySchedule, DelaySettings, _Layout
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError, StoreIOError
 from librmq.files import MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import (
+    MULTI_TAGS,
+    TRANSACTION_PREPARED,
+    TRANSACTION_ROLLBACK,
+    decode_properties,
+    encode_properties,
+    is_encoding_of,
+    tags_code,
+)
+from librmq.message.topics import HALF_TOPIC
 from librmq.store import AppendResult
-from librmq.topics import HALF_TOPIC
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
 
@@ -120,7 +128,7 @@ def test_a_delivered_message_is_the_one_that_was_sent() -> None:
     assert b"empty" not in real.properties_raw  # what is read of a record has no empty values
     queue = waiting.store.queue("T", 4)
     assert queue is not None
-    assert queue.entries()["tags_code"].tolist() == [codec.tags_code("t")]
+    assert queue.entries()["tags_code"].tolist() == [tags_code("t")]
     assert [(message.physical_offset, result.queue_offset) for message, result in waiting.told] == [(0, 0)]
 
 
@@ -139,7 +147,7 @@ def test_many_at_once_go_each_to_its_own_queue(config: StoreConfig) -> None:
             born_timestamp_ms=number,
             born_host=("fe80::1" if number % 5 == 0 else "10.0.0.1", number),
             store_host=("fe80::2" if number % 7 == 0 else "10.0.0.2", number),
-            sys_flag=codec.MULTI_TAGS if number % 11 == 0 else 0,
+            sys_flag=MULTI_TAGS if number % 11 == 0 else 0,
             reconsume_times=number,
         )
     waiting.pass_to(1_000)
@@ -152,7 +160,7 @@ def test_many_at_once_go_each_to_its_own_queue(config: StoreConfig) -> None:
         assert (real.topic, str(real.queue_id)) == (waited.properties["REAL_TOPIC"], waited.properties["REAL_QID"])
         assert (real.queue_offset, real.size) == (result.queue_offset, result.size)
         assert [getattr(real, name) for name in same] == [getattr(waited, name) for name in same]
-        assert real.properties_raw == codec.encode_properties(waited.properties)
+        assert real.properties_raw == encode_properties(waited.properties)
         assert waiting.store.find_by_key(real.topic, real.keys[0]) == [real]
     for topic in ("T0", "T1", "T2"):
         for queue_id in (0, 1):
@@ -170,24 +178,24 @@ STORED = st.lists(st.tuples(NAMES, st.text("ab1\1\2ü", max_size=3)), max_size=7
 USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", min_size=1, max_size=3), min_size=1)
 
 
-@given(USUAL.map(codec.encode_properties), STORED)
+@given(USUAL.map(encode_properties), STORED)
 def test_what_fits_a_layout_says_the_same_decoded_and_is_encoded_as_it_stands(first: bytes, second: bytes) -> None:
-    known = codec.decode_properties(first)
-    assert codec.is_encoding_of(first, known)
+    known = decode_properties(first)
+    assert is_encoding_of(first, known)
     layout = _Layout(tuple(known))
     assert layout.find(first) is not None
     for raw in (first, second):
         found = layout.find(raw)
         if found is not None:
-            properties = codec.decode_properties(raw)
+            properties = decode_properties(raw)
             assert found == tuple(map(properties.get, _NEEDED))
-            assert codec.encode_properties(properties) == raw
+            assert encode_properties(properties) == raw
 
 
-@pytest.mark.parametrize("bits", [codec.TRANSACTION_PREPARED, codec.TRANSACTION_ROLLBACK])
+@pytest.mark.parametrize("bits", [TRANSACTION_PREPARED, TRANSACTION_ROLLBACK])
 def test_what_a_transaction_has_not_committed_is_stored_where_nobody_sees_it(bits: int) -> None:
     waiting = Waiting()
-    raw = codec.encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
+    raw = encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
     result = waiting.store.append(Message(SCHEDULE_TOPIC, b"half"), 0, properties_raw=raw, sys_flag=bits)
     waiting.put()
     queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
@@ -198,7 +206,7 @@ def test_what_a_transaction_has_not_committed_is_stored_where_nobody_sees_it(bit
     assert waiting.delivered() == [(b"half", 1_000)]
     assert list(waiting.store.messages("T", 2)) == []
     is_found = len(waiting.store.find_by_key("T", "k"))
-    assert is_found == (bits == codec.TRANSACTION_PREPARED)
+    assert is_found == (bits == TRANSACTION_PREPARED)
 
 
 def test_a_disk_that_gets_full_between_two_files_repeats_nothing(
@@ -387,7 +395,7 @@ def test_the_hash_of_the_tags_is_no_time() -> None:
     assert queue is not None
     place, size, _ = queue.entry(0) or (0, 0, 0)
     queue.truncate_to(0)
-    queue.append(0, place, size, codec.tags_code("t"))
+    queue.append(0, place, size, tags_code("t"))
     assert waiting.pass_to(4_999) == 5_000
     waiting.pass_to(5_000)
     assert waiting.delivered() == [(b"b", 5_000)]
@@ -395,7 +403,7 @@ def test_the_hash_of_the_tags_is_no_time() -> None:
 
 def raw_waiting(waiting: Waiting, **properties: str) -> None:
     """A record in the schedule topic, whatever its properties say."""
-    raw = codec.encode_properties({"DELAY": "1", **properties})
+    raw = encode_properties({"DELAY": "1", **properties})
     waiting.store.append(Message(SCHEDULE_TOPIC, b"bad"), 0, properties_raw=raw)
 
 

@@ -13,7 +13,7 @@ from librmq.dispatch import Dispatcher
 from librmq.errors import StoreIOError
 from librmq.files import MemoryFiles
 from librmq.indexfile import IndexFile
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import MessageStore
 from tests.interrupting import interruptions
 

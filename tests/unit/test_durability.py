@@ -22,7 +22,7 @@ from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
 from librmq.files import File, Files, MemoryFiles
 from librmq.flushing import Acknowledgement
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.testing.files import FailingFiles, RecordingFiles
 from librmq.verify import verify

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
@@ -18,7 +17,8 @@ from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files import DiskFiles, Entry, File, Files, MemoryFiles
 from librmq.following import Following
 from librmq.liveparts import KEPT, LiveIndex, LiveQueue, LiveQueues
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.message import Message, StoredMessage
 from librmq.reading import GetStatus
 from librmq.store import MessageStore
 from tests.stores import (
@@ -343,7 +343,7 @@ def test_a_record_that_is_just_being_copied_is_not_served(number: int, fresh: bo
     pair.writer.append(Message("TopicA", b"before", keys="k"))
     end = pair.writer.log.end
     raw = records()[number]
-    at = codec.PHYSICAL_OFFSET_AT
+    at = record.PHYSICAL_OFFSET_AT
     raw = raw[:at] + end.to_bytes(8, "big") + raw[at + 8 :]
     buffer = pair.writer.log.sequence.file(0).buffer
     for copied in range(len(raw) + 1):

@@ -14,8 +14,8 @@ from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
 from librmq.files import MemoryFiles
 from librmq.hops import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
-from librmq.levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
-from librmq.message import Message, StoredMessage
+from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from tests.stores import ROOT, SMALL, START_MS, died
 

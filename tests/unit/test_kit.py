@@ -24,7 +24,7 @@ from librmq.errors import (
 )
 from librmq.files import MemoryFiles
 from librmq.listener import ReconsumeLater
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState
 from librmq.testing import Kit, Process, ProcessStateError, UnsoundStoreError
 from librmq.transactionproducer import CheckedMessage, TransactionProducer

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.codec import Record, encode_properties, encode_record
 from librmq.errors import LargeBodyError, MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.largebody import (
@@ -22,7 +21,8 @@ from librmq.largebody import (
     park_body,
     split_body,
 )
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import Record, encode_properties, encode_record
 
 BODY = bytes(range(256)) * 4  # 1,024 bytes
 

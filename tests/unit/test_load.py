@@ -14,16 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from librmq import codec
-from librmq.batch import decode_batch
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedError, StoreLockedError
 from librmq.filter import BROKER_BLOOM
-from librmq.levels import SCHEDULE_TOPIC
 from librmq.load import run
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.batch import decode_batch
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
-from librmq.topics import HALF_TOPIC, OP_TOPIC
 
 Row = dict[str, Any]
 
@@ -85,7 +85,7 @@ def test_every_field_of_a_message(load: Load) -> None:
     assert (message.born_timestamp_ms, message.born_host) == (5, ("2001:db8:0:0:0:0:0:1", 7))
     assert (message.store_host, message.flag, message.reconsume_times) == (("10.0.0.9", 1), -1, 3)
     assert message.prepared_transaction_offset == -9
-    assert message.sys_flag == codec.TRANSACTION_COMMIT | codec.BORN_HOST_V6
+    assert message.sys_flag == record.TRANSACTION_COMMIT | record.BORN_HOST_V6
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_raw_properties_are_stored_as_they_are(load: Load) -> None:
 def test_compression_is_on_demand(load: Load) -> None:
     body = "x" * 5000
     assert load.put(body=body, compressionTypeBits=True).sys_flag == 0
-    assert load.put(body=body, compress=True).sys_flag == codec.COMPRESSED
+    assert load.put(body=body, compress=True).sys_flag == record.COMPRESSED
     message = load.put(body=body, compress=True, compressionTypeBits=True)
     assert message.sys_flag == 0x301
     assert message.stored_body == zlib.compress(body.encode(), 5)
@@ -174,7 +174,7 @@ REFUSED = {
     "long properties": {**PUT, "props": {"p": "v" * 32768}},
     "long raw properties": {**PUT, "propertiesString": "v" * 32768},
     "separators": {**PUT, "props": {"p": "v\x02TAGS\x01x"}},
-    "flag of a host": {**PUT, "sysFlag": codec.BORN_HOST_V6},
+    "flag of a host": {**PUT, "sysFlag": record.BORN_HOST_V6},
     "empty batch": {**BATCH, "messages": []},
     "large batch": {**BATCH, "messages": [{"body": "b" * (CONFIG.max_message_size // 2)}] * 2},
     "delayed batch": {**BATCH, "delayLevel": 1},
@@ -208,11 +208,11 @@ def test_a_message_longer_than_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_half_message(load: Load) -> None:
-    (answer,) = load({**HALF, "sysFlag": 4 | codec.MULTI_TAGS, "tags": "t"})
+    (answer,) = load({**HALF, "sysFlag": 4 | record.MULTI_TAGS, "tags": "t"})
     (half,) = load.messages()
     assert list(answer)[:3] == ["op", "id", "status"]
     assert (half.topic, half.queue_id, half.queue_offset) == (HALF_TOPIC, 0, 0)
-    assert half.sys_flag == codec.MULTI_TAGS
+    assert half.sys_flag == record.MULTI_TAGS
     assert half.properties == {
         "TAGS": "t", "TRAN_MSG": "true", "PGROUP": "P", "REAL_TOPIC": "T", "REAL_QID": "3",
     }  # fmt: skip
@@ -233,7 +233,7 @@ def test_commit_writes_the_final_message_and_an_op(load: Load) -> None:
     assert answers[2] == {"op": "commit", "id": "h", "response_code": 0, "remark": None}
     _, half, final, op = load.messages()
     assert (final.topic, final.queue_id, final.queue_offset) == ("T", 3, 0)
-    assert final.sys_flag == codec.TRANSACTION_COMMIT | codec.STORE_HOST_V6
+    assert final.sys_flag == record.TRANSACTION_COMMIT | record.STORE_HOST_V6
     assert final.prepared_transaction_offset == half.physical_offset
     assert (final.body, final.flag, final.reconsume_times) == (b"b", 6, 2)
     assert (final.born_host, final.store_host) == (half.born_host, half.store_host)
@@ -281,7 +281,7 @@ def test_a_delayed_half_waits_as_in_the_original(load: Load) -> None:
     half, final, op = load.messages()
     assert (half.topic, half.queue_id, half.sys_flag) == (SCHEDULE_TOPIC, 2, 0)
     assert half.properties["REAL_TOPIC"] == HALF_TOPIC
-    assert (final.topic, final.queue_id, final.sys_flag) == (SCHEDULE_TOPIC, 2, codec.TRANSACTION_COMMIT)
+    assert (final.topic, final.queue_id, final.sys_flag) == (SCHEDULE_TOPIC, 2, record.TRANSACTION_COMMIT)
     assert final.properties == {"DELAY": "3", "PGROUP": "P", "REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"}
     assert_op(op, half, op.store_timestamp_ms)
 
@@ -289,7 +289,7 @@ def test_a_delayed_half_waits_as_in_the_original(load: Load) -> None:
 def test_a_final_message_that_is_refused_gets_no_op(load: Load) -> None:
     # With the longer topic of its own the record no longer fits a file.
     config = StoreConfig.tiny(commitlog_file_size=1024)
-    topic, fixed = "T" * 127, codec.FIXED_SIZE + len(HALF_TOPIC) + codec.BLANK_SIZE
+    topic, fixed = "T" * 127, record.FIXED_SIZE + len(HALF_TOPIC) + record.BLANK_SIZE
     half = {**HALF, "topic": topic, "body": ""}
     load(half, config=config)
     properties = len(load.messages()[0].properties_raw)

@@ -19,7 +19,7 @@ from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.files import MemoryFiles
 from librmq.filter import SQL92, Policy, Registrations, SqlFilter, TagFilter, WatchedPredicate, tags_code
 from librmq.matching import ByTags
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
 from librmq.reading import GetStatus, MessageFilter
 from librmq.store import MessageStore
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, contents, died, in_memory

@@ -11,10 +11,8 @@ import threading
 
 import pytest
 
-from librmq import codec
-from librmq.codec import Record, encode_record
 from librmq.errors import BodyCompressionError, MalformedError, MessageIllegalError, RecordError
-from librmq.message import (
+from librmq.message.message import (
     DECOMPRESSED_LIMIT,
     Message,
     MessageQueue,
@@ -25,7 +23,21 @@ from librmq.message import (
     validate_client_topic,
     validate_topic,
 )
-from librmq.topics import NOT_FOR_SENDING
+from librmq.message.record import (
+    BODY_AT,
+    COMPRESSED,
+    COMPRESSION_ZLIB,
+    MESSAGE_MAGIC_V2,
+    RESERVED_PROPERTIES,
+    TRANSACTION_COMMIT,
+    Record,
+    body_checksum,
+    compress_body,
+    encode_record,
+    offset_message_id,
+    tags_code,
+)
+from librmq.message.topics import NOT_FOR_SENDING
 
 # --- Message
 
@@ -123,7 +135,7 @@ def test_what_cannot_be_stored_is_refused(arguments: dict[str, object], reason: 
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(codec.RESERVED_PROPERTIES))
+@pytest.mark.parametrize("name", sorted(RESERVED_PROPERTIES))
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(MessageIllegalError, match="is not for users"):
         Message("T", properties={name: "1"})
@@ -162,7 +174,7 @@ def stored(**changes: object) -> Record:
         "flag": -7,
         "queue_offset": 2**40,
         "physical_offset": 2**41,
-        "sys_flag": codec.TRANSACTION_COMMIT,
+        "sys_flag": TRANSACTION_COMMIT,
         "born_timestamp_ms": 1,
         "born_host": ("192.168.1.10", 54321),
         "store_timestamp_ms": 2,
@@ -170,7 +182,7 @@ def stored(**changes: object) -> Record:
         "reconsume_times": 4,
         "prepared_transaction_offset": 5,
         "body": body,
-        "body_crc": codec.body_checksum(body),
+        "body_crc": body_checksum(body),
         "properties_raw": RAW,
     }
     return Record(**(fields | changes))  # type: ignore[arg-type]
@@ -182,7 +194,7 @@ SHAPES: list[dict[str, object]] = [
     {"born_host": V6, "sys_flag": 16},
     {"store_host": V6, "sys_flag": 32},
     {"born_host": V6, "store_host": V6, "sys_flag": 48},
-    {"magic": codec.MESSAGE_MAGIC_V2, "topic": "t" * 200},
+    {"magic": MESSAGE_MAGIC_V2, "topic": "t" * 200},
     {"body": b"", "properties_raw": b""},
 ]
 
@@ -197,7 +209,7 @@ def test_a_stored_message_says_what_its_record_says(shape: dict[str, object]) ->
     assert (message.raw, message.size) == (raw, record.size)
     assert message.stored_body == record.body
     assert message.crc_ok
-    assert message.offset_id == codec.offset_message_id(record.store_host, record.physical_offset)
+    assert message.offset_id == offset_message_id(record.store_host, record.physical_offset)
 
 
 def test_properties_of_a_stored_message() -> None:
@@ -205,7 +217,7 @@ def test_properties_of_a_stored_message() -> None:
     assert message.properties == {"UNIQ_KEY": "0A0B", "KEYS": "k1  k2", "TAGS": "TagA", "e": "é"}
     assert message.properties is message.properties
     assert (message.tags, message.keys, message.unique_key) == ("TagA", ("k1", "k2"), "0A0B")
-    assert message.tags_code == codec.tags_code("TagA")
+    assert message.tags_code == tags_code("TagA")
     assert message.message_id == "0A0B"
 
 
@@ -217,8 +229,8 @@ def test_a_stored_message_without_properties() -> None:
 
 
 def test_compressed_bodies_are_restored() -> None:
-    body = codec.compress_body(b"hello" * 1000)
-    raw = encode_record(stored(body=body, sys_flag=codec.COMPRESSED | codec.COMPRESSION_ZLIB))
+    body = compress_body(b"hello" * 1000)
+    raw = encode_record(stored(body=body, sys_flag=COMPRESSED | COMPRESSION_ZLIB))
     message = StoredMessage(raw)
     assert message.body == b"hello" * 1000
     assert message.stored_body == body
@@ -229,8 +241,8 @@ def test_compressed_bodies_are_restored() -> None:
 
 
 def test_a_bomb_concerns_its_body_only() -> None:
-    bomb = codec.compress_body(bytes(DECOMPRESSED_LIMIT + 1), 9)
-    message = StoredMessage(encode_record(stored(body=bomb, sys_flag=codec.COMPRESSED)))
+    bomb = compress_body(bytes(DECOMPRESSED_LIMIT + 1), 9)
+    message = StoredMessage(encode_record(stored(body=bomb, sys_flag=COMPRESSED)))
     with pytest.raises(BodyCompressionError, match="more than the 67,108,864 bytes"):
         _ = message.body
     assert message.topic == "主题"
@@ -239,7 +251,7 @@ def test_a_bomb_concerns_its_body_only() -> None:
 
 def test_a_damaged_body_is_told_by_its_checksum() -> None:
     raw = bytearray(encode_record(stored()))
-    raw[codec.BODY_AT] ^= 1
+    raw[BODY_AT] ^= 1
     assert not StoredMessage(bytes(raw)).crc_ok
     assert StoredMessage(encode_record(stored(body=b"", body_crc=5))).crc_ok
 

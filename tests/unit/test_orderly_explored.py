@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from librmq.consumer import DeliveredMessage
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.testing import Kit, Process, explore
 from tests.conftest import SlowBudget
 from tests.planted import send

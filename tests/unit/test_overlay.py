@@ -15,7 +15,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
 from librmq.files import DiskFiles, Files
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.overlay import OverlayFiles
 from librmq.store import MessageStore
 from librmq.verify import verify

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from librmq import codec
 from librmq.brokerconfig import BrokerConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.files import MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message
+from librmq.message.topics import OP_TOPIC
 from librmq.pending import Pending, pending
 from librmq.store import MessageStore
 from librmq.timer import Timers, TimerSettings
-from librmq.topics import OP_TOPIC
 from librmq.txn import Transactions, TransactionSettings
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS
 
@@ -99,7 +99,7 @@ def test_a_delay_whose_entry_lost_its_time() -> None:
     assert queue is not None
     place, size, _ = queue.entry(0) or (0, 0, 0)
     queue.truncate_to(0)
-    queue.append(0, place, size, codec.tags_code("t"))
+    queue.append(0, place, size, record.tags_code("t"))
     assert [one.due_ms for one in store.pending()] == [START_MS + 5_000]
 
 

@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 
-from librmq.codec import Record, encode_record
 from librmq.consumer import ProcessQueue
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.record import Record, encode_record
 
 QUEUE = MessageQueue("t", "broker-a", 0)
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import pytest
 
 from librmq import selectors
-from librmq.batch import split_batch
 from librmq.broker import Broker
 from librmq.client import Client
 from librmq.clock import ManualClock
@@ -23,7 +22,8 @@ from librmq.errors import (
     NoRouteError,
     SendTimeoutError,
 )
-from librmq.message import Message, MessageQueue
+from librmq.message.batch import split_batch
+from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
 from librmq.producer import Producer, SendResult
 from librmq.protocol import (

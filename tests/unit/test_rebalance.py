@@ -10,7 +10,7 @@ import pytest
 
 from librmq import rebalance
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.rebalance import (
     AllocationStrategy,
     allocate_averagely,

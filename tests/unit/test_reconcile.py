@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq import codec
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.damage import Damage
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
 from librmq.keyindex import KeyIndex
-from librmq.levels import DelayLevels
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT, Record, encode_record
 from librmq.queuecheck import GapError
 from librmq.reconcile import reconcile
 from tests.stores import START_MS
@@ -47,7 +47,7 @@ class Parts:
     def record(self, queue_offset: int, topic: str = "T", queue_id: int = 0, **fields: object) -> int:
         """Append a record; returns where it is."""
         self.stored += 700
-        record = codec.Record(
+        record = Record(
             topic=topic,
             queue_id=queue_id,
             queue_offset=queue_offset,
@@ -57,7 +57,7 @@ class Parts:
         for name, value in fields.items():
             setattr(record, name, value)
         record.physical_offset = place = self.log.claim(record.size)
-        self.log.append(codec.encode_record(record))
+        self.log.append(encode_record(record))
         return place
 
     def reconcile(self, begin: int = 0, *, mend: bool = True) -> list[Damage]:
@@ -117,7 +117,7 @@ def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int)
     parts.reconcile()
     if wrong == at:
         return
-    parts.log.patch(places[at] + codec.QUEUE_OFFSET_AT, struct.pack(">q", wrong))
+    parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", wrong))
     damage = parts.reconcile(mend=False)
     assert [(one.offset, one.kind) for one in damage] == [(places[at], "record")]
     assert f"expected {at}, found {wrong}" in damage[0].what
@@ -133,7 +133,7 @@ def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int)
 def test_a_misaddressed_record_at_either_end_is_told_by_the_queue(parts: Parts, at: int) -> None:
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
-    parts.log.patch(places[at] + codec.QUEUE_OFFSET_AT, struct.pack(">q", 40))
+    parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", 40))
     assert [(one.offset, one.kind) for one in parts.reconcile()] == [(places[at], "record")]
     assert parts.entries() == list(enumerate(places))
     parts.settled()
@@ -143,7 +143,7 @@ def test_a_misaddressed_record_at_either_end_is_told_by_the_queue(parts: Parts, 
 def test_a_record_with_a_wrong_address_is_put_right(parts: Parts, wrong: int) -> None:
     places = [parts.record(n) for n in range(5)]
     parts.reconcile()
-    parts.log.patch(places[2] + codec.PHYSICAL_OFFSET_AT, struct.pack(">q", wrong))
+    parts.log.patch(places[2] + PHYSICAL_OFFSET_AT, struct.pack(">q", wrong))
     assert [(one.offset, one.kind) for one in parts.reconcile()] == [(places[2], "record")]
     parts.settled()
 

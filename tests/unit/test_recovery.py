@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq import codec, salvage
+from librmq import salvage
 from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -17,7 +17,8 @@ from librmq.damage import Damage
 from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.message import Message
 from librmq.opening import clear_leftovers, vouched_for
 from librmq.retention import Retention
 from librmq.store import MessageStore
@@ -191,7 +192,7 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
     path = last_log_file(found)
     data = found[path]
     assert data is not None
-    at = last.physical_offset % 4096 + (56 if not last.sys_flag & codec.BORN_HOST_V6 else 68)
+    at = last.physical_offset % 4096 + (56 if not last.sys_flag & record.BORN_HOST_V6 else 68)
     found[path] = data[:at] + b"\x80" + data[at + 1 :]
     files = in_memory(found)
     with opened(files, thorough=thorough) as store:
@@ -286,7 +287,7 @@ def test_zeros_in_properties_of_a_record_are_a_crash_where_one_leaves_them(
 ) -> None:
     files = MemoryFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
-    properties = b"a\1".ljust(1600 - codec.FIXED_SIZE - len(b"TopicA") - len(b"b"), b"x")
+    properties = b"a\1".ljust(1600 - record.FIXED_SIZE - len(b"TopicA") - len(b"b"), b"x")
     place = store.append(Message("TopicA", b"b"), properties_raw=properties).physical_offset
     assert (place, store.log.end) == (0, 1600)
     found = zeroed(contents(died(files)), begin, size)

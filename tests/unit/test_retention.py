@@ -17,7 +17,7 @@ from librmq.commitlog import LogItem
 from librmq.config import MIB, StoreConfig
 from librmq.errors import ConfigError, DiskFullError, StoreIOError
 from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.reading import GetStatus
 from librmq.retention import Retention
 from librmq.store import MessageStore

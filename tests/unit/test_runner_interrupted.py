@@ -23,7 +23,7 @@ from librmq.consumer.member import Member
 from librmq.consumer.rebalancing import Rebalancing
 from librmq.files import DiskFiles, MemoryFiles
 from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
 from librmq.runtime.background import Background
 from librmq.runtime.runner import Runner, Step, Work

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from librmq import codec, salvage
+from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.mappedfile import MappedFileQueue, MappingPool
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import BODY_AT, MAGIC_AT, PHYSICAL_OFFSET_AT
 from librmq.salvage import Gap
 from librmq.store import MessageStore
 from librmq.testing import FailingFiles
@@ -122,7 +123,7 @@ def test_gaps_lie_between_the_records() -> None:
     whole = list(saved(in_memory(found)).values())
     spoilt, hit = found, [whole[10], whole[30], whole[31]]
     for record in hit:
-        spoilt = change(spoilt, record.physical_offset + codec.MAGIC_AT, b"\0")
+        spoilt = change(spoilt, record.physical_offset + MAGIC_AT, b"\0")
     files = in_memory(spoilt)
     assert list(saved(files).values()) == [record for record in whole if record not in hit]
     assert [(gap.physical_offset, gap.size) for gap in gaps(files)] == [
@@ -156,7 +157,7 @@ def test_files_that_are_missing_or_cut_short_cost_no_more_than_they_held() -> No
 def test_a_record_that_names_another_place_is_put_right() -> None:
     found = store_of()
     record = list(saved(in_memory(found)).values())[12]
-    spoilt = change(found, record.physical_offset + codec.PHYSICAL_OFFSET_AT, b"\x7f")
+    spoilt = change(found, record.physical_offset + PHYSICAL_OFFSET_AT, b"\x7f")
     assert saved(in_memory(spoilt))[record.physical_offset] == record
 
 
@@ -169,7 +170,7 @@ def test_what_only_looks_like_a_record_is_not_found() -> None:
         assert raw is not None
         outer = store.append(Message("TopicA", b"before" + raw * 3 + b"\xda\xa3\x20\xa7" * 9))
         last = store.append(Message("TopicA", b"last"))
-    found = change(contents(files), outer.physical_offset + codec.BODY_AT, b"\0")
+    found = change(contents(files), outer.physical_offset + BODY_AT, b"\0")
     files = in_memory(found)
     assert list(saved(files)) == [inner.physical_offset, last.physical_offset]
     sequence = MappedFileQueue(f"{ROOT}/commitlog", 4096, files, MappingPool(4), writable=False)
@@ -192,7 +193,7 @@ def damaged_in_the_middle(seed: int = 1) -> tuple[Contents, int]:
     """A store with a wrong body in an older file, and where."""
     found = store_of(120, seed)
     record = with_body(in_memory(found), last=60)
-    return change(found, record.physical_offset + codec.BODY_AT, b"\xff\x00\xff"), record.physical_offset
+    return change(found, record.physical_offset + BODY_AT, b"\xff\x00\xff"), record.physical_offset
 
 
 def test_what_is_cut_is_kept() -> None:
@@ -384,7 +385,7 @@ Damaged = Callable[[], tuple[Contents, int]]
 def wrong_body(*, clean: bool) -> tuple[Contents, int]:
     found = store_of(80, 5, clean=clean)
     record = with_body(in_memory(found), last=4)
-    return change(found, record.physical_offset + codec.BODY_AT, b"\xff\x00\xff"), record.physical_offset
+    return change(found, record.physical_offset + BODY_AT, b"\xff\x00\xff"), record.physical_offset
 
 
 def wrong_size() -> tuple[Contents, int]:
@@ -420,7 +421,7 @@ def unwritten(vouched_for: bool) -> tuple[Contents, int]:
             begin = record.physical_offset
             sector = begin - begin % 512 + 512
             behind = [other for other in records if other.physical_offset >= sector + 512]
-            in_body = begin + codec.BODY_AT <= sector < begin + codec.BODY_AT + len(record.stored_body)
+            in_body = begin + BODY_AT <= sector < begin + BODY_AT + len(record.stored_body)
             if begin // 4096 == last and in_body and behind:
                 times = bytes(4096)
                 if vouched_for:
@@ -493,7 +494,7 @@ def test_an_open_store_cuts_when_it_is_told_to() -> None:
     with opened(files) as store:
         record = with_body(files, last=4)
         path = f"{ROOT}/commitlog/{record.physical_offset - record.physical_offset % 4096:020d}"
-        at = record.physical_offset % 4096 + codec.BODY_AT
+        at = record.physical_offset % 4096 + BODY_AT
         files.open(path, writable=True).buffer[at : at + 3] = b"\xff\x00\xff"
         assert store.recover()
         assert store.log.end == record.physical_offset
@@ -529,7 +530,7 @@ def test_cutting_and_mending_leave_what_shares_the_file() -> None:
     found = store_of(120)
     record = with_body(in_memory(found), last=60)
     at = record.physical_offset
-    for place, data in ((at + codec.BODY_AT, b"\xff\x00\xff"), (at + codec.PHYSICAL_OFFSET_AT, b"\x7f")):
+    for place, data in ((at + BODY_AT, b"\xff\x00\xff"), (at + PHYSICAL_OFFSET_AT, b"\x7f")):
         files = in_memory(change(found, place, data))
         files.make_folder("/other")
         for path in sorted(path for path, stored in found.items() if stored and path.startswith("commitlog/"))[:-2]:

@@ -10,7 +10,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.errors import AllocationError
 from librmq.java.hashing import long_hash
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
 from librmq.selectors import (
     BrokerLatencies,
     QueueSelector,

@@ -28,13 +28,13 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import DiskFiles, File, Files, MemoryFiles
-from librmq.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import validate_queue
 from librmq.reading import GetStatus
 from librmq.salvage import Gap
 from librmq.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.store import MessageStore
 from librmq.testing import FailingFiles
-from librmq.topics import validate_queue
 from librmq.verify import verify
 from tests.reference import rows, store_folders
 from tests.stores import (

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pytest
 
 import librmq
-from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ExtUnit
@@ -37,8 +36,9 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import DiskFiles, File, Files, MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 from librmq.testing import FailingFiles, RecordingFiles
 from librmq.verify import verify
@@ -93,8 +93,8 @@ LIMITS: dict[str, Callable[[MessageStore], object]] = {
     "half a pair in a property": lambda store: store.append(Message("T", properties={"a\ud800": "b"})),
     "queue id below 0": lambda store: store.append(Message("T"), -1),
     "queue id of 2^31": lambda store: store.append(Message("T"), 1 << 31),
-    "sys flag for hosts that are not": lambda store: store.append(Message("T"), sys_flag=codec.STORE_HOST_V6),
-    "batch for hosts that are not": lambda store: store.append_batch([Message("T")], sys_flag=codec.BORN_HOST_V6),
+    "sys flag for hosts that are not": lambda store: store.append(Message("T"), sys_flag=record.STORE_HOST_V6),
+    "batch for hosts that are not": lambda store: store.append_batch([Message("T")], sys_flag=record.BORN_HOST_V6),
     "born time beyond 64 bits": lambda store: store.append(Message("T"), born_timestamp_ms=1 << 63),
     "sys flag beyond 32 bits": lambda store: store.append(Message("T"), sys_flag=1 << 31),
     "reconsume times beyond 32 bits": lambda store: store.append(Message("T"), reconsume_times=1 << 31),
@@ -200,20 +200,20 @@ def test_a_large_batch_just_fits(files: MemoryFiles) -> None:
 @pytest.mark.parametrize("born_host", [V4, V6])
 @pytest.mark.parametrize("store_host", [V4, V6])
 def test_the_bits_for_hosts_are_those_of_the_hosts(
-    files: MemoryFiles, born_host: codec.Host, store_host: codec.Host
+    files: MemoryFiles, born_host: record.Host, store_host: record.Host
 ) -> None:
     with opened(files) as store:
         store.append(Message("T", b"x"), born_host=born_host, store_host=store_host)
         store.append_batch([Message("T", b"y")], born_host=born_host, store_host=store_host)
         for message in store:
-            assert message.sys_flag == codec.host_flags(born_host, store_host)
+            assert message.sys_flag == record.host_flags(born_host, store_host)
             assert message.body in (b"x", b"y")
             assert (message.born_host[1], message.store_host[1]) == (born_host[1], store_host[1])
             assert store.find_by_id(message.offset_id) == [message]
     assert verify(ROOT, SMALL, files).sound
 
 
-@pytest.mark.parametrize("sys_flag", [codec.TRANSACTION_PREPARED, codec.TRANSACTION_ROLLBACK])
+@pytest.mark.parametrize("sys_flag", [record.TRANSACTION_PREPARED, record.TRANSACTION_ROLLBACK])
 def test_prepared_and_rollback_records_have_no_entry(files: MemoryFiles, sys_flag: int) -> None:
     with opened(files) as store:
         store.append(Message("T", b"1"))
@@ -222,7 +222,7 @@ def test_prepared_and_rollback_records_have_no_entry(files: MemoryFiles, sys_fla
         assert [message.body for message in store.read("T", 0, 0).messages] == [b"1", b"3"]
         assert [(message.topic, message.queue_offset) for message in store] == [("T", 0), ("T", 0), ("T", 1)]
         found = store.find_by_key("T", "k")
-        assert len(found) == (sys_flag == codec.TRANSACTION_PREPARED)
+        assert len(found) == (sys_flag == record.TRANSACTION_PREPARED)
         assert (SCHEDULE_TOPIC, 2) not in store.queues
 
 
@@ -257,7 +257,7 @@ def test_properties_of_a_batch_follow_those_of_its_messages(files: MemoryFiles) 
         assert store.find_by_key("T", "k1") == []
         assert [message.tags for message in store] == ["batch"] * 3
         codes = [code for _, _, code in store.queues["T", 0].entries().tolist()]
-        assert codes == [codec.tags_code("batch")] * 3
+        assert codes == [record.tags_code("batch")] * 3
 
 
 def test_raw_properties_are_stored_as_they_are(files: MemoryFiles) -> None:
@@ -314,7 +314,7 @@ class ByTag:
 
     def match_entries(self, tags_codes: npt.NDArray[np.int64], units: Any) -> npt.NDArray[np.bool_]:
         self.units: list[ExtUnit | None] | None = units
-        wanted: npt.NDArray[np.bool_] = tags_codes == codec.tags_code(self.tag)
+        wanted: npt.NDArray[np.bool_] = tags_codes == record.tags_code(self.tag)
         return wanted
 
     def match_message(self, message: StoredMessage) -> bool:
@@ -431,7 +431,7 @@ def test_messages_that_are_gone_from_the_log_are_passed_over() -> None:
                 message
                 for message in store
                 if (message.topic, message.queue_id) == (topic, queue_id)
-                and message.sys_flag & codec.TRANSACTION_MASK in (0, codec.TRANSACTION_COMMIT)
+                and message.sys_flag & record.TRANSACTION_MASK in (0, record.TRANSACTION_COMMIT)
             ]
 
 
@@ -441,7 +441,7 @@ def test_finding_by_id(store: MessageStore) -> None:
     assert [message.body for message in store.find_by_id(result.offset_id)] == [b"second"]
     assert [message.body for message in store.find_by_id(result.offset_id.lower())] == [b"second"]
     assert [message.body for message in store.find_by_id("0" * 32)] == [b"second", b"third"]
-    other = codec.offset_message_id(("10.0.0.1", 10911), result.physical_offset)
+    other = record.offset_message_id(("10.0.0.1", 10911), result.physical_offset)
     assert store.find_by_id(other) == []
     for unknown in ("", "x", "F" * 32, "7F00000100002A9F0000000000000001", "é", "\ud800", "F" * 56):
         assert store.find_by_id(unknown) == []
@@ -456,10 +456,10 @@ def test_offsets_beyond_2_31_and_2_40(tmp_path: Path, start: int, queue_offset: 
     """A log and a queue that begin far from 0, as they do on an old broker."""
     (tmp_path / "commitlog").mkdir()
     log = tmp_path / "commitlog" / f"{start:020d}"
-    raw = codec.encode_record(
-        codec.Record(
+    raw = record.encode_record(
+        record.Record(
             topic="T", queue_offset=queue_offset, physical_offset=start, store_timestamp_ms=START_MS, body=b"0",
-            body_crc=codec.body_checksum(b"0"),
+            body_crc=record.body_checksum(b"0"),
         )
     )  # fmt: skip
     log.write_bytes(raw + bytes(4096 - len(raw)))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from librmq import codec
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, DiskFullError, FlushFailedError, MessageIllegalError
 from librmq.files import MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import TRANSACTION_PREPARED, encode_properties
+from librmq.message.topics import HALF_TOPIC
 from librmq.store import AppendResult
 from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings, delete_key, is_timed
 from librmq.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
-from librmq.topics import HALF_TOPIC
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, contents, died
 
@@ -183,7 +183,7 @@ def test_prepared_messages_do_not_wait() -> None:
     wheel = Wheel()
     message = Message("T")
     message.properties["TIMER_DELAY_SEC"] = "5"
-    wheel.timers.put(message, 0, sys_flag=codec.TRANSACTION_PREPARED)
+    wheel.timers.put(message, 0, sys_flag=TRANSACTION_PREPARED)
     assert [m.topic for m in wheel.store] == ["T"]
 
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_delivered_is_dropped_with_an_error(
     properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     wheel = Wheel()
-    wheel.store.append(Message(TIMER_TOPIC, b"bad"), 0, properties_raw=codec.encode_properties(properties))
+    wheel.store.append(Message(TIMER_TOPIC, b"bad"), 0, properties_raw=encode_properties(properties))
     wheel.put(TIMER_DELAY_SEC=2)
     wheel.pass_to(10_000)
     assert wheel.delivered() == [(b"b", 2_000)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from librmq import codec
 from librmq.brokerconfig import BrokerConfig
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
@@ -24,10 +23,11 @@ from librmq.errors import (
 )
 from librmq.files import MemoryFiles
 from librmq.keyindex import KeyIndex
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message, StoredMessage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.store import AppendResult, MessageStore
-from librmq.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 from librmq.txnhalves import CHECK_GROUP, EndedHalves
 from tests.bytime import ByTime
@@ -115,7 +115,7 @@ def desk() -> Desk:
 
 
 def test_a_half_is_seen_by_nobody(desk: Desk) -> None:
-    half = desk.prepare(7, sys_flag=codec.TRANSACTION_PREPARED, born_timestamp_ms=5, reconsume_times=2)
+    half = desk.prepare(7, sys_flag=record.TRANSACTION_PREPARED, born_timestamp_ms=5, reconsume_times=2)
     (stored,) = desk.store
     assert (stored.topic, stored.queue_id, stored.queue_offset) == (HALF_TOPIC, 0, half.queue_offset)
     assert (stored.sys_flag, stored.born_timestamp_ms, stored.reconsume_times) == (0, 5, 2)
@@ -137,7 +137,7 @@ def test_commit_writes_the_message_and_an_op(desk: Desk) -> None:
     assert final is not None
     assert final.physical_offset == message.physical_offset
     assert (message.topic, message.queue_id, message.body, message.flag) == ("T", 3, b"7", 9)
-    assert message.sys_flag == codec.TRANSACTION_COMMIT
+    assert message.sys_flag == record.TRANSACTION_COMMIT
     assert message.prepared_transaction_offset == half.physical_offset
     assert (message.born_timestamp_ms, message.born_host) == (5, ("10.0.0.1", 2))
     assert message.properties_raw == stored.properties_raw
@@ -151,7 +151,7 @@ def test_rollback_writes_an_op_alone(desk: Desk) -> None:
 
 
 def test_a_delayed_commit_goes_to_the_schedule(desk: Desk) -> None:
-    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=codec.encode_properties(
+    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=record.encode_properties(
         {"PGROUP": "P", "UNIQ_KEY": "u", "REAL_TOPIC": "T", "REAL_QID": "3", "TRAN_MSG": "true", "DELAY": "2"}
     ))  # fmt: skip
     desk.commit(half)
@@ -190,7 +190,7 @@ def test_what_is_no_half_cannot_be_committed(desk: Desk) -> None:
 
 @pytest.mark.parametrize("properties", [{"REAL_TOPIC": "T"}, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}])
 def test_a_half_that_cannot_be_delivered_is_refused(desk: Desk, properties: dict[str, str]) -> None:
-    raw = codec.encode_properties({"PGROUP": "P", **properties})
+    raw = record.encode_properties({"PGROUP": "P", **properties})
     half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=raw)
     with pytest.raises(TransactionRefusedError) as raised:
         desk.commit(half)
@@ -440,7 +440,7 @@ def test_an_own_immunity_is_kept_by_putting_back(desk: Desk) -> None:
 @pytest.mark.parametrize("value", ["-1", "x", ""])
 def test_an_immunity_that_is_none_is_the_usual_one(desk: Desk, value: str) -> None:
     raw = {"PGROUP": "P", "REAL_TOPIC": "T", "REAL_QID": "0", "CHECK_IMMUNITY_TIME_IN_SECONDS": value}
-    desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=codec.encode_properties(raw))
+    desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=record.encode_properties(raw))
     desk.check(5_999)
     assert desk.asked == []
     desk.check(1)

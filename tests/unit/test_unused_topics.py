@@ -12,7 +12,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.files import MemoryFiles
 from librmq.layout import list_queues
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.protocol import UpdateOffset
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore

@@ -6,11 +6,11 @@ import struct
 
 import pytest
 
-from librmq import codec
 from librmq.errors import NotAStoreError
 from librmq.files import MemoryFiles
-from librmq.levels import SCHEDULE_TOPIC
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message
 from librmq.verify import UNKNOWABLE, Verdict, verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
 
@@ -61,7 +61,7 @@ def test_the_record_stands_where_this_test_thinks(found: Contents) -> None:
     data = found[LOG]
     assert data is not None
     assert struct.unpack(">I", data[:4]) == (FIRST,)
-    assert struct.unpack(">I", data[FIRST + 4 : FIRST + 8]) == (codec.MESSAGE_MAGIC,)
+    assert struct.unpack(">I", data[FIRST + 4 : FIRST + 8]) == (record.MESSAGE_MAGIC,)
 
 
 # Every byte of the first record, by field: what one changed bit leads to.

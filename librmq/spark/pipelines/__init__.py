@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from librmq.errors import ConfigError
-from librmq.levels import SCHEDULE_TOPIC
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.spark import stores
 from librmq.spark.options import nearest
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
@@ -25,7 +26,6 @@ from librmq.spark.pipelines.reconciliation import reconcile
 from librmq.spark.pipelines.retention import what_retention_frees
 from librmq.spark.pipelines.whatif import what_if
 from librmq.timer import TIMER_TOPIC
-from librmq.topics import HALF_TOPIC, OP_TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from librmq.codec import RESERVED_PROPERTIES
-from librmq.topics import DEAD_LETTER_PREFIX
+from librmq.message.record import RESERVED_PROPERTIES
+from librmq.message.topics import DEAD_LETTER_PREFIX
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

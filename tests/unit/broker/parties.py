@@ -7,7 +7,7 @@ from typing import Any
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.files import Files, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.protocol import (
     ConsumeFrom,
     ConsumerData,

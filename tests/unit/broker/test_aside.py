@@ -17,13 +17,13 @@ from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.files import Files, MemoryFiles
 from librmq.hops import HOP_GROUP, HOP_TOPIC, send_at
-from librmq.message import Message, MessageQueue
+from librmq.message.message import Message, MessageQueue
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.protocol import ConsumeFrom, EndTransaction, MessageModel, SendMessage, TransactionState
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.timer import TimerSettings
 from librmq.timerfiles import TimerCheckpoint
-from librmq.topics import HALF_TOPIC, OP_TOPIC
 from librmq.txn import TransactionSettings
 from librmq.txnhalves import CHECK_GROUP
 from tests.unit.broker.parties import HOST

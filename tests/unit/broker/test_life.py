@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from librmq import codec
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
 from librmq.files import DiskFiles, MemoryFiles
 from librmq.java import json as java_json
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import (
     EndTransaction,
@@ -148,7 +148,7 @@ def test_what_a_table_holds_beyond_that_is_kept() -> None:
         sent = send(broker, "T", tags="a")
         stored = broker.store.message_at(sent.physical_offset)
         assert stored is not None
-        assert stored.sys_flag == codec.MULTI_TAGS
+        assert stored.sys_flag == record.MULTI_TAGS
         broker.call(SendBack("g", sent.physical_offset, 0))  # the group wants nothing again
         assert broker.store.log.end == stored.size
         broker.create_topic("T", 3)
@@ -161,9 +161,11 @@ def test_what_a_table_holds_beyond_that_is_kept() -> None:
 
 def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
     files = MemoryFiles()
-    body = codec.compress_body(bytes(5_000))
+    body = record.compress_body(bytes(5_000))
     with opened(files, store=StoreConfig.tiny(store_host="10.0.0.1:10911")) as broker:
-        sent = broker.call(SendMessage("p", Message("T", body), 0, 1, HOST, codec.COMPRESSED | codec.COMPRESSION_ZLIB))
+        sent = broker.call(
+            SendMessage("p", Message("T", body), 0, 1, HOST, record.COMPRESSED | record.COMPRESSION_ZLIB)
+        )
     with opened(files, store=StoreConfig.tiny(store_host="10.0.0.2:10911")) as broker:
         broker.call(SendBack("g", sent.physical_offset, -1))
         (dead,) = broker.dead_letters("g")

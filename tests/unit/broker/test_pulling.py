@@ -19,7 +19,7 @@ from librmq.errors import (
 )
 from librmq.files import MemoryFiles
 from librmq.java import json as java_json
-from librmq.message import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ChannelClosed,
     ConsumerIds,

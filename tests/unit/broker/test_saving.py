@@ -14,7 +14,7 @@ from librmq.broker.saving import Writing
 from librmq.brokerconfig import BrokerConfig
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
 from librmq.files import DiskFiles, MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.manual import ManualRunner

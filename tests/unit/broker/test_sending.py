@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from librmq import codec
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message import record
+from librmq.message.message import Message
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
 from librmq.runtime.manual import ManualRunner
 from tests.unit.broker.parties import HOST, manual, opened, send
@@ -167,7 +167,7 @@ def test_a_prepared_message_waits_for_its_end() -> None:
     with opened() as broker:
         message = Message("T", b"x", wait_store_ok=True, delay_level=1)
         message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
-        response = broker.call(SendMessage("p", message, 3, 1, HOST, codec.TRANSACTION_PREPARED))
+        response = broker.call(SendMessage("p", message, 3, 1, HOST, record.TRANSACTION_PREPARED))
         stored = broker.store.message_at(response.physical_offset)
         assert stored is not None
         assert (stored.topic, stored.queue_id, stored.sys_flag, response.queue_id) == (

@@ -11,7 +11,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription
 from librmq.runtime.threads import ThreadRunner
 from tests.unit.broker.parties import HOST

@@ -10,7 +10,7 @@ from librmq.broker import Broker
 from librmq.errors import ConfigError
 from librmq.files import MemoryFiles
 from librmq.hops import send_at
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.protocol import PullStatus, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.timer import TimerRefusedError, TimerSettings, delete_key

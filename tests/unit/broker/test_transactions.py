@@ -10,7 +10,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, DiskFullError
 from librmq.files import MemoryFiles
-from librmq.message import Message
+from librmq.message.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,

@@ -17,8 +17,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from librmq import codec
 from librmq.cli import main
+from librmq.message.record import (
+    BLANK_MAGIC,
+    BODY_AT,
+    BORN_HOST_V6,
+    COMPRESSED,
+    COMPRESSION_LZ4,
+    COMPRESSION_ZLIB,
+    COMPRESSION_ZSTD,
+    MESSAGE_MAGIC_V2,
+    STORE_HOST_V6,
+    Record,
+    body_checksum,
+    encode_record,
+)
 
 FILE_SIZE = 1024
 Row = dict[str, Any]
@@ -37,13 +50,13 @@ class Log:
     def add(self, body: bytes = b"body", **fields: Any) -> bytes:
         """Append a record, with a blank before it where it does not fit."""
         at = self.begin + len(self.data)
-        record = codec.Record(topic=fields.pop("topic", "T"), body=body, physical_offset=at, **fields)
+        record = Record(topic=fields.pop("topic", "T"), body=body, physical_offset=at, **fields)
         left = self.file_size - at % self.file_size
         if record.size + 8 > left:
-            self.data += struct.pack(">II", left, codec.BLANK_MAGIC) + b"\xee" * (left - 8)
+            self.data += struct.pack(">II", left, BLANK_MAGIC) + b"\xee" * (left - 8)
             return self.add(body, topic=record.topic, **fields)
-        record.body_crc = codec.body_checksum(body)
-        raw = codec.encode_record(record)
+        record.body_crc = body_checksum(body)
+        raw = encode_record(record)
         self.places.append(at)
         self.data += raw
         return raw
@@ -117,7 +130,7 @@ def test_the_blank_at_the_end_of_the_last_file_is_not_part_of_the_log(tmp_path: 
     log = Log(tmp_path)
     log.add(b"x" * 500)
     left = FILE_SIZE - len(log.data)
-    log.data += struct.pack(">II", left, codec.BLANK_MAGIC)
+    log.data += struct.pack(">II", left, BLANK_MAGIC)
     status, rows, _ = log.dump()
     assert (status, places(rows), places(rows, "blank")) == (0, [0], [])
 
@@ -126,7 +139,7 @@ def test_the_blank_at_the_end_of_the_last_file_is_not_part_of_the_log(tmp_path: 
 
 
 def test_a_wrong_body(log: Log) -> None:
-    log.data[log.places[4] + codec.BODY_AT] ^= 1
+    log.data[log.places[4] + BODY_AT] ^= 1
     status, rows, err = log.dump()
     assert (status, places(rows)) == (1, log.places[:4])
     assert f" at {log.places[4]}: " in err
@@ -261,7 +274,7 @@ def only(log: Log) -> Row:
 def test_hosts_of_16_bytes_as_java_prints_them(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.add(
-        sys_flag=codec.BORN_HOST_V6 | codec.STORE_HOST_V6,
+        sys_flag=BORN_HOST_V6 | STORE_HOST_V6,
         born_host=("fe80::1", 10911),
         store_host=("::", 1),
     )
@@ -273,12 +286,12 @@ def test_hosts_of_16_bytes_as_java_prints_them(tmp_path: Path) -> None:
 
 def test_the_second_magic(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    log.add(magic=codec.MESSAGE_MAGIC_V2, topic="t" * 200)
+    log.add(magic=MESSAGE_MAGIC_V2, topic="t" * 200)
     row = only(log)
     assert (row["magic"], row["topic"]) == ("daa320ab", "t" * 200)
 
 
-@pytest.mark.parametrize("sys_flag", [codec.COMPRESSED, codec.COMPRESSED | codec.COMPRESSION_ZLIB])
+@pytest.mark.parametrize("sys_flag", [COMPRESSED, COMPRESSED | COMPRESSION_ZLIB])
 def test_a_compressed_body(tmp_path: Path, sys_flag: int) -> None:
     log = Log(tmp_path)
     stored = zlib.compress(b"text " * 100, 5)
@@ -288,10 +301,10 @@ def test_a_compressed_body(tmp_path: Path, sys_flag: int) -> None:
     assert base64.b64decode(row["stored_body_b64"]) == stored
 
 
-@pytest.mark.parametrize("kind", [0, codec.COMPRESSION_LZ4, codec.COMPRESSION_ZSTD, codec.COMPRESSION_ZLIB])
+@pytest.mark.parametrize("kind", [0, COMPRESSION_LZ4, COMPRESSION_ZSTD, COMPRESSION_ZLIB])
 def test_a_compressed_body_that_is_none(tmp_path: Path, kind: int) -> None:
     log = Log(tmp_path)
-    log.add(b"not compressed", sys_flag=codec.COMPRESSED | kind)
+    log.add(b"not compressed", sys_flag=COMPRESSED | kind)
     row = only(log)
     assert row["body_b64"] is None
     assert base64.b64decode(row["stored_body_b64"]) == b"not compressed"

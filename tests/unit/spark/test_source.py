@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.levels import SCHEDULE_TOPIC
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")

@@ -22,8 +22,8 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 
-from librmq import codec
 from librmq.errors import ConfigError
+from librmq.message.record import decode_record
 from librmq.spark.commit import Staged, commit, job_folder
 from librmq.spark.encode import Encoder, Lane
 from librmq.spark.options import WriteOptions
@@ -359,6 +359,6 @@ def test_ipv6_hosts() -> None:
     encoder = Encoder("N", 0, 1, "[fe80::1]:10911", 8192, 16376)
     batch = pa.RecordBatch.from_pydict({"body": pa.array([b"one", b"two"])})
     encoded = encoder.encode(batch, 0, START_MS)
-    record = codec.decode_record(encoded.data.to_pybytes(), int(encoded.sizes[0]))
+    record = decode_record(encoded.data.to_pybytes(), int(encoded.sizes[0]))
     assert record.body == b"two"
     assert record.store_host == ("fe80:0:0:0:0:0:0:1", 10911)

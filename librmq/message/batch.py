@@ -14,9 +14,9 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from librmq.codec import PROPERTY_DELAY, PROPERTY_WAIT, encode_properties
 from librmq.errors import MessageIllegalError
-from librmq.message import Message
+from librmq.message.message import Message
+from librmq.message.record import PROPERTY_DELAY, PROPERTY_WAIT, encode_properties
 
 __all__ = [
     "BATCH_FIXED_SIZE",

@@ -42,24 +42,24 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Final
 
-from librmq.compression import COMPRESSED as COMPRESSED
-from librmq.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
-from librmq.compression import COMPRESSION_MASK as COMPRESSION_MASK
-from librmq.compression import COMPRESSION_ZLIB as COMPRESSION_ZLIB
-from librmq.compression import COMPRESSION_ZSTD as COMPRESSION_ZSTD
-from librmq.compression import compress_body as compress_body
-from librmq.compression import decompress_body as decompress_body
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
-from librmq.hosts import Host as Host
-from librmq.hosts import decode_host as decode_host
-from librmq.hosts import encode_host as encode_host
-from librmq.hosts import format_host as format_host
-from librmq.hosts import offset_message_id as offset_message_id
-from librmq.hosts import parse_host as parse_host
-from librmq.hosts import parse_offset_message_id as parse_offset_message_id
 from librmq.java.hashing import hash_map_order, java_decode, string_hash
 from librmq.java.integers import java_int
-from librmq.levels import SCHEDULE_TOPIC
+from librmq.message.compression import COMPRESSED as COMPRESSED
+from librmq.message.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
+from librmq.message.compression import COMPRESSION_MASK as COMPRESSION_MASK
+from librmq.message.compression import COMPRESSION_ZLIB as COMPRESSION_ZLIB
+from librmq.message.compression import COMPRESSION_ZSTD as COMPRESSION_ZSTD
+from librmq.message.compression import compress_body as compress_body
+from librmq.message.compression import decompress_body as decompress_body
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.hosts import Host as Host
+from librmq.message.hosts import decode_host as decode_host
+from librmq.message.hosts import encode_host as encode_host
+from librmq.message.hosts import format_host as format_host
+from librmq.message.hosts import offset_message_id as offset_message_id
+from librmq.message.hosts import parse_host as parse_host
+from librmq.message.hosts import parse_offset_message_id as parse_offset_message_id
 
 Raw = bytes | bytearray | memoryview | mmap.mmap
 
@@ -95,7 +95,7 @@ BODY_AT: Final = 88
 HEADER_V4: Final = struct.Struct(">iIiiiqqiq8sq8siqi")
 """Everything before the body, with IPv4 hosts; the fields in the order drawn above."""
 
-# Sys flag; its bits COMPRESSED (1) and COMPRESSION_MASK come from `librmq.compression`.
+# Sys flag; its bits COMPRESSED (1) and COMPRESSION_MASK come from `librmq.message.compression`.
 MULTI_TAGS: Final = 2
 TRANSACTION_MASK: Final = 12
 TRANSACTION_PREPARED: Final = 4

@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from librmq.errors import MessageIllegalError
-from librmq.levels import SCHEDULE_TOPIC
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 
 AUTO_CREATE_TOPIC: Final = "TBW102"
 HALF_TOPIC: Final = "RMQ_SYS_TRANS_HALF_TOPIC"

@@ -10,7 +10,13 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
-from librmq.codec import (
+from librmq.errors import MessageIllegalError, RecordError
+from librmq.java.hashing import java_decode, string_hash, utf16_order
+from librmq.java.integers import java_int
+from librmq.message.ids import UniqueIdParts as UniqueIdParts
+from librmq.message.ids import UniqueIds as UniqueIds
+from librmq.message.ids import decode_unique_id as decode_unique_id
+from librmq.message.record import (
     BODY_CRC_AT,
     BORN_HOST_AT,
     BORN_HOST_V6,
@@ -41,17 +47,11 @@ from librmq.codec import (
     split_keys,
     tags_code,
 )
-from librmq.errors import MessageIllegalError, RecordError
-from librmq.java.hashing import java_decode, string_hash, utf16_order
-from librmq.java.integers import java_int
-from librmq.topics import dead_letter_topic as dead_letter_topic
-from librmq.topics import is_system_topic as is_system_topic
-from librmq.topics import retry_topic as retry_topic
-from librmq.topics import validate_client_topic as validate_client_topic
-from librmq.topics import validate_topic as validate_topic
-from librmq.uniqueids import UniqueIdParts as UniqueIdParts
-from librmq.uniqueids import UniqueIds as UniqueIds
-from librmq.uniqueids import decode_unique_id as decode_unique_id
+from librmq.message.topics import dead_letter_topic as dead_letter_topic
+from librmq.message.topics import is_system_topic as is_system_topic
+from librmq.message.topics import retry_topic as retry_topic
+from librmq.message.topics import validate_client_topic as validate_client_topic
+from librmq.message.topics import validate_topic as validate_topic
 
 DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""

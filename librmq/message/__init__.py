@@ -1,0 +1,1 @@
+"""Messages, the layout of their records, ids, batches and names of topics."""
