@@ -26,7 +26,7 @@ from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, comma
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.runtime.manual import ManualRunner

@@ -22,7 +22,8 @@ from benchmarks import peers
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
 from benchmarks.store import SIZES, Load, make_load, make_messages
 from librmq.config import StoreConfig
-from librmq.files import File, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.message.record import BLANK_MAGIC, BLANK_SIZE, Record, body_checksum, encode_record
 from librmq.store import MessageStore

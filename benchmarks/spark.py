@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.mappedfile import file_name
+from librmq.files.rolling import file_name
 from librmq.message import record as record_format
 
 MESSAGES: Final = 1_000_000

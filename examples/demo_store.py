@@ -26,7 +26,7 @@ from rich.text import Text
 
 from demo_screen import CONSOLE, answers, code, draw, say, step, table
 from librmq import CommitLog, DiskFiles, ManualClock, Message, MessageStore, StoredMessage
-from librmq.damage import Damage
+from librmq.files.damage import Damage
 from librmq.layout import recognise
 from librmq.verify import verify
 

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from librmq.errors import StoreIOError as StoreIOError
     from librmq.errors import StoreLockedError as StoreLockedError
     from librmq.errors import TransactionRefusedError as TransactionRefusedError
-    from librmq.files import DiskFiles as DiskFiles
-    from librmq.files import MemoryFiles as MemoryFiles
+    from librmq.files.disk import DiskFiles as DiskFiles
+    from librmq.files.memory import MemoryFiles as MemoryFiles
     from librmq.flushing import Acknowledgement as Acknowledgement
     from librmq.indexfile import IndexFile as IndexFile
     from librmq.keyindex import KeyIndex as KeyIndex
@@ -149,7 +149,8 @@ _HOMES = {
         "StoreLockedError",
         "TransactionRefusedError",
     ),
-    "files": ("DiskFiles", "MemoryFiles"),
+    "files.disk": ("DiskFiles",),
+    "files.memory": ("MemoryFiles",),
     "flushing": ("Acknowledgement",),
     "indexfile": ("IndexFile",),
     "keyindex": ("KeyIndex",),

@@ -23,7 +23,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError
-from librmq.files import DiskFiles, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
 from librmq.java import json as java_json
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import struct
 from typing import Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError
-from librmq.files import DiskFiles, File, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import File, Files
 
 __all__ = ["CHECKPOINT_SIZE", "Checkpoint", "clear_abort", "has_abort", "set_abort"]
 

@@ -24,7 +24,7 @@ from librmq import layout
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.keyindex import KeyIndex
 
 __all__ = ["ClosedState", "OpenQueue", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]

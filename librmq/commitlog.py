@@ -19,8 +19,9 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple, Self
 
 from librmq.errors import BodyChecksumError, CorruptionError, MessageIllegalError, RecordError
-from librmq.files import Buffer, DiskFiles, Files
-from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Buffer, Files
 from librmq.message import record
 from librmq.message.message import StoredMessage
 

@@ -28,8 +28,9 @@ import numpy.typing as npt
 
 from librmq.consumequeueext import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files import Buffer, DiskFiles, Files
-from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Buffer, Files
 
 __all__ = [
     "ENTRY",

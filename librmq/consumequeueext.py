@@ -23,8 +23,9 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files import DiskFiles, Files
-from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Files
 
 __all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address", "pack_unit"]
 

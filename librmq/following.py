@@ -27,10 +27,11 @@ from librmq.closedstate import QueueName
 from librmq.config import StoreConfig
 from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files import DiskFiles, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.overlay import OverlayFiles
+from librmq.files.seam import Files
 from librmq.liveparts import ATTEMPTS, GLANCE, LiveParts
 from librmq.message.delay_levels import DelayLevels
-from librmq.overlay import OverlayFiles
 from librmq.parts import Parts
 from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.damage import Damage
 from librmq.dispatch import RawPending, is_indexed, key_block, key_hashes
+from librmq.files.damage import Damage
 from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.java.hashing import java_decode, string_hash
 from librmq.keyindex import KeyIndex

@@ -39,7 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files import DiskFiles, File, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import File, Files
 
 __all__ = ["ENTRY_DTYPE", "SLOT_DTYPE", "IndexFile", "IndexHeader", "entry_seconds", "file_length", "geometry"]
 

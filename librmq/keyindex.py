@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
-from librmq.files import DiskFiles, Entry, Files, make_folders
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Entry, Files, make_folders
 from librmq.indexfile import FRESH, IndexFile, check_geometry, file_length
 from librmq.java.hashing import index_key_hash
 

@@ -26,7 +26,8 @@ from itertools import count
 from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import LargeBodyError, MessageIllegalError
-from librmq.files import DiskFiles, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
-from librmq.files import Entry, Files
+from librmq.files.seam import Entry, Files
 from librmq.indexfile import file_length, geometry
 from librmq.message.topics import validate_topic
 

@@ -28,10 +28,10 @@ from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import ConsumeQueueExt
 from librmq.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files import Entry, File, Files
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Entry, File, Files
 from librmq.indexfile import IndexFile, IndexHeader, file_length
 from librmq.keyindex import KeyIndex
-from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys

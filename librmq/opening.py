@@ -19,12 +19,12 @@ from librmq.closedstate import ClosedState, QueueTable, read_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.damage import Damage
 from librmq.dispatch import BitmapOf, Dispatcher
 from librmq.errors import CorruptionError
-from librmq.files import Files, make_folders
+from librmq.files.damage import Damage
+from librmq.files.rolling import MappingPool
+from librmq.files.seam import Files, make_folders
 from librmq.keyindex import KeyIndex
-from librmq.mappedfile import MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.parts import Parts
 from librmq.recovery import Recovery

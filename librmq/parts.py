@@ -8,8 +8,8 @@ from librmq.checkpoint import Checkpoint
 from librmq.closedstate import OpenQueue, QueueTable
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
-from librmq.damage import Damage
 from librmq.dispatch import Dispatcher, Lane
+from librmq.files.damage import Damage
 from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
 

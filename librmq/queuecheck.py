@@ -17,9 +17,9 @@ from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
-from librmq.damage import Damage
 from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.files.damage import Damage
 from librmq.java.hashing import java_decode, string_hash
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC

@@ -13,8 +13,8 @@ from typing import Final
 from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.damage import Damage
 from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
+from librmq.files.damage import Damage
 from librmq.indexcheck import SETTLED, IndexCheck, index_again
 from librmq.java.hashing import java_decode
 from librmq.keyindex import KeyIndex

@@ -18,10 +18,10 @@ from librmq.clock import Clock
 from librmq.closedstate import QueueTable
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.consumequeue import ConsumeQueue
-from librmq.damage import Damage
 from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.files import Files
+from librmq.files.damage import Damage
+from librmq.files.seam import Files
 from librmq.indexfile import IndexFile
 from librmq.java.hashing import java_decode
 from librmq.message import record

@@ -34,7 +34,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.keyindex import KeyIndex
 from librmq.message import record
 

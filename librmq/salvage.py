@@ -25,9 +25,10 @@ from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
-from librmq.files import Buffer, DiskFiles, Files, copy_file, link_file
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, file_name
+from librmq.files.seam import Buffer, Files, copy_file, link_file
 from librmq.layout import COMMITLOG, OWN, check_kind
-from librmq.mappedfile import MappedFileQueue, file_name
 from librmq.message import record
 from librmq.message.message import StoredMessage
 

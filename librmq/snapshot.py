@@ -31,8 +31,9 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files import DiskFiles, Entry, FileLock, Files, copy_file, link_file, make_folders
-from librmq.mappedfile import file_name
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import file_name
+from librmq.files.seam import Entry, FileLock, Files, copy_file, link_file, make_folders
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue

@@ -24,14 +24,15 @@ from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.damage import Damage
 from librmq.errors import (
     FlushFailedError,
     ReadOnlyError,
     StoreClosedError,
     StoreIOError,
 )
-from librmq.files import DiskFiles, FileLock, Files, TemporaryFolder, make_folders
+from librmq.files.damage import Damage
+from librmq.files.disk import DiskFiles, TemporaryFolder
+from librmq.files.seam import FileLock, Files, make_folders
 from librmq.finding import find_by_id, find_by_key
 from librmq.flushing import GroupCommit, flush_all
 from librmq.following import Following

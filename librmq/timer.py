@@ -34,7 +34,7 @@ from librmq.errors import (
     RecordError,
     StoreError,
 )
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.java.hashing import string_hash
 from librmq.java.integers import java_int, java_long
 from librmq.message import record

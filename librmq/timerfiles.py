@@ -39,9 +39,10 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.errors import CorruptionError
-from librmq.files import DiskFiles, File, Files, make_folders
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import File, Files, make_folders
 from librmq.layout import CONFIG, TIMERLOG, TIMERWHEEL
-from librmq.mappedfile import MappedFileQueue, MappingPool
 
 __all__ = [
     "BLANK_MAGIC",

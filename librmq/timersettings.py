@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from librmq.dispatch import parse_level
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.java.integers import java_long
 from librmq.message import record
 from librmq.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.timerfiles import DELETE, UNIT_SIZE, Slot, TimerLog, TimerWheel, Unit
 
 __all__ = ["TimerSlots"]

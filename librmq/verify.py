@@ -19,11 +19,13 @@ from librmq.checkpoint import Checkpoint, has_abort
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.damage import Damage
 from librmq.errors import CorruptionError, NotAStoreError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.damage import Damage
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.rolling import MappingPool
+from librmq.files.seam import Files
 from librmq.keyindex import KeyIndex
-from librmq.mappedfile import MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.reconcile import reconcile
 

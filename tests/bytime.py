@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from tests.stores import ROOT, SMALL, START_MS
 

@@ -10,7 +10,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import BrokerUnreachableError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, MessageQueue
 from librmq.producer import Producer, SendResult
 from librmq.protocol import Endpoint, QueueData, Request, Route

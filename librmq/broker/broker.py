@@ -46,7 +46,8 @@ from librmq.errors import (
     StoreClosedError,
     StoreError,
 )
-from librmq.files import DiskFiles, Files, TemporaryFolder
+from librmq.files.disk import DiskFiles, TemporaryFolder
+from librmq.files.seam import Files
 from librmq.hops import HOP_TOPIC, HopProxy
 from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage, dead_letter_topic

@@ -12,7 +12,8 @@ from librmq.cli.main import DAMAGED
 from librmq.cli.output import Output, complain
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files import DiskFiles, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
 from librmq.layout import CONFIG, check_kind
 from librmq.layout import broker_conf as broker_conf_of
 
@@ -41,7 +42,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 def recover(arguments: argparse.Namespace, output: Output) -> int:
     """Recover the store in place, or with ``--dry-run`` in memory, and print what it has then, and what was cut."""
     from librmq.cli.rows import cut_row, store_row
-    from librmq.overlay import OverlayFiles
+    from librmq.files.overlay import OverlayFiles
     from librmq.store import MessageStore
 
     files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()

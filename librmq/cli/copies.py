@@ -7,7 +7,7 @@ import argparse
 from librmq.cli.input import settle_config
 from librmq.cli.output import Output
 from librmq.cli.rows import gap_row, message_row, snapshot_row
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.layout import check_kind
 
 __all__ = ["restore", "salvage", "snapshot"]

@@ -12,7 +12,7 @@ from typing import Any, Final
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, InputError
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.layout import check_config, infer_config
 
 __all__ = ["field", "parse_time", "read_config", "read_rows", "settle_config", "standard_input"]

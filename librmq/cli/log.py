@@ -13,9 +13,9 @@ from librmq.cli.output import Output, complain
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog, LogItem
 from librmq.errors import CorruptionError
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.layout import COMMITLOG, check_kind
-from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.salvage import find_record

@@ -6,7 +6,7 @@ import argparse
 
 from librmq.cli.output import Output
 from librmq.cli.queues import open_store
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.layout import check_kind
 
 __all__ = ["pending", "timers"]

@@ -9,7 +9,7 @@ from librmq.cli.input import settle_config
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.errors import InputError
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.layout import check_kind
 from librmq.store import MessageStore
 

@@ -20,7 +20,7 @@ from librmq.message.message import StoredMessage
 
 if TYPE_CHECKING:  # `dump` needs none of them
     from librmq.consumequeue import ConsumeQueue
-    from librmq.damage import Damage
+    from librmq.files.damage import Damage
     from librmq.salvage import Gap
     from librmq.snapshot import Snapshot
     from librmq.store import MessageStore, ReadResult

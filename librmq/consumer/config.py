@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, TypeVar
 
 from librmq.errors import ConfigError
-from librmq.files import DiskFiles, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
 from librmq.protocol import ConsumeFrom, MessageModel
 from librmq.rebalance import AllocationStrategy, allocate_averagely
 

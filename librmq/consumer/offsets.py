@@ -20,7 +20,7 @@ from typing import Protocol
 from librmq.client import Client
 from librmq.consumer.held import HeldQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
-from librmq.files import Files, make_folders
+from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset

@@ -34,7 +34,7 @@ from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.dispatch import parse_level
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.filter.registrations import Registrations
 from librmq.load import fields
 from librmq.load.fields import Row

@@ -35,7 +35,8 @@ from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE
 from librmq.dispatch import Lane as LaneOfStore
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
-from librmq.files import DiskFiles, make_folders
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import make_folders
 from librmq.message import record
 from librmq.spark.decode import Ints
 from librmq.spark.encode import Lane

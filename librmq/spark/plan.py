@@ -24,7 +24,7 @@ from librmq.checkpoint import has_abort
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.spark.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
 from librmq.store import MessageStore
 

@@ -22,8 +22,9 @@ from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeueext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
-from librmq.files import DiskFiles, File
-from librmq.mappedfile import file_name
+from librmq.files.disk import DiskFiles
+from librmq.files.rolling import file_name
+from librmq.files.seam import File
 from librmq.message import record
 from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
 from librmq.spark.options import ReadOptions

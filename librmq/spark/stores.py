@@ -14,7 +14,7 @@ import numpy as np
 
 from librmq import layout
 from librmq.brokerconfig import BrokerConfig
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.spark.options import ReadOptions, Wanted
 from librmq.spark.plan import PlannedStore

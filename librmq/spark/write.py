@@ -18,7 +18,8 @@ from librmq import layout
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
-from librmq.files import DiskFiles, make_folders
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import make_folders
 from librmq.spark.commit import Staged, commit, discard, job_folder
 from librmq.spark.encode import Encoder, Lane, check_columns
 from librmq.spark.options import WriteOptions

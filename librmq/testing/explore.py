@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.files import TemporaryFolder
+from librmq.files.disk import TemporaryFolder
 from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.kit import Kit
 from librmq.testing.process import LIBRARY

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self, SupportsIndex
 
 from librmq.errors import StoreIOError
-from librmq.files import Entry, File, FileLock, Files, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Entry, File, FileLock, Files
 
 __all__ = ["Event", "FailingFiles", "RecordingFiles"]
 

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from librmq.files import Files, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.testing.files import Event
 
 __all__ = ["PAGE", "SECTOR", "CrashImages", "Image"]

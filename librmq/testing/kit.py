@@ -15,7 +15,9 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import NotIdleError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
 from librmq.producer import Producer

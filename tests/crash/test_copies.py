@@ -10,7 +10,7 @@ import pytest
 from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files import Files
+from librmq.files.seam import Files
 from librmq.message.message import Message, StoredMessage
 from librmq.retention import Retention
 from librmq.snapshot import rescue, restore, snapshot

@@ -26,7 +26,9 @@ import librmq
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import DiskFullError, FlushFailedError, StoreError, StoreIOError
-from librmq.files import DiskFiles, File, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.verify import verify

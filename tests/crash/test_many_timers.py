@@ -9,7 +9,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.timer import Timers, TimerSettings

@@ -14,7 +14,7 @@ import pytest
 
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.txn import CheckBack, Transactions

@@ -11,11 +11,11 @@ from librmq.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
-from librmq.files import Files
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Files
 from librmq.flushing import flush_all
 from librmq.indexfile import FRESH, IndexFile
 from librmq.keyindex import KeyIndex
-from librmq.mappedfile import MappedFileQueue, MappingPool
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.crash.runs import assert_settled
 from tests.stores import START_MS

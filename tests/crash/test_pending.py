@@ -13,7 +13,8 @@ from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import TransactionRefusedError
-from librmq.files import Files, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.testing import CrashImages, RecordingFiles

@@ -23,7 +23,9 @@ import pytest
 import librmq
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.reading import GetStatus
 from librmq.store import AppendResult, MessageStore

@@ -294,7 +294,7 @@ def _spoilt(found: Contents, changes: bytes) -> Contents:
 
 def _files(folder: str, data: bytes, file_size: int) -> Any:
     """Files in memory, ``data`` in a row of files of one length in ``folder``, the last one filled with zeros."""
-    from librmq.files import MemoryFiles
+    from librmq.files.memory import MemoryFiles
 
     files = MemoryFiles()
     files.make_folder(folder)

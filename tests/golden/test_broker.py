@@ -11,7 +11,7 @@ import pytest
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.errors import MessageIllegalError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC

@@ -15,7 +15,7 @@ import pytest
 from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.layout import infer_config
 from tests.conftest import StoreCopy
 from tests.reference import Row, existing, jsonl, rows, store_folders

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from librmq.config import StoreConfig
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.indexfile import IndexFile, geometry
 from librmq.java.hashing import index_key_hash
 from librmq.keyindex import KeyIndex

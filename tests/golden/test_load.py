@@ -18,8 +18,8 @@ from librmq import layout
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
-from librmq.damage import Damage
-from librmq.files import DiskFiles
+from librmq.files.damage import Damage
+from librmq.files.disk import DiskFiles
 from librmq.filter import Registrations
 from librmq.java import json as java_json
 from librmq.load import run

@@ -14,7 +14,7 @@ import pytest
 from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 from librmq.load import run
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore

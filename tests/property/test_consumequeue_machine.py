@@ -12,8 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeueext import is_ext_address
-from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.mappedfile import MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.rolling import MappingPool
+from librmq.files.seam import Files
 
 EXT_FILE_SIZE = 64
 FILLER = (0, 0x7FFFFFFF, 0)

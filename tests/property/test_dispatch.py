@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
-from librmq.files import File, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.store import MessageStore
 

@@ -17,7 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq import keyindex
 from librmq.errors import CorruptionError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.indexfile import file_length
 from librmq.java.hashing import index_key_hash
 from librmq.keyindex import KeyIndex

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.retention import Retention
 from librmq.store import MessageStore

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
 from librmq.errors import RmqError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.pending import pending
 from librmq.store import MessageStore

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.errors import TransactionRefusedError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.store import MessageStore

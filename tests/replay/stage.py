@@ -11,7 +11,7 @@ from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import RmqError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.producer import SendResult

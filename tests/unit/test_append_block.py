@@ -9,7 +9,9 @@ import pytest
 
 from librmq.commitlog import CommitLog
 from librmq.errors import StoreIOError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.message import record
 from librmq.testing import FailingFiles, RecordingFiles
 

@@ -8,7 +8,7 @@ import pytest
 
 from librmq.brokerconfig import BrokerConfig
 from librmq.errors import CorruptionError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
 
 NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")

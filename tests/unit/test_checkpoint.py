@@ -10,7 +10,9 @@ import pytest
 
 from librmq.checkpoint import CHECKPOINT_SIZE, Checkpoint, clear_abort, has_abort, set_abort
 from librmq.errors import CorruptionError, ReadOnlyError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from tests.reference import existing, rows, store_folders
 
 

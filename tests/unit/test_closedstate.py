@@ -11,7 +11,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.testing import FailingFiles

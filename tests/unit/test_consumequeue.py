@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries, QueueEntry
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
-from librmq.files import DiskFiles, File, Files, MemoryFiles
-from librmq.mappedfile import MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.rolling import MappingPool
+from librmq.files.seam import File, Files
 from tests.reference import Row, rows, store_folders
 
 FILLER = (0, 0x7FFFFFFF, 0)

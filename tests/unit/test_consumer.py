@@ -26,7 +26,7 @@ from librmq.errors import (
     MessageIllegalError,
     StoreIOError,
 )
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.listener import DeadLetter, ReconsumeLater
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics

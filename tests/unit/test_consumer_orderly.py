@@ -10,7 +10,7 @@ import pytest
 
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.consumer.orderly import OrderlyDelivery
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.listener import SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues

@@ -9,7 +9,7 @@ import pytest
 
 from librmq.consumer import PullConsumer
 from librmq.consumer.track import MessageTrack, TrackType, message_tracks, resend_dead_letters
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.listener import DeadLetter
 from librmq.protocol import MessageModel
 from tests.world import World

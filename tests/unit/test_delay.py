@@ -17,7 +17,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import _NEEDED, DelaySchedule, DelaySettings, _Layout
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError, StoreIOError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import (

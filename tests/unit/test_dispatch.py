@@ -11,7 +11,7 @@ import pytest
 from librmq.config import StoreConfig
 from librmq.dispatch import Dispatcher
 from librmq.errors import StoreIOError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.indexfile import IndexFile
 from librmq.message.message import Message
 from librmq.store import MessageStore

@@ -20,7 +20,8 @@ import librmq
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
-from librmq.files import File, Files, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File, Files
 from librmq.flushing import Acknowledgement
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore

@@ -13,7 +13,7 @@ import pytest
 
 from librmq.consumer import DeliveredMessage
 from librmq.errors import InputError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.testing import Kit, Process, explore
 from librmq.testing.explore import (
     as_decided,

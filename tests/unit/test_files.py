@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from librmq import files as seam
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
-from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File, Files
 from librmq.testing import Event, FailingFiles, RecordingFiles
 
 Make = Callable[[], Files]
@@ -262,7 +263,7 @@ def test_a_flush_takes_along_what_only_the_mapping_knows(
     path.write_bytes(bytes(100))
     with open(path, "rb+") as opened:
         file = File(str(path), Mapping(opened.fileno(), 100), 100, True)
-    monkeypatch.setattr(seam, "sys", SimpleNamespace(platform=system))
+    monkeypatch.setattr(disk, "sys", SimpleNamespace(platform=system))
     disk.put(file, 10, b"much")
     disk.flush(file)
     assert calls == told

@@ -14,7 +14,9 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files import DiskFiles, Entry, File, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Entry, File, Files
 from librmq.following import Following
 from librmq.liveparts import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.message import record

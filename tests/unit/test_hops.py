@@ -12,7 +12,7 @@ from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.hops import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage

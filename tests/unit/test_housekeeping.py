@@ -17,7 +17,8 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
-from librmq.files import File, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File
 from librmq.flushing import GroupCommit
 from librmq.housekeeping import Housekeeping
 from librmq.runtime.background import Background

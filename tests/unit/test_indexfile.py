@@ -14,7 +14,9 @@ import pytest
 
 from librmq import keyindex
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
-from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File, Files
 from librmq.indexfile import IndexFile, IndexHeader, file_length, geometry
 from librmq.java.hashing import index_key_hash
 from librmq.keyindex import KeyIndex

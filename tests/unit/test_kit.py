@@ -22,7 +22,7 @@ from librmq.errors import (
     EndlessLoopError,
     SendTimeoutError,
 )
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState

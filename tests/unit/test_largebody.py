@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import LargeBodyError, MessageIllegalError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.largebody import (
     BodyAssembler,
     FolderBodies,

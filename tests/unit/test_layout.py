@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from librmq import layout
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
-from librmq.files import DiskFiles, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
 from librmq.layout import StoreKind
 from tests.reference import existing, rows, store_folders
 

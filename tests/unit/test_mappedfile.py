@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files import DiskFiles, File, MemoryFiles
-from librmq.mappedfile import MappedFileQueue, MappingPool, file_name
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
+from librmq.files.seam import File
 
 SIZE = 64
 

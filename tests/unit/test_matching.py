@@ -16,7 +16,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeueext import ExtUnit
 from librmq.errors import ConfigError, FilterSyntaxError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.filter import SQL92, Policy, Registrations, SqlFilter, TagFilter, WatchedPredicate, tags_code
 from librmq.matching import ByTags
 from librmq.message.message import Message, StoredMessage

@@ -14,9 +14,10 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
-from librmq.files import DiskFiles, Files
+from librmq.files.disk import DiskFiles
+from librmq.files.overlay import OverlayFiles
+from librmq.files.seam import Files
 from librmq.message.message import Message
-from librmq.overlay import OverlayFiles
 from librmq.store import MessageStore
 from librmq.verify import verify
 from tests.crash.test_damage import spoil, subjects

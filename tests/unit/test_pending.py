@@ -11,7 +11,7 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message

@@ -10,9 +10,9 @@ import pytest
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
-from librmq.damage import Damage
 from librmq.errors import CorruptionError
-from librmq.files import MemoryFiles
+from librmq.files.damage import Damage
+from librmq.files.memory import MemoryFiles
 from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT, Record, encode_record

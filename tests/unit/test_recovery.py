@@ -13,10 +13,10 @@ from librmq import salvage
 from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.damage import Damage
 from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
-from librmq.files import MemoryFiles
+from librmq.files.damage import Damage
+from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.opening import clear_leftovers, vouched_for

@@ -16,7 +16,9 @@ from librmq.clock import ManualClock
 from librmq.commitlog import LogItem
 from librmq.config import MIB, StoreConfig
 from librmq.errors import ConfigError, DiskFullError, StoreIOError
-from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.reading import GetStatus
 from librmq.retention import Retention

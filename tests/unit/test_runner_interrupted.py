@@ -21,8 +21,9 @@ from librmq.consumer import PullConsumer, PushConsumer
 from librmq.consumer.delivery import Delivery
 from librmq.consumer.member import Member
 from librmq.consumer.rebalancing import Rebalancing
-from librmq.files import DiskFiles, MemoryFiles
-from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
 from librmq.runtime.background import Background

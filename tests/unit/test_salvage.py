@@ -14,8 +14,10 @@ import pytest
 from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
-from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.mappedfile import MappedFileQueue, MappingPool
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Files
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import BODY_AT, MAGIC_AT, PHYSICAL_OFFSET_AT
 from librmq.salvage import Gap

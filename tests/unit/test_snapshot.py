@@ -27,7 +27,9 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File, Files
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.reading import GetStatus

@@ -35,7 +35,9 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files import DiskFiles, File, Files, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File, Files
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage

@@ -11,7 +11,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, DiskFullError, FlushFailedError, MessageIllegalError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import TRANSACTION_PREPARED, encode_properties

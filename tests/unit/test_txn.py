@@ -21,7 +21,7 @@ from librmq.errors import (
     StoreIOError,
     TransactionRefusedError,
 )
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.keyindex import KeyIndex
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC

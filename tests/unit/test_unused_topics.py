@@ -10,7 +10,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.layout import list_queues
 from librmq.message.message import Message
 from librmq.protocol import UpdateOffset

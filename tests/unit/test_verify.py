@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from librmq.errors import NotAStoreError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message

@@ -6,7 +6,8 @@ from typing import Any
 
 from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
-from librmq.files import Files, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.protocol import (
     ConsumeFrom,

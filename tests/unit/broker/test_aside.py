@@ -15,7 +15,8 @@ from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
-from librmq.files import Files, MemoryFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Files
 from librmq.hops import HOP_GROUP, HOP_TOPIC, send_at
 from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC

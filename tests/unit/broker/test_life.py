@@ -7,7 +7,8 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
-from librmq.files import DiskFiles, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.message import Message

@@ -13,7 +13,8 @@ from librmq.broker import Broker
 from librmq.broker.saving import Writing
 from librmq.brokerconfig import BrokerConfig
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
-from librmq.files import DiskFiles, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset

@@ -9,7 +9,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendStatus

@@ -8,7 +8,7 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.errors import ConfigError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.hops import send_at
 from librmq.message.message import Message
 from librmq.protocol import PullStatus, SendMessage

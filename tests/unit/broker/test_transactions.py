@@ -9,7 +9,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, DiskFullError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import (

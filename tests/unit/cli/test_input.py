@@ -18,7 +18,7 @@ from librmq.cli.input import field, parse_time, read_rows, settle_config, standa
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import InputError
-from librmq.files import DiskFiles
+from librmq.files.disk import DiskFiles
 
 NOW = 1_700_000_000_000
 

@@ -8,7 +8,7 @@ from librmq.broker import Broker
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
-from librmq.files import MemoryFiles
+from librmq.files.memory import MemoryFiles
 from librmq.protocol import MaxOffset, Subscription
 from librmq.runtime.manual import ManualRunner
 from tests.unit.broker.parties import beat

@@ -13,7 +13,9 @@ import weakref
 from typing import Any, Self, SupportsIndex
 
 from librmq.errors import StoreIOError, StoreLockedError
-from librmq.files import DiskFiles, Entry, File, FileLock, MemoryFiles
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.files.seam import Entry, File, FileLock
 
 __all__ = ["OverlayFiles"]
 

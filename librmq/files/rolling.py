@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files import Entry, File, Files, folders_to_name
+from librmq.files.seam import Entry, File, Files, folders_to_name
 
 __all__ = ["MappedFileQueue", "MappingPool", "file_name"]
 

@@ -1,0 +1,1 @@
+"""The file seam: real files, files in memory, locks, rolling sequences, an overlay."""

@@ -1,0 +1,188 @@
+"""Files in anonymous memory."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import threading
+
+from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
+from librmq.files.seam import Buffer, Entry, File, FileLock
+
+__all__ = ["MemoryFiles"]
+
+
+class MemoryFiles:
+    """Files in anonymous memory, for tests and ephemeral stores; gone with the object. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, File | bytes] = {}
+        self._folders: set[str] = {"", os.sep}
+        self._locks: set[str] = set()
+        self._guard = threading.RLock()
+        self.disk_used_ratio = 0.0
+        """What `used_ratio` answers, to be set by tests; 0.0: no disk."""
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        with self._guard:
+            found = self._files.get(path)
+            if found is None:
+                raise _missing("open", path)
+            if isinstance(found, bytes):
+                if not found:
+                    raise CorruptionError(path, 0, "size", "the file is empty")
+                buffer = self._new_buffer(path, len(found))
+                buffer[:] = found
+                found = self._files[path] = File(path, buffer, len(found), True)
+            return found if writable else File(path, found.buffer, found.size, False)
+
+    def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+        with self._guard:
+            if path in self._files:
+                raise StoreIOError("create", path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+            self._check_parent("create", path)
+            file = self._files[path] = File(path, self._new_buffer(path, size), size, True)
+            return file
+
+    def reserve(self, file: File, begin: int, end: int) -> None:
+        pass
+
+    def touch(self, file: File, begin: int, end: int) -> None:
+        pass
+
+    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
+        file.buffer[at : at + len(data)] = data
+
+    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
+        pass
+
+    def unmap(self, file: File, begin: int, end: int) -> None:
+        pass
+
+    def flush(self, file: File) -> None:
+        pass
+
+    def flush_folder(self, path: str) -> None:
+        pass
+
+    def list(self, path: str) -> list[Entry]:
+        prefix = path.rstrip(os.sep) + os.sep
+        with self._guard:
+            names = {p[len(prefix) :]: self._length(f) for p, f in self._files.items() if p.startswith(prefix)}
+            folders = {p[len(prefix) :] for p in self._folders if p.startswith(prefix) and len(p) > len(prefix)}
+        entries = [Entry(name, size, False) for name, size in names.items() if os.sep not in name]
+        entries += [Entry(name, 0, True) for name in folders if os.sep not in name]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def size(self, path: str) -> int | None:
+        with self._guard:
+            file = self._files.get(path)
+            return None if file is None else self._length(file)
+
+    def is_folder(self, path: str) -> bool:
+        return path in self._folders
+
+    def make_folder(self, path: str) -> None:
+        with self._guard:
+            while path not in self._folders:
+                self._folders.add(path)
+                path = os.path.dirname(path)
+
+    def delete(self, path: str) -> None:
+        with self._guard:
+            below = path + os.sep
+            self._files = {p: f for p, f in self._files.items() if p != path and not p.startswith(below)}
+            self._folders = {p for p in self._folders if p != path and not p.startswith(below)}
+
+    def rename(self, old: str, new: str) -> None:
+        with self._guard:
+            if old not in self._files and old not in self._folders:
+                raise _missing("rename", old)
+            self._check_parent("rename", new)
+
+            def moved(path: str) -> str:
+                return new + path[len(old) :] if path == old or path.startswith(old + os.sep) else path
+
+            self._files = {moved(p): f for p, f in self._files.items() if p != new}
+            self._folders = {moved(p) for p in self._folders}
+            for path, file in self._files.items():
+                if isinstance(file, File):
+                    file.path = path
+
+    def link(self, old: str, new: str) -> None:
+        with self._guard:
+            if self.size(new) is not None:
+                raise StoreIOError("link", new, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+            self._check_parent("link", new)
+            file = self.open(old, writable=True)
+            self._files[new] = File(new, file.buffer, file.size, True)
+
+    def own(self, path: str) -> bool:
+        with self._guard:
+            file = self._files.get(path)
+            others = (other for name, other in self._files.items() if name != path)
+            if not isinstance(file, File) or all(
+                isinstance(other, bytes) or other.buffer is not file.buffer for other in others
+            ):
+                return False
+            buffer = self._new_buffer(path, file.size)
+            buffer[:] = file.buffer[:]
+            self._files[path] = File(path, buffer, file.size, True)
+            return True
+
+    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+        with self._guard:
+            file = self._files.get(path)
+            if file is None:
+                raise _missing("read", path)
+            if self._length(file) > limit:
+                raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
+            return file if isinstance(file, bytes) else file.buffer[:]
+
+    def write(self, path: str, data: bytes) -> None:
+        with self._guard:
+            self._check_parent("write", path)
+            self._files[path] = data
+
+    def lock(self, path: str) -> FileLock:
+        with self._guard:
+            if path in self._locks:
+                raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
+            self._locks.add(path)
+            self._files[path] = b"lock"
+        return _MemoryLock(self._locks, path)
+
+    def lock_holder(self, path: str) -> str | None:
+        return f"this process (pid {os.getpid()})" if path in self._locks else None
+
+    def used_ratio(self, path: str) -> float:
+        return self.disk_used_ratio
+
+    def _new_buffer(self, path: str, size: int) -> Buffer:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, size)
+        # Private: half the cost of a shared one, and no child of a fork is to write to its parent's.
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    @staticmethod
+    def _length(file: File | bytes) -> int:
+        return len(file) if isinstance(file, bytes) else file.size
+
+    def _check_parent(self, call: str, path: str) -> None:
+        if not self.is_folder(os.path.dirname(path)):
+            raise _missing(call, path)
+
+
+class _MemoryLock:
+    def __init__(self, locks: set[str], path: str) -> None:
+        self._locks = locks
+        self._path = path
+
+    def release(self) -> None:
+        self._locks.discard(self._path)
+
+
+def _missing(call: str, path: str) -> StoreIOError:
+    return StoreIOError(call, path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
