@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from librmq.consumequeueext import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address
+from librmq.consumequeue_ext import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool

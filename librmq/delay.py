@@ -22,7 +22,7 @@ from typing import Final, Protocol
 
 from librmq.appending import AppendResult, Copy
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.consumequeueext import is_ext_address
+from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import (
     LASTING,
     ConfigError,

@@ -25,7 +25,7 @@ from librmq.closedstate import QueueName, QueueTable
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeueext import ConsumeQueueExt
+from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files.rolling import MappedFileQueue, MappingPool

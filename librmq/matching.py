@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.clock import Clock
-from librmq.consumequeueext import ExtUnit
+from librmq.consumequeue_ext import ExtUnit
 from librmq.errors import ConfigError
 from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
 from librmq.message.message import StoredMessage

@@ -16,7 +16,7 @@ import numpy as np
 from librmq import layout
 from librmq.brokerconfig import BrokerConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.consumequeueext import is_ext_address
+from librmq.consumequeue_ext import is_ext_address
 from librmq.dispatch import derived_tags_code
 from librmq.java.integers import java_int, java_long
 from librmq.message import record

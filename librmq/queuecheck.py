@@ -16,7 +16,7 @@ import numpy as np
 from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeueext import is_ext_address
+from librmq.consumequeue_ext import is_ext_address
 from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files.damage import Damage

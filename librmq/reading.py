@@ -19,7 +19,7 @@ import numpy.typing as npt
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
-from librmq.consumequeueext import LAST_EXT_ADDRESS, ExtUnit
+from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from librmq.cli.output import complain
-from librmq.consumequeueext import is_ext_address
+from librmq.consumequeue_ext import is_ext_address
 from librmq.dispatch import derived_tags_code
 from librmq.errors import BodyCompressionError, MissingExtraError
 from librmq.java.hashing import java_decode

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
-from librmq.consumequeueext import LAST_EXT_ADDRESS
+from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name

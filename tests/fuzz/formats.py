@@ -138,7 +138,7 @@ def index(data: bytes) -> None:
 
 def ext(data: bytes) -> None:
     """Bytes as the files of a queue's extension."""
-    from librmq.consumequeueext import ConsumeQueueExt
+    from librmq.consumequeue_ext import ConsumeQueueExt
     from librmq.errors import StoreError
 
     files = _files("/ext", data, 256)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeueext import is_ext_address
+from librmq.consumequeue_ext import is_ext_address
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeueext import LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address, pack_unit
+from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address, pack_unit
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
