@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-import librmq.store
+import librmq.store.store
 from benchmarks.common import Bench, Row, Run, Stopwatch, Target, compare, rate
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 
@@ -89,7 +89,7 @@ def memory(bench: Bench) -> list[Row]:
 
 def _python(code: str) -> float:
     """Seconds that a new interpreter says it took."""
-    package = str(Path(librmq.store.__file__).parents[1])
+    package = str(Path(librmq.store.store.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -127,6 +127,8 @@ def start(bench: Bench) -> list[Row]:
     packages, took = seconds["packages"], statistics.median(seconds["help"])
     return [
         compare("import librmq", "", against, seconds["librmq"], packages, target, unit="s", limit=True),
-        compare("import librmq.store", "", against, seconds["librmq.store"], packages, target, unit="s", limit=True),
+        compare(
+            "import librmq.store.store", "", against, seconds["librmq.store"], packages, target, unit="s", limit=True
+        ),
         Row("librmq --help", "", "", took, " s", Target(0.3, at_most=True), ours=rate(took, "s")),
     ]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
 from librmq.txn import Transactions
 
 TRANSACTIONS: Final = 20_000

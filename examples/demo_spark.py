@@ -20,7 +20,7 @@ from rich.text import Text
 
 from demo_screen import CONSOLE, answers, code, draw, say, step, table
 from librmq import MissingExtraError
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
 
 MOST = 8
 

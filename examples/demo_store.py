@@ -27,8 +27,8 @@ from rich.text import Text
 from demo_screen import CONSOLE, answers, code, draw, say, step, table
 from librmq import CommitLog, DiskFiles, ManualClock, Message, MessageStore, StoredMessage
 from librmq.files.damage import Damage
-from librmq.layout import recognise
-from librmq.verify import verify
+from librmq.store.format.directory import recognise
+from librmq.store.recovery.verify import verify
 
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
 ABOUT = "Made by examples/demo_store.py, which makes this folder anew each time it runs."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerSettings as BrokerSettings
-    from librmq.checkpoint import Checkpoint as Checkpoint
     from librmq.client import Client as Client
     from librmq.clock import Clock as Clock
     from librmq.clock import ManualClock as ManualClock
@@ -65,9 +65,6 @@ if TYPE_CHECKING:
     from librmq.errors import TransactionRefusedError as TransactionRefusedError
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.memory import MemoryFiles as MemoryFiles
-    from librmq.flushing import Acknowledgement as Acknowledgement
-    from librmq.indexfile import IndexFile as IndexFile
-    from librmq.keyindex import KeyIndex as KeyIndex
     from librmq.listener import DeadLetter as DeadLetter
     from librmq.listener import ReconsumeLater as ReconsumeLater
     from librmq.listener import SuspendQueue as SuspendQueue
@@ -94,14 +91,17 @@ if TYPE_CHECKING:
     from librmq.store import MessageFilter as MessageFilter
     from librmq.store import MessageStore as MessageStore
     from librmq.store import ReadResult as ReadResult
+    from librmq.store.engine.group_commit import Acknowledgement as Acknowledgement
+    from librmq.store.format.checkpoint import Checkpoint as Checkpoint
+    from librmq.store.format.indexfile import IndexFile as IndexFile
+    from librmq.store.format.keyindex import KeyIndex as KeyIndex
     from librmq.transactionproducer import CheckedMessage as CheckedMessage
     from librmq.transactionproducer import TransactionProducer as TransactionProducer
     from librmq.transactionproducer import TransactionResult as TransactionResult
     from librmq.txn import TransactionSettings as TransactionSettings
 
-_HOMES = {
+_MODULES = {
     "broker": ("Broker", "BrokerSettings"),
-    "checkpoint": ("Checkpoint",),
     "client": ("Client",),
     "clock": ("Clock", "ManualClock", "SystemClock"),
     "cluster": ("RouteTable",),
@@ -151,9 +151,6 @@ _HOMES = {
     ),
     "files.disk": ("DiskFiles",),
     "files.memory": ("MemoryFiles",),
-    "flushing": ("Acknowledgement",),
-    "indexfile": ("IndexFile",),
-    "keyindex": ("KeyIndex",),
     "listener": ("DeadLetter", "ReconsumeLater", "SuspendQueue"),
     "message.batch": ("split_batch",),
     "message.message": ("Message", "MessageQueue", "StoredMessage"),
@@ -165,22 +162,11 @@ _HOMES = {
     "runtime.threads": ("ThreadRunner",),
     "selectors": ("select_by_hash", "select_by_remainder"),
     "store": ("AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"),
+    "store.engine.group_commit": ("Acknowledgement",),
+    "store.format.checkpoint": ("Checkpoint",),
+    "store.format.indexfile": ("IndexFile",),
+    "store.format.keyindex": ("KeyIndex",),
     "transactionproducer": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
     "txn": ("TransactionSettings",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> object:
-    """A name is imported when it is first used: whoever wants a filter needs neither store nor broker."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'librmq' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"librmq.{home}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

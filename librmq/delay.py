@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Protocol
 
-from librmq.appending import AppendResult, Copy
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import (
@@ -38,6 +37,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime.runner import Aside
 from librmq.store import MessageStore
+from librmq.store.engine.append import AppendResult, Copy
 
 __all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings"]
 
@@ -74,7 +74,7 @@ class DelaySettings:
 
 
 class DelayOffsets(Protocol):
-    """Where the progress of each level is kept; `librmq.brokerconfig.BrokerConfig` is one."""
+    """Where the progress of each level is kept; `librmq.store.format.broker_tables.BrokerConfig` is one."""
 
     def delay_offset(self, level: int) -> int: ...
 

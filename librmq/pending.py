@@ -13,19 +13,19 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from librmq import layout
-from librmq.brokerconfig import BrokerConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
-from librmq.dispatch import derived_tags_code
 from librmq.java.integers import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
-from librmq.reading import GetStatus
 from librmq.store import MessageStore
-from librmq.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
+from librmq.store.engine.dispatch import derived_tags_code
+from librmq.store.engine.read import GetStatus
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.timersettings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.txn import TransactionSettings
 from librmq.txnhalves import EndedHalves, progress
@@ -64,7 +64,7 @@ def pending(
     just now may still be shown. `CorruptionError` for files that can't be read.
     """
     if tables is None:
-        tables = BrokerConfig.open(os.path.join(store.path, layout.CONFIG), files=store.files)
+        tables = BrokerConfig.open(os.path.join(store.path, directory.CONFIG), files=store.files)
     store.refresh()
     for one in KINDS:
         if kind is None or kind == one:

@@ -12,8 +12,8 @@ A message with TIMER_DEL_UNIQKEY, its value ``topic+uniqueKey``, delivers nothin
 the same slot, from being delivered: it has to name the same time.
 
 Mirrors 5.3.3's ``TimerMessageStore``; how a message names its time is in `librmq.timersettings`, wheel and log are in
-`librmq.timerslots`, their formats in `librmq.timerfiles`. The files come with the first message that waits: a 4.9 store
-without timers is left as it is.
+`librmq.timerslots`, their formats in `librmq.store.format.timerfiles`. The files come with the first message that
+waits: a 4.9 store without timers is left as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
 
-from librmq.dispatch import parse_level
 from librmq.errors import (
     LASTING,
     ConfigError,
@@ -43,13 +42,8 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
-from librmq.timerfiles import (
-    DEFAULT,
-    DELETE,
-    ROLL,
-    TimerCheckpoint,
-    timer_log_size,
-)
+from librmq.store.engine.dispatch import parse_level
+from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
 from librmq.timersettings import (
     DELAY_MS,
     DELAY_SEC,

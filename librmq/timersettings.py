@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
-from librmq.dispatch import parse_level
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.files.seam import Files
 from librmq.java.integers import java_long
 from librmq.message import record
-from librmq.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
+from librmq.store.engine.dispatch import parse_level
+from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
 __all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "delete_key", "is_timed", "out_time_ms"]
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from librmq.dispatch import parse_level
 from librmq.errors import (
     LASTING,
     ConfigError,
@@ -40,6 +39,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.dispatch import parse_level
 from librmq.txncheck import CheckPass
 from librmq.txnhalves import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
 

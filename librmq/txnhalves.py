@@ -13,8 +13,8 @@ from typing import Final, Protocol
 from librmq.java.integers import java_long
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
-from librmq.reading import GetStatus
 from librmq.store import MessageStore
+from librmq.store.engine.read import GetStatus
 
 __all__ = ["CHECK_GROUP", "OP_TAG", "QUEUE", "EndedHalves", "TransactionOffsets", "half_of", "progress"]
 
@@ -29,7 +29,7 @@ OP_TAG: Final = "d"
 
 
 class TransactionOffsets(Protocol):
-    """Where the progress of the check is kept; `librmq.brokerconfig.BrokerConfig` is one."""
+    """Where the progress of the check is kept; `librmq.store.format.broker_tables.BrokerConfig` is one."""
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None: ...
 

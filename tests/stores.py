@@ -10,12 +10,12 @@ from typing import Any
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.dispatch import has_queue_entry, is_indexed
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.dispatch import has_queue_entry, is_indexed
 
 ROOT = "/store"
 EVER = -(1 << 63)

@@ -32,8 +32,6 @@ from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
 from librmq.broker.transactions import BrokerTransactions, CheckOffsets, DiscardHook
-from librmq.brokerconfig import BrokerConfig
-from librmq.checkpoint import has_abort
 from librmq.clock import Clock, ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule
@@ -89,6 +87,8 @@ from librmq.protocol import (
 from librmq.runtime.runner import Aside, Runner, Step, Work, aside_by
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import AppendResult, MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.checkpoint import has_abort
 from librmq.timer import Timers
 
 __all__ = ["Broker"]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from librmq.brokerconfig import ConfigTable, group_row
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
+from librmq.store.format.broker_tables import ConfigTable, group_row
 
 __all__ = ["Group", "Groups"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from librmq.brokerconfig import ConfigTable
 from librmq.errors import BrokerError
 from librmq.protocol import ResponseCode
+from librmq.store.format.broker_tables import ConfigTable
 
 __all__ = ["ConsumerOffsets"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.offsets import ConsumerOffsets
-from librmq.brokerconfig import BrokerConfig, ConfigTable
 from librmq.errors import StoreClosedError, StoreIOError
+from librmq.store.format.broker_tables import BrokerConfig, ConfigTable
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

@@ -15,7 +15,7 @@ from librmq.protocol import ResponseCode, Subscription
 
 if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
-    from librmq.reading import MessageFilter
+    from librmq.store.engine.read import MessageFilter
 
 __all__ = ["Selection", "parse_selection", "registered_selection"]
 
@@ -50,7 +50,7 @@ ALL = Selection(None)
 @lru_cache(maxsize=1024)
 def _parse(expression: str, expression_type: str) -> Selection:
     from librmq.filter import SqlFilter, TagFilter  # a grammar comes with it, which few need
-    from librmq.matching import BySql, ByTags
+    from librmq.store.engine.message_filters import BySql, ByTags
 
     if expression_type == "SQL92":
         sql = SqlFilter(expression)
@@ -77,6 +77,6 @@ def parse_selection(subscription: Subscription) -> Selection:
 
 def registered_selection(registrations: Registrations, registration: Registration) -> Selection:
     """An SQL subscription that is registered: the bitmaps of the store help to read it."""
-    from librmq.matching import BySql
+    from librmq.store.engine.message_filters import BySql
 
     return Selection(BySql(registration, registrations), sql=registration)

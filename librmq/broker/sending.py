@@ -13,7 +13,6 @@ from librmq.broker.groups import Groups
 from librmq.broker.holds import Holds
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
-from librmq.dispatch import parse_level
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
 from librmq.hops import HOP_TOPIC
 from librmq.message import record
@@ -24,6 +23,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runtime.runner import Runner
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.dispatch import parse_level
 from librmq.timer import TIMER_TOPIC, Timers, is_timed
 
 __all__ = ["Sending"]

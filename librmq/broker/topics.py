@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from librmq.broker.settings import BrokerSettings
-from librmq.brokerconfig import ConfigTable, topic_row
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import (
@@ -23,6 +22,7 @@ from librmq.message.topics import (
     validate_client_topic,
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
+from librmq.store.format.broker_tables import ConfigTable, topic_row
 
 __all__ = ["Topic", "Topics"]
 

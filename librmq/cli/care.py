@@ -14,8 +14,8 @@ from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
-from librmq.layout import CONFIG, check_kind
-from librmq.layout import broker_conf as broker_conf_of
+from librmq.store.format.directory import CONFIG, check_kind
+from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -25,8 +25,8 @@ __all__ = ["broker_conf", "load", "recover", "verify"]
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print what is damaged; changes nothing."""
-    from librmq import verify
     from librmq.cli.rows import verify_row
+    from librmq.store.recovery import verify
 
     files = DiskFiles()
     check_kind(arguments.store, files)
@@ -58,7 +58,7 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
 
 def _registrations(store: str, files: Files) -> Registrations | None:
     """The groups' filters, for the bitmaps of units that are made again; messages without one are looked at instead."""
-    from librmq.brokerconfig import BrokerConfig
+    from librmq.store.format.broker_tables import BrokerConfig
 
     try:
         return BrokerConfig.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())

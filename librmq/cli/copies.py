@@ -8,16 +8,16 @@ from librmq.cli.input import settle_config
 from librmq.cli.output import Output
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.files.disk import DiskFiles
-from librmq.layout import check_kind
+from librmq.store.format.directory import check_kind
 
 __all__ = ["restore", "salvage", "snapshot"]
 
 
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and what is between them, or make a new store of the records."""
-    from librmq import salvage
     from librmq.message.delay_levels import DelayLevels
-    from librmq.snapshot import rescue
+    from librmq.store.recovery import salvage
+    from librmq.store.upkeep.snapshot import rescue
 
     files, store = DiskFiles(), arguments.store
     check_kind(store, files, log_only=True)
@@ -34,7 +34,7 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
 
 def snapshot(arguments: argparse.Namespace, output: Output) -> int:
     """Make a snapshot and print what is in it."""
-    from librmq.snapshot import snapshot
+    from librmq.store.upkeep.snapshot import snapshot
 
     files = DiskFiles()
     check_kind(arguments.store, files)
@@ -46,7 +46,7 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
 
 def restore(arguments: argparse.Namespace, output: Output) -> int:
     """Make a store of a snapshot and print what is in it."""
-    from librmq.snapshot import restore
+    from librmq.store.upkeep.snapshot import restore
 
     files = DiskFiles()
     check_kind(arguments.store, files)

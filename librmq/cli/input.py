@@ -13,7 +13,7 @@ from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, InputError
 from librmq.files.seam import Files
-from librmq.layout import check_config, infer_config
+from librmq.store.format.directory import check_config, infer_config
 
 __all__ = ["field", "parse_time", "read_config", "read_rows", "settle_config", "standard_input"]
 

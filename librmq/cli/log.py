@@ -15,10 +15,10 @@ from librmq.commitlog import CommitLog, LogItem
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.layout import COMMITLOG, check_kind
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.salvage import find_record
+from librmq.store.format.directory import COMMITLOG, check_kind
+from librmq.store.recovery.salvage import find_record
 
 __all__ = ["dump"]
 

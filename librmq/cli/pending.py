@@ -7,7 +7,7 @@ import argparse
 from librmq.cli.output import Output
 from librmq.cli.queues import open_store
 from librmq.files.disk import DiskFiles
-from librmq.layout import check_kind
+from librmq.store.format.directory import check_kind
 
 __all__ = ["pending", "timers"]
 
@@ -24,7 +24,14 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 def timers(arguments: argparse.Namespace, output: Output) -> int:
     """Print the timer log, the slots of the wheel that were ever used, and the checkpoint."""
-    from librmq.timerfiles import CHECKPOINT_SIZE, TimerCheckpoint, TimerLog, Unit, read_slots, timer_log_size
+    from librmq.store.format.timerfiles import (
+        CHECKPOINT_SIZE,
+        TimerCheckpoint,
+        TimerLog,
+        Unit,
+        read_slots,
+        timer_log_size,
+    )
 
     files, store = DiskFiles(), arguments.store
     check_kind(store, files, log_only=True)

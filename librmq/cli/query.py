@@ -13,9 +13,9 @@ from librmq.cli.rows import get_message_row, index_query_row, message_row, offse
 from librmq.clock import SystemClock
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.tags import TagFilter
-from librmq.matching import ByTags
 from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
+from librmq.store.engine.message_filters import ByTags
 
 __all__ = ["ask", "query"]
 

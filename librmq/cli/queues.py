@@ -10,8 +10,8 @@ from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
-from librmq.layout import check_kind
 from librmq.store import MessageStore
+from librmq.store.format.directory import check_kind
 
 __all__ = ["open_store", "queue", "queues"]
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from librmq.cli.output import complain
 from librmq.consumequeue_ext import is_ext_address
-from librmq.dispatch import derived_tags_code
 from librmq.errors import BodyCompressionError, MissingExtraError
 from librmq.java.hashing import java_decode
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.store.engine.dispatch import derived_tags_code
 
 if TYPE_CHECKING:  # `dump` needs none of them
     from librmq.consumequeue import ConsumeQueue
     from librmq.files.damage import Damage
-    from librmq.salvage import Gap
-    from librmq.snapshot import Snapshot
     from librmq.store import MessageStore, ReadResult
-    from librmq.verify import Verdict
+    from librmq.store.recovery.salvage import Gap
+    from librmq.store.recovery.verify import Verdict
+    from librmq.store.upkeep.snapshot import Snapshot
 
 __all__ = [
     "blank_row",

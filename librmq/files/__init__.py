@@ -1,1 +1,28 @@
 """The file seam: real files, files in memory, locks, rolling sequences, an overlay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.files.damage import Damage as Damage
+    from librmq.files.disk import DiskFiles as DiskFiles
+    from librmq.files.disk import TemporaryFolder as TemporaryFolder
+    from librmq.files.memory import MemoryFiles as MemoryFiles
+    from librmq.files.overlay import OverlayFiles as OverlayFiles
+    from librmq.files.seam import Buffer as Buffer
+    from librmq.files.seam import Entry as Entry
+    from librmq.files.seam import File as File
+    from librmq.files.seam import FileLock as FileLock
+    from librmq.files.seam import Files as Files
+
+_MODULES = {
+    "damage": ("Damage",),
+    "disk": ("DiskFiles", "TemporaryFolder"),
+    "memory": ("MemoryFiles",),
+    "overlay": ("OverlayFiles",),
+    "seam": ("Buffer", "Entry", "File", "FileLock", "Files"),
+}
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

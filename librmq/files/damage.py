@@ -1,4 +1,4 @@
-"""What is wrong with the files of a store, as a value: found by `librmq.verify`, mended by a recovery."""
+"""Damage to the files of a store, as a value: `verify` finds it, a recovery mends it."""
 
 from __future__ import annotations
 

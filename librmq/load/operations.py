@@ -27,12 +27,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from librmq import layout
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
-from librmq.dispatch import parse_level
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
 from librmq.files.disk import DiskFiles
 from librmq.filter.registrations import Registrations
@@ -43,6 +40,9 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.message import Message
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.dispatch import parse_level
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerConfig
 from librmq.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.txn import Transactions, TransactionSettings
 from librmq.txnhalves import CHECK_GROUP
@@ -81,7 +81,7 @@ def run(
     read; and what `MessageStore.open` raises, before the first line is asked for.
     """
     clock = _OperationClock(SystemClock().now_ms())
-    folder, files = os.path.join(store_path, layout.CONFIG), DiskFiles()
+    folder, files = os.path.join(store_path, directory.CONFIG), DiskFiles()
     filters = BrokerConfig.open(folder, files=files).registrations(clock.now_ms())  # recovery may make bitmaps
     store = MessageStore.open(store_path, config, clock=clock, files=files, filters=filters)
     crashed = False

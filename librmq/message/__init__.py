@@ -1,1 +1,27 @@
 """Messages, the layout of their records, ids, batches and names of topics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.message.batch import split_batch as split_batch
+    from librmq.message.delay_levels import DelayLevels as DelayLevels
+    from librmq.message.ids import UniqueIds as UniqueIds
+    from librmq.message.ids import decode_unique_id as decode_unique_id
+    from librmq.message.message import Message as Message
+    from librmq.message.message import MessageQueue as MessageQueue
+    from librmq.message.message import StoredMessage as StoredMessage
+    from librmq.message.topics import dead_letter_topic as dead_letter_topic
+    from librmq.message.topics import retry_topic as retry_topic
+
+_MODULES = {
+    "batch": ("split_batch",),
+    "delay_levels": ("DelayLevels",),
+    "ids": ("UniqueIds", "decode_unique_id"),
+    "message": ("Message", "MessageQueue", "StoredMessage"),
+    "topics": ("dead_letter_topic", "retry_topic"),
+}
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,1 +1,23 @@
 """Run steps and user code: by threads, by hand, or in a background thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.runtime.background import Background as Background
+    from librmq.runtime.manual import ManualRunner as ManualRunner
+    from librmq.runtime.runner import Runner as Runner
+    from librmq.runtime.runner import Step as Step
+    from librmq.runtime.runner import Work as Work
+    from librmq.runtime.threads import ThreadRunner as ThreadRunner
+
+_MODULES = {
+    "background": ("Background",),
+    "manual": ("ManualRunner",),
+    "runner": ("Runner", "Step", "Work"),
+    "threads": ("ThreadRunner",),
+}
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

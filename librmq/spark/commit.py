@@ -31,9 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE
-from librmq.dispatch import Lane as LaneOfStore
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
@@ -41,6 +39,8 @@ from librmq.message import record
 from librmq.spark.decode import Ints
 from librmq.spark.encode import Lane
 from librmq.store import MessageStore
+from librmq.store.engine.dispatch import Lane as LaneOfStore
+from librmq.store.format import directory
 
 __all__ = ["Staged", "commit", "discard", "job_folder"]
 
@@ -61,11 +61,11 @@ class Staged:
 
 def job_folder(path: str, job: str, staging: str | None) -> str:
     """Where the files of a job are."""
-    return os.path.join(staging or os.path.join(path, layout.OWN, "spark"), job)
+    return os.path.join(staging or os.path.join(path, directory.OWN, "spark"), job)
 
 
 def _note(path: str, job: str) -> str:
-    return os.path.join(path, layout.OWN, "spark", f"{job}.json")
+    return os.path.join(path, directory.OWN, "spark", f"{job}.json")
 
 
 def discard(folder: str) -> None:
@@ -86,7 +86,7 @@ def commit(path: str, job: str, staged: Sequence[Staged], folder: str, *, ordere
     follows from them, and the same job, committed again, finds them there.
     """
     files = DiskFiles()
-    make_folders(files, os.path.join(path, layout.OWN, "spark"))
+    make_folders(files, os.path.join(path, directory.OWN, "spark"))
     with MessageStore.open(path, background=False) as store:
         if _was_committed(store, job):
             discard(folder)

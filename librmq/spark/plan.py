@@ -19,14 +19,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from librmq import layout
-from librmq.checkpoint import has_abort
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.spark.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
 from librmq.store import MessageStore
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
 
 __all__ = ["Damage", "DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
 
@@ -120,7 +120,7 @@ class PlannedStore:
         `NotAStoreError` where there is none; with ``FAILFAST`` `CorruptionError` for damage that shows.
         """
         files = DiskFiles()
-        layout.check_kind(path, files)
+        directory.check_kind(path, files)
         damage: list[Damage] = []
         try:
             store: MessageStore | None = MessageStore.open(path, read_only=True)
@@ -129,7 +129,7 @@ class PlannedStore:
                 raise
             store = None
             damage.append(Damage.of(error))
-        planned = cls(path, layout.infer_config(path, files), 0, 0, {}, damage, store)
+        planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store)
         planned._look(wanted, mode)
         return planned
 
@@ -147,7 +147,7 @@ class PlannedStore:
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
         self.log_begin = min(starts, default=0) if store is None else store.log.begin
         self.log_end = whole_end if store is None or mode != "FAILFAST" else store.log.end
-        names = layout.list_queues(self.path, files) if store is None else list(store.queues)
+        names = directory.list_queues(self.path, files) if store is None else list(store.queues)
         for name in sorted(names):
             if wanted.queue(*name):
                 try:
@@ -171,7 +171,7 @@ class PlannedStore:
 
     def _queue(self, name: QueueName, files: DiskFiles, mode: Mode) -> QueueRange:
         size = self.config.consumequeue_file_size
-        stored = ConsumeQueue.open(layout.queue_folder(self.path, *name), size, files=files, writable=False)
+        stored = ConsumeQueue.open(directory.queue_folder(self.path, *name), size, files=files, writable=False)
         if self._store is None:
             return QueueRange(stored.min_offset, stored.max_offset, stored.max_offset, b"", stored)
         queue = self._store.queues[name]
@@ -393,5 +393,5 @@ def _stored(stored: ConsumeQueue, begin: int, end: int) -> Entries:
 
 
 def _log_files(path: str, config: StoreConfig, files: DiskFiles) -> list[int]:
-    entries: Iterable[Any] = files.list(os.path.join(path, layout.COMMITLOG))
+    entries: Iterable[Any] = files.list(os.path.join(path, directory.COMMITLOG))
     return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]

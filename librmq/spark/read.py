@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq import layout
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
@@ -30,6 +29,7 @@ from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbe
 from librmq.spark.options import ReadOptions
 from librmq.spark.plan import Damage, DataLossError, Part, Slice
 from librmq.spark.starts import record_starts
+from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
@@ -305,13 +305,13 @@ class _Task:
 
     def _in_log(self, place: int, what: str) -> Damage:
         start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
-        return Damage(os.path.join(self._part.path, layout.COMMITLOG, file_name(start)), place, what)
+        return Damage(os.path.join(self._part.path, directory.COMMITLOG, file_name(start)), place, what)
 
     def _in_queue(self, rows: _Rows, at: int) -> Damage:
         one, queue_offset = self._part.slices[int(rows.queue[at])], int(rows.queue_offsets[at])
         position = queue_offset * ENTRY_SIZE % self._part.queue_file_size
         name = file_name(queue_offset * ENTRY_SIZE - position)
-        path = os.path.join(layout.queue_folder(self._part.path, one.topic, one.queue_id), name)
+        path = os.path.join(directory.queue_folder(self._part.path, one.topic, one.queue_id), name)
         what = f"queue offset {queue_offset}: found physical offset {rows.places[at]} and size {rows.sizes[at]}"
         return Damage(path, position, what)
 
@@ -320,7 +320,7 @@ class _Task:
     def _log_file(self, start: int) -> npt.NDArray[np.uint8] | None:
         if self._file is not None and self._file[0] == start:
             return self._file[2]
-        path = os.path.join(self._part.path, layout.COMMITLOG, file_name(start))
+        path = os.path.join(self._part.path, directory.COMMITLOG, file_name(start))
         self._file = None
         try:
             file = self._files.open(path)
@@ -366,7 +366,7 @@ class _Task:
             start = at - at % per_file
             upto = min(stored_end, start + per_file)
             name = file_name(start * ENTRY_SIZE)
-            path = os.path.join(layout.queue_folder(self._part.path, one.topic, one.queue_id), name)
+            path = os.path.join(directory.queue_folder(self._part.path, one.topic, one.queue_id), name)
             try:
                 file = self._files.open(path)
             except StoreIOError:

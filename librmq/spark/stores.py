@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from librmq import layout
-from librmq.brokerconfig import BrokerConfig
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.spark.options import ReadOptions, Wanted
 from librmq.spark.plan import PlannedStore
-from librmq.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,7 +69,7 @@ def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
     """store, group, topic, queueId, offset: where each group goes on; that of delay levels under `DELAY_GROUP`."""
     rows: list[tuple[Any, ...]] = []
     for path in paths_of(paths):
-        config = BrokerConfig.open(os.path.join(path, layout.CONFIG))
+        config = BrokerConfig.open(os.path.join(path, directory.CONFIG))
         for name, of_queue in config.offsets.rows.items():
             topic, _, group = name.rpartition("@")
             rows += [(path, group, topic, queue_id, found) for queue_id, found in of_queue.items()]
@@ -84,7 +84,7 @@ def filters(spark: SparkSession, paths: Paths) -> DataFrame:
     """store, group, topic, expression: the SQL filters that groups have registered."""
     rows = []
     for path in paths_of(paths):
-        config = BrokerConfig.open(os.path.join(path, layout.CONFIG))
+        config = BrokerConfig.open(os.path.join(path, directory.CONFIG))
         rows += [
             (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter is not None
         ]
@@ -97,7 +97,7 @@ def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
     for path in paths_of(paths):
         rows += [
             (path, entry.name, int(entry.name), entry.size)
-            for entry in DiskFiles().list(os.path.join(path, layout.COMMITLOG))
+            for entry in DiskFiles().list(os.path.join(path, directory.COMMITLOG))
             if entry.name.isdigit()
         ]
     return _frame(spark, rows, "store string, file string, begin bigint, size bigint")

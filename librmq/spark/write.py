@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from librmq import layout
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
@@ -23,6 +22,7 @@ from librmq.files.seam import make_folders
 from librmq.spark.commit import Staged, commit, discard, job_folder
 from librmq.spark.encode import Encoder, Lane, check_columns
 from librmq.spark.options import WriteOptions
+from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -46,11 +46,11 @@ class Writer(DataSourceArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         check_columns([(field.name, field.dataType.simpleString()) for field in schema.fields], options.order_by)
         files = DiskFiles()
-        layout.check_kind(options.path, files, writable=True)
-        holder = files.lock_holder(layout.lock_path(options.path))
+        directory.check_kind(options.path, files, writable=True)
+        holder = files.lock_holder(directory.lock_path(options.path))
         if holder is not None:
             raise StoreLockedError(f"{options.path}: locked by {holder}: two may not write to a store")
-        config = layout.infer_config(options.path, files, StoreConfig())
+        config = directory.infer_config(options.path, files, StoreConfig())
         self._options = options
         self._job = options.job_id or f"job-{uuid.uuid4().hex}"
         self._folder = job_folder(options.path, self._job, options.staging)

@@ -23,11 +23,11 @@ from librmq.message.message import MessageQueue, StoredMessage, retry_topic
 from librmq.producer import Producer
 from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
 from librmq.runtime.runner import Step, Work
+from librmq.store.recovery.verify import verify
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, Delivered, History, show
 from librmq.testing.process import LIBRARY, Process
 from librmq.testing.turns import KitRunner, current_work, group_of
-from librmq.verify import verify
 
 __all__ = ["Elapsed", "Kit", "ProcessStateError", "UnsoundStoreError"]
 

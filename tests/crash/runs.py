@@ -11,15 +11,15 @@ from typing import Any
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.dispatch import has_queue_entry
-from librmq.flushing import Acknowledgement
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
-from librmq.retention import Retention
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.group_commit import Acknowledgement
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.retention import Retention
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
-from librmq.verify import verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, served
 
 PAGES = replace(SMALL, commitlog_file_size=3 * 4096)

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.seam import Files
 from librmq.message.message import Message, StoredMessage
-from librmq.retention import Retention
-from librmq.snapshot import rescue, restore, snapshot
 from librmq.store import MessageStore
+from librmq.store.recovery import salvage
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.retention import Retention
+from librmq.store.upkeep.snapshot import rescue, restore, snapshot
 from librmq.testing import CrashImages, Image, RecordingFiles
-from librmq.verify import verify
 from tests.crash.runs import BusyFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, fill, filled, opened
 

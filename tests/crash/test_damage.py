@@ -17,14 +17,14 @@ import pytest
 
 from librmq.cli import main
 from librmq.config import StoreConfig
-from librmq.dispatch import derived_tags_code, has_queue_entry, is_indexed
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, RmqError, StoreError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import check_record, split_keys
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.engine.dispatch import derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
 from tests.reference import rows, store_folders
 from tests.stores import (

@@ -22,8 +22,8 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.store import AppendResult, MessageStore
+from librmq.store.recovery.verify import verify
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
-from librmq.verify import verify
 from tests.conftest import SlowBudget
 from tests.crash.runs import Recorded, check
 from tests.data.cut import spread

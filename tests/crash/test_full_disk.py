@@ -31,7 +31,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, SMALL, START_MS
 

@@ -22,7 +22,7 @@ import librmq
 from librmq.config import StoreConfig
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
 
 pytestmark = [

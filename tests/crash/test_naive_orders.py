@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
 from librmq.txn import CheckBack, Transactions
 from tests.stores import ROOT, SMALL, START_MS, died
 

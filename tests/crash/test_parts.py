@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Files
-from librmq.flushing import flush_all
-from librmq.indexfile import FRESH, IndexFile
-from librmq.keyindex import KeyIndex
+from librmq.store.engine.group_commit import flush_all
+from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
+from librmq.store.format.indexfile import FRESH, IndexFile
+from librmq.store.format.keyindex import KeyIndex
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.crash.runs import assert_settled
 from tests.stores import START_MS

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import TransactionRefusedError
@@ -17,6 +16,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
 from librmq.testing import CrashImages, RecordingFiles
 from librmq.timer import Timers, TimerSettings
 from librmq.txn import CheckBack, Transactions, TransactionSettings

@@ -21,9 +21,9 @@ from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
 from librmq.message.message import StoredMessage
-from librmq.reading import GetStatus
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.engine.read import GetStatus
+from librmq.store.recovery.verify import verify
 from tests.reference import existing
 
 pytestmark = [

@@ -13,8 +13,8 @@ from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
 from librmq.files.seam import make_folders
 from librmq.message.message import Message
-from librmq.retention import Retention
 from librmq.store import MessageStore
+from librmq.store.upkeep.retention import Retention
 from librmq.testing import CrashImages, FailingFiles, Image
 from tests.crash.runs import BusyFiles, assert_settled
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, fill, opened, served

@@ -21,7 +21,7 @@ import pytest
 
 import librmq
 from librmq.config import StoreConfig
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
 from tests.reference import CHECKOUT
 

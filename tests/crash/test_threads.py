@@ -27,9 +27,9 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
-from librmq.reading import GetStatus
 from librmq.store import AppendResult, MessageStore
-from librmq.verify import verify
+from librmq.store.engine.read import GetStatus
+from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
 from tests.stores import ROOT
 

@@ -118,8 +118,8 @@ def queue(data: bytes) -> None:
 def index(data: bytes) -> None:
     """Bytes as a file of the key index."""
     from librmq.errors import StoreError
-    from librmq.indexfile import IndexFile, file_length
-    from librmq.keyindex import KeyIndex
+    from librmq.store.format.indexfile import IndexFile, file_length
+    from librmq.store.format.keyindex import KeyIndex
 
     length = file_length(8, 32)
     files = _files("/index", b"", 1)
@@ -156,9 +156,9 @@ def ext(data: bytes) -> None:
 
 def checkpoint(data: bytes) -> None:
     """Bytes as a checkpoint, and as the state that librmq keeps of a store that it closed."""
-    from librmq.checkpoint import CHECKPOINT_SIZE, Checkpoint
-    from librmq.closedstate import _path, read_closed_state
     from librmq.errors import StoreError
+    from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint
+    from librmq.store.recovery.clean_shutdown import _path, read_closed_state
 
     files = _files("/store", b"", 1)
     short = data if data[:1] == b"\xff" else (data + bytes(CHECKPOINT_SIZE))[:CHECKPOINT_SIZE]
@@ -174,9 +174,9 @@ def checkpoint(data: bytes) -> None:
 
 def json(data: bytes) -> None:
     """Bytes as the broker's JSON, and as each of its tables."""
-    from librmq.brokerconfig import BrokerConfig
     from librmq.errors import MalformedError, RmqError
     from librmq.java import json as java_json
+    from librmq.store.format.broker_tables import BrokerConfig
 
     with suppress(MalformedError):
         value = java_json.loads(data)
@@ -197,7 +197,7 @@ def json(data: bytes) -> None:
 def store(data: bytes) -> None:
     """Bytes as changes to a small store: which store, then again and again a file, a place, a length and new bytes."""
     from librmq.errors import ConfigError, StoreError
-    from librmq.verify import verify
+    from librmq.store.recovery.verify import verify
     from tests.stores import ROOT, contents, in_memory, opened
 
     if not data:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq.brokerconfig import BrokerConfig
+from librmq.store.format.broker_tables import BrokerConfig
 from tests.conftest import StoreCopy
 from tests.reference import folders
 

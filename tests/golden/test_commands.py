@@ -16,7 +16,7 @@ from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
-from librmq.layout import infer_config
+from librmq.store.format.directory import infer_config
 from tests.conftest import StoreCopy
 from tests.reference import Row, existing, jsonl, rows, store_folders
 

@@ -13,10 +13,10 @@ import pytest
 
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
-from librmq.indexfile import IndexFile, geometry
 from librmq.java.hashing import index_key_hash
-from librmq.keyindex import KeyIndex
-from librmq.verify import verify
+from librmq.store.format.indexfile import IndexFile, geometry
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.verify import verify
 from tests.reference import Row, existing, folders, jsonl, rows, store_folders
 
 NOW = 1_800_000_000_000

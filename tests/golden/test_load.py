@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from librmq import layout
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
@@ -28,7 +27,8 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import BORN_TIMESTAMP_AT, SYS_FLAG_AT, TRANSACTION_COMMIT, TRANSACTION_MASK, host_ends
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.format import directory
+from librmq.store.recovery.verify import verify
 from tests.reference import Row, jsonl, rows, store_folders
 
 stores = pytest.mark.parametrize("folder", store_folders())
@@ -184,8 +184,8 @@ def assert_same_log(folder: Path, store: Path, config: StoreConfig) -> set[int]:
 def assert_same_queues(folder: Path, store: Path, config: StoreConfig) -> None:
     """Each file of our queues begins as the reference's; what was not written is zero."""
     files = DiskFiles()
-    for topic, queue_id in layout.list_queues(str(store), files):
-        ours = sorted(Path(layout.queue_folder(str(store), topic, queue_id)).iterdir())
+    for topic, queue_id in directory.list_queues(str(store), files):
+        ours = sorted(Path(directory.queue_folder(str(store), topic, queue_id)).iterdir())
         for path in ours:
             data = path.read_bytes()
             assert len(data) == config.consumequeue_file_size

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.recovery import salvage
+from librmq.store.recovery.verify import verify
 from tests.conftest import StoreCopy
 from tests.reference import Row, rows, store_folders
 from tests.stores import from_disk

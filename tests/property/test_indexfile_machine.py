@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from librmq import keyindex
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
-from librmq.indexfile import file_length
 from librmq.java.hashing import index_key_hash
-from librmq.keyindex import KeyIndex
+from librmq.store.format import keyindex
+from librmq.store.format.indexfile import file_length
+from librmq.store.format.keyindex import KeyIndex
 
 START = 1_700_000_000_000
 TOPIC = "TopicTest"

@@ -13,9 +13,9 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.retention import Retention
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.retention import Retention
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died, served
 
 HOUR = 3_600_000

@@ -16,7 +16,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message
 from librmq.store import AppendResult, GetStatus, MessageStore
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, V4, V6, contents, derived, died
 
 LEVELS = DelayLevels.parse(SMALL.message_delay_level)

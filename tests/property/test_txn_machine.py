@@ -12,15 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.errors import TransactionRefusedError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.recovery.verify import verify
 from librmq.txn import CheckBack, Transactions, TransactionSettings
-from librmq.verify import verify
 from tests.stores import ROOT, SMALL, START_MS, died
 
 Place = tuple[int, int]

@@ -20,7 +20,7 @@ ROWS = {
     "rebuild": {"rebuild"},
     "tags": {"tag scan", "read() with a filter, no match"},
     "memory": {"queue, Python objects held", "queue, mapped and resident"},
-    "import": {"import librmq", "import librmq.store", "librmq --help"},
+    "import": {"import librmq", "import librmq.store.store", "librmq --help"},
 }
 DURABILITY = {
     "sync": {"sync append"},

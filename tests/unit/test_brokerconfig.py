@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
+from librmq.store.format.broker_tables import BrokerConfig
 
 NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")
 

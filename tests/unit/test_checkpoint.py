@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from librmq.checkpoint import CHECKPOINT_SIZE, Checkpoint, clear_abort, has_abort, set_abort
 from librmq.errors import CorruptionError, ReadOnlyError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
+from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint, clear_abort, has_abort, set_abort
 from tests.reference import existing, rows, store_folders
 
 

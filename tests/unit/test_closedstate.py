@@ -14,8 +14,8 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
-from librmq.verify import verify
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, fill, in_memory, opened, served
 
 CLOSED = "librmq/closed.json"

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import _NEEDED, DelaySchedule, DelaySettings, _Layout
@@ -31,6 +30,7 @@ from librmq.message.record import (
 )
 from librmq.message.topics import HALF_TOPIC
 from librmq.store import AppendResult
+from librmq.store.format.broker_tables import BrokerConfig
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
 

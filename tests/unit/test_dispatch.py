@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from librmq.config import StoreConfig
-from librmq.dispatch import Dispatcher
 from librmq.errors import StoreIOError
 from librmq.files.memory import MemoryFiles
-from librmq.indexfile import IndexFile
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.engine.dispatch import Dispatcher
+from librmq.store.format.indexfile import IndexFile
 from tests.interrupting import interruptions
 
 BATCH = Dispatcher.BATCH

@@ -197,7 +197,7 @@ def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytes
         "continued",
         "damaged",
     }
-    from librmq.verify import verify
+    from librmq.store.recovery.verify import verify
 
     assert [verify(str(folder / "demo-output" / name)).sound for name in ("broker", "continued", "damaged")] == [
         True,

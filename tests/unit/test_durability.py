@@ -22,11 +22,11 @@ from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
-from librmq.flushing import Acknowledgement
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.group_commit import Acknowledgement
+from librmq.store.recovery.verify import verify
 from librmq.testing.files import FailingFiles, RecordingFiles
-from librmq.verify import verify
 from tests.stores import ROOT, SMALL, START_MS, contents, in_memory, opened
 
 SYNC_SMALL = replace(SMALL, durability="sync")

@@ -240,7 +240,7 @@ def test_a_file_that_can_not_be_made_whole_is_gone(tmp_path: Path, monkeypatch: 
 
     path = str(tmp_path / "f")
     with monkeypatch.context() as patch:
-        patch.setattr(f"librmq.files.{call}", refuse)
+        patch.setattr(f"librmq.files.disk.{call}", refuse)
         with pytest.raises(StoreIOError) as told:
             DiskFiles().create(path, 100)
     assert (told.value.errno, told.value.filename) == (errno.ENOMEM, path)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from librmq import flushing
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
-from librmq.flushing import Acknowledgement, GroupCommit
+from librmq.store.engine import group_commit
+from librmq.store.engine.group_commit import Acknowledgement, GroupCommit
 from tests.interrupting import interruptions
 
 
@@ -256,7 +256,7 @@ def test_one_who_is_interrupted_while_he_waits_holds_nobody_up(
 
             released = threading.Semaphore(0)
 
-        monkeypatch.setattr(flushing, "threading", SimpleNamespace(Lock=Interrupted))
+        monkeypatch.setattr(group_commit, "threading", SimpleNamespace(Lock=Interrupted))
         with pytest.raises(KeyboardInterrupt):
             commit.reach(device.append())
         if not his_turn:

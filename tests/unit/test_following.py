@@ -17,12 +17,12 @@ from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Entry, File, Files
-from librmq.following import Following
-from librmq.liveparts import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
-from librmq.reading import GetStatus
 from librmq.store import MessageStore
+from librmq.store.engine.read import GetStatus
+from librmq.store.live.live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
+from librmq.store.live.reader import Following
 from tests.stores import (
     EVER,
     ROOT,

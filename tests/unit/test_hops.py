@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
@@ -17,6 +16,7 @@ from librmq.hops import HOP_TOPIC, HopProxy, Route, best_level, hops, route, sen
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
 from tests.stores import ROOT, SMALL, START_MS, died
 
 HOUR = 3_600_000

@@ -19,9 +19,9 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File
-from librmq.flushing import GroupCommit
-from librmq.housekeeping import Housekeeping
 from librmq.runtime.background import Background
+from librmq.store.engine.group_commit import GroupCommit
+from librmq.store.engine.housekeeping import Housekeeping
 
 NOW = 1_700_000_000_000
 PAGE = 4096

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from librmq import keyindex
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
-from librmq.indexfile import IndexFile, IndexHeader, file_length, geometry
 from librmq.java.hashing import index_key_hash
-from librmq.keyindex import KeyIndex
+from librmq.store.format import keyindex
+from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length, geometry
+from librmq.store.format.keyindex import KeyIndex
 
 NOW = 1_795_150_492_070  # 2026-11-20 04:54:52.070 UTC
 BEGIN = 1_700_000_000_000

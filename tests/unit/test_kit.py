@@ -26,9 +26,9 @@ from librmq.files.memory import MemoryFiles
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState
+from librmq.store.recovery.verify import verify
 from librmq.testing import Kit, Process, ProcessStateError, UnsoundStoreError
 from librmq.transactionproducer import CheckedMessage, TransactionProducer
-from librmq.verify import verify
 
 
 def always_fails(message: DeliveredMessage) -> None:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq import layout
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.layout import StoreKind
+from librmq.store.format import directory
+from librmq.store.format.directory import StoreKind
 from tests.reference import existing, rows, store_folders
 
 ROOT = os.sep + "store"
@@ -64,7 +64,7 @@ def log_files(*starts: int, size: int = 1000) -> dict[str, int]:
     ],
 )
 def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
-    assert layout.recognise(ROOT, files) is kind
+    assert directory.recognise(ROOT, files) is kind
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
 )
 def test_what_is_not_read_is_refused_by_name(files: MemoryFiles, said: str) -> None:
     with pytest.raises(NotAStoreError) as caught:
-        layout.recognise(ROOT, files)
+        directory.recognise(ROOT, files)
     assert said in str(caught.value)
 
 
@@ -89,12 +89,12 @@ def test_a_file_is_no_store() -> None:
     files = MemoryFiles()
     files.write(ROOT, b"text")
     with pytest.raises(NotAStoreError, match="a file, not the folder"):
-        layout.recognise(ROOT, files)
+        directory.recognise(ROOT, files)
 
 
 @pytest.mark.parametrize("starts", [(0, 1000, 3000), (0, 2000), (0, 1000, 2000, 5000)])
 def test_a_gap_in_the_log_is_damage_rather_than_several_paths(starts: tuple[int, ...]) -> None:
-    assert layout.recognise(ROOT, files_with(sizes=log_files(*starts))) is StoreKind.V4
+    assert directory.recognise(ROOT, files_with(sizes=log_files(*starts))) is StoreKind.V4
 
 
 def test_what_can_be_opened_how() -> None:
@@ -102,21 +102,21 @@ def test_what_can_be_opened_how() -> None:
         MemoryFiles(),
         files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-1"),
     )
-    assert layout.check_kind(ROOT, nothing, writable=True) is StoreKind.NEW
+    assert directory.check_kind(ROOT, nothing, writable=True) is StoreKind.NEW
     with pytest.raises(NotAStoreError, match="no folder commitlog"):
-        layout.check_kind(ROOT, nothing)
-    assert layout.check_kind(ROOT, rocks, log_only=True) is StoreKind.V5_ROCKSDB
+        directory.check_kind(ROOT, nothing)
+    assert directory.check_kind(ROOT, rocks, log_only=True) is StoreKind.V5_ROCKSDB
     with pytest.raises(NotAStoreError, match="RocksDB"):
-        layout.check_kind(ROOT, rocks)
+        directory.check_kind(ROOT, rocks)
 
 
 @pytest.mark.parametrize("folder", store_folders())
 def test_stores_of_the_original(folder: Path) -> None:
-    assert layout.recognise(str(folder / "store"), DiskFiles()) is StoreKind.V4
+    assert directory.recognise(str(folder / "store"), DiskFiles()) is StoreKind.V4
 
 
 def test_a_store_of_5() -> None:
-    assert layout.recognise(str(existing("timer-5.3.3", "store")), DiskFiles()) is StoreKind.V5
+    assert directory.recognise(str(existing("timer-5.3.3", "store")), DiskFiles()) is StoreKind.V5
 
 
 # --- queues
@@ -127,7 +127,7 @@ def test_queues_are_sorted_by_topic_and_number() -> None:
         "consumequeue/b/10/", "consumequeue/b/9/", "consumequeue/a/2147483647/", "consumequeue/%RETRY%g/0/",
         "consumequeue/empty/", "consumequeue/.DS_Store", "consumequeue/a/.DS_Store",
     )  # fmt: skip
-    assert layout.list_queues(ROOT, files) == [("%RETRY%g", 0), ("a", 2147483647), ("b", 9), ("b", 10)]
+    assert directory.list_queues(ROOT, files) == [("%RETRY%g", 0), ("a", 2147483647), ("b", 9), ("b", 10)]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_queues_are_sorted_by_topic_and_number() -> None:
 def test_a_folder_that_is_no_queue_is_damage(name: str) -> None:
     files = files_with(f"consumequeue/{name}/" if "/" in name else f"consumequeue/{name}/0/", "consumequeue/T/0/")
     with pytest.raises(CorruptionError) as caught:
-        layout.list_queues(ROOT, files)
+        directory.list_queues(ROOT, files)
     assert (caught.value.file, caught.value.kind) == (
         os.path.join(ROOT, "consumequeue", *name.split("/")),
         "name",
@@ -145,14 +145,14 @@ def test_a_folder_that_is_no_queue_is_damage(name: str) -> None:
 
 def test_the_longest_topic() -> None:
     files = files_with(f"consumequeue/{'t' * 127}/0/", f"consumequeue/{'主' * 42}/0/")
-    assert len(layout.list_queues(ROOT, files)) == 2
+    assert len(directory.list_queues(ROOT, files)) == 2
 
 
 @pytest.mark.parametrize("folder", store_folders())
 def test_queues_of_the_original(folder: Path) -> None:
     queues = rows(folder, "store")[0]["queues"]
     told = [(row["topic"], row["queue_id"]) for row in queues if row["max_offset"]]
-    assert layout.list_queues(str(folder / "store"), DiskFiles()) == told
+    assert directory.list_queues(str(folder / "store"), DiskFiles()) == told
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_topics_of_the_broker(text: bytes | None, topics: set[str]) -> None:
     files = files_with("config/")
     if text is not None:
         files.write(os.path.join(ROOT, "config", "topics.json"), text)
-    assert layout.known_topics(ROOT, files) == topics
+    assert directory.known_topics(ROOT, files) == topics
 
 
 # --- settings
@@ -183,15 +183,15 @@ def test_topics_of_the_broker(text: bytes | None, topics: set[str]) -> None:
 def test_settings_of_the_original(folder: Path) -> None:
     store, files = str(folder / "store"), DiskFiles()
     expected = StoreConfig.from_row(rows(folder, "config")[0])
-    assert layout.infer_config(store, files) == expected
-    layout.check_config(store, expected, files)
+    assert directory.infer_config(store, files) == expected
+    directory.check_config(store, expected, files)
 
 
 def test_an_empty_store_has_the_defaults() -> None:
     files = files_with("commitlog/", "consumequeue/T/0/", "consumequeue_ext/", "index/")
-    assert layout.infer_config(ROOT, files) == StoreConfig()
-    assert layout.infer_config(ROOT, files, TINY) == TINY
-    layout.check_config(ROOT, TINY, files)
+    assert directory.infer_config(ROOT, files) == StoreConfig()
+    assert directory.infer_config(ROOT, files, TINY) == TINY
+    directory.check_config(ROOT, TINY, files)
 
 
 def test_each_setting_is_told_by_its_files() -> None:
@@ -200,7 +200,7 @@ def test_each_setting_is_told_by_its_files() -> None:
         "consumequeue_ext/T/0/00000000000000000000": 512,
         "index/20240101000000000": 40 + 84 * 7,
     }
-    assert layout.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig(
+    assert directory.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig(
         commitlog_file_size=1000,
         consumequeue_file_size=40,
         enable_consumequeue_ext=True,
@@ -223,17 +223,17 @@ def test_each_setting_is_told_by_its_files() -> None:
     ],
 )
 def test_where_files_disagree_or_tell_nothing(sizes: dict[str, int], length: int) -> None:
-    assert layout.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
+    assert directory.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
 
 
 def test_extension_files_of_no_length_tell_that_there_are_any() -> None:
-    config = layout.infer_config(ROOT, files_with("consumequeue_ext/T/0/00000000000000000000"))
+    config = directory.infer_config(ROOT, files_with("consumequeue_ext/T/0/00000000000000000000"))
     assert config == StoreConfig(enable_consumequeue_ext=True)
 
 
 def test_lengths_that_no_setting_leads_to_tell_nothing() -> None:
     sizes = {"consumequeue/T/0/00000000000000000000": 3999, "index/20240101000000000": 5000, "index/x": 40}
-    assert layout.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig()
+    assert directory.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig()
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def test_settings_that_disagree_are_refused(change: dict[str, Any]) -> None:
         "index/20240101000000000": 40 + 84 * 7,
     }
     files = files_with(sizes=sizes)
-    config = layout.infer_config(ROOT, files)
-    layout.check_config(ROOT, config, files)
+    config = directory.infer_config(ROOT, files)
+    directory.check_config(ROOT, config, files)
     with pytest.raises(ConfigError, match=next(iter(change))):
-        layout.check_config(ROOT, dataclasses.replace(config, **change), files)
+        directory.check_config(ROOT, dataclasses.replace(config, **change), files)
 
 
 def test_another_ratio_of_slots_to_entries_is_taken_if_it_leads_to_the_same_length() -> None:
     files = files_with("commitlog/", sizes={"index/20240101000000000": 40 + 84 * 10})
-    layout.check_config(ROOT, StoreConfig(max_hash_slot_num=5, max_index_num=41), files)
+    directory.check_config(ROOT, StoreConfig(max_hash_slot_num=5, max_index_num=41), files)
 
 
 @given(
@@ -279,8 +279,8 @@ def test_another_ratio_of_slots_to_entries_is_taken_if_it_leads_to_the_same_leng
 )
 def test_any_names_and_lengths_lead_to_settings(sizes: dict[str, int]) -> None:
     files = files_with(sizes=sizes)
-    config = layout.infer_config(ROOT, files)
-    layout.check_config(ROOT, config, files)
+    config = directory.infer_config(ROOT, files)
+    directory.check_config(ROOT, config, files)
 
 
 # --- broker.conf
@@ -294,7 +294,7 @@ def properties(text: str) -> dict[str, str]:
 
 
 def test_broker_conf_names_what_shapes_files() -> None:
-    conf = properties(layout.broker_conf(ROOT, TINY))
+    conf = properties(directory.broker_conf(ROOT, TINY))
     assert conf == {
         "storePathRootDir": os.path.abspath(ROOT),
         "storePathCommitLog": os.path.join(os.path.abspath(ROOT), "commitlog"),
@@ -312,4 +312,4 @@ def test_broker_conf_names_what_shapes_files() -> None:
 
 def test_broker_conf_survives_any_path() -> None:
     path = os.path.abspath(os.path.join(ROOT, "订单 𝄞 back\\slash\nline"))
-    assert properties(layout.broker_conf(path, TINY))["storePathRootDir"] == path
+    assert properties(directory.broker_conf(path, TINY))["storePathRootDir"] == path

@@ -19,7 +19,7 @@ from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store.recovery.verify import verify
 from tests.crash.test_damage import spoil, subjects
 from tests.stores import SMALL, START_MS, contents, filled, from_disk, on_disk
 

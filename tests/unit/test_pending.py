@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -18,6 +17,7 @@ from librmq.message.message import Message
 from librmq.message.topics import OP_TOPIC
 from librmq.pending import Pending, pending
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
 from librmq.timer import Timers, TimerSettings
 from librmq.txn import Transactions, TransactionSettings
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS

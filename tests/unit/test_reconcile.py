@@ -13,11 +13,11 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
 from librmq.files.memory import MemoryFiles
-from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT, Record, encode_record
-from librmq.queuecheck import GapError
-from librmq.reconcile import reconcile
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.queue_check import GapError
+from librmq.store.recovery.reconcile import reconcile
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")

@@ -9,21 +9,21 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq import salvage
-from librmq.checkpoint import Checkpoint
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message
-from librmq.opening import clear_leftovers, vouched_for
-from librmq.retention import Retention
 from librmq.store import MessageStore
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.format.checkpoint import Checkpoint
+from librmq.store.recovery import salvage
+from librmq.store.recovery.open import clear_leftovers, vouched_for
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.retention import Retention
 from librmq.testing import RecordingFiles
-from librmq.verify import verify
 from tests.stores import (
     ROOT,
     SMALL,

@@ -20,12 +20,12 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
-from librmq.reading import GetStatus
-from librmq.retention import Retention
 from librmq.store import MessageStore
+from librmq.store.engine.read import GetStatus
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
 from librmq.testing.files import Event
-from librmq.verify import verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, contents, died, opened, served
 
 HOUR = 3_600_000

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
@@ -20,10 +19,11 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Files
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import BODY_AT, MAGIC_AT, PHYSICAL_OFFSET_AT
-from librmq.salvage import Gap
 from librmq.store import MessageStore
+from librmq.store.recovery import salvage
+from librmq.store.recovery.salvage import Gap
+from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
-from librmq.verify import verify
 from tests.reference import store_folders
 from tests.stores import (
     ROOT,

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 import librmq
-from librmq import salvage
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.dispatch import has_queue_entry
 from librmq.errors import (
     CorruptionError,
     MessageIllegalError,
@@ -32,12 +30,14 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_queue
-from librmq.reading import GetStatus
-from librmq.salvage import Gap
-from librmq.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.store import MessageStore
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.read import GetStatus
+from librmq.store.recovery import salvage
+from librmq.store.recovery.salvage import Gap
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.testing import FailingFiles
-from librmq.verify import verify
 from tests.reference import rows, store_folders
 from tests.stores import (
     ROOT,

@@ -42,8 +42,8 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
+from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles, RecordingFiles
-from librmq.verify import verify
 from tests.stores import (
     ROOT,
     SMALL,

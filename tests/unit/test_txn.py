@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from librmq.brokerconfig import BrokerConfig
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import (
@@ -22,12 +21,13 @@ from librmq.errors import (
     TransactionRefusedError,
 )
 from librmq.files.memory import MemoryFiles
-from librmq.keyindex import KeyIndex
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.store import AppendResult, MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.keyindex import KeyIndex
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 from librmq.txnhalves import CHECK_GROUP, EndedHalves
 from tests.bytime import ByTime

@@ -11,13 +11,13 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
-from librmq.layout import list_queues
 from librmq.message.message import Message
 from librmq.protocol import UpdateOffset
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
+from librmq.store.format.directory import list_queues
+from librmq.store.recovery.verify import verify
 from librmq.testing.files import RecordingFiles
-from librmq.verify import verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, died, opened
 
 

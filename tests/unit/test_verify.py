@@ -11,7 +11,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
-from librmq.verify import UNKNOWABLE, Verdict, verify
+from librmq.store.recovery.verify import UNKNOWABLE, Verdict, verify
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
 
 

@@ -10,7 +10,7 @@ from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLev
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.spark.decode import LAST_MS
 from librmq.spark.stores import DELAY_GROUP
-from librmq.timerfiles import DELETE, ROLL
+from librmq.store.format.timerfiles import DELETE, ROLL
 from librmq.timersettings import DELETE_KEY, OUT_MS
 
 if TYPE_CHECKING:

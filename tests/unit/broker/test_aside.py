@@ -23,8 +23,8 @@ from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.protocol import ConsumeFrom, EndTransaction, MessageModel, SendMessage, TransactionState
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
+from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.timer import TimerSettings
-from librmq.timerfiles import TimerCheckpoint
 from librmq.txn import TransactionSettings
 from librmq.txnhalves import CHECK_GROUP
 from tests.unit.broker.parties import HOST

@@ -11,7 +11,6 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.broker.saving import Writing
-from librmq.brokerconfig import BrokerConfig
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
@@ -19,6 +18,7 @@ from librmq.message.message import Message
 from librmq.producer import Producer
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.manual import ManualRunner
+from librmq.store.format.broker_tables import BrokerConfig
 
 WAIT_S = 30.0
 

@@ -16,36 +16,23 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from librmq import layout
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.seam import Files
-from librmq.keyindex import KeyIndex
+from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
+from librmq.store.format import directory
+from librmq.store.format.keyindex import KeyIndex
 
-__all__ = ["ClosedState", "OpenQueue", "QueueState", "QueueTable", "read_closed_state", "write_closed_state"]
+__all__ = ["ClosedState", "read_closed_state", "write_closed_state"]
 
 _log = logging.getLogger("librmq.store")
 
 _VERSION: Final = 1
 _LARGEST_FILE: Final = 256 << 20
-
-QueueName = tuple[str, int]
-
-OpenQueue = Callable[[str, int], ConsumeQueue]
-"""From topic and queue id to the queue, opened; one that does not exist yet is empty."""
-
-
-class QueueState(NamedTuple):
-    """A queue as it was closed."""
-
-    min_offset: int
-    max_offset: int
-    max_physic_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,66 +60,8 @@ class ClosedState:
         return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)
 
 
-class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
-    """The queues of a store, opened when they are first asked for. Thread-safe as a dict is.
-
-    Iterating and counting open none; `opened` gives those that are open.
-    """
-
-    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState]) -> None:
-        """``known`` are queues that need not be opened yet, as they were closed."""
-        self._open_queue = open_queue
-        self._known = dict(known)
-        self._open: dict[QueueName, ConsumeQueue] = {}
-
-    def __getitem__(self, name: QueueName) -> ConsumeQueue:
-        queue = self._open.get(name)
-        if queue is not None:
-            return queue
-        state = self._known[name]
-        queue = self._open_queue(*name)
-        if (queue.max_offset, queue.max_physic_offset) != state[1:]:
-            path, position = queue.place_of(min(queue.max_offset, state.max_offset))
-            found = f"it ends at queue offset {queue.max_offset}, and was closed at {state.max_offset}"
-            raise CorruptionError(path, position, "entry", f"{found}: run librmq recover")
-        queue.min_offset = max(queue.min_offset, state.min_offset)
-        return self._open.setdefault(name, queue)
-
-    def find(self, name: QueueName) -> ConsumeQueue | None:
-        """The queue, None for one that is not there: `get`, for those who ask often."""
-        return self._open.get(name) or (self[name] if name in self._known else None)
-
-    def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
-        self._open[name] = queue
-
-    def __delitem__(self, name: QueueName) -> None:
-        del self._open[name]
-        self._known.pop(name, None)
-
-    def __iter__(self) -> Iterator[QueueName]:
-        return iter([*self._open, *(name for name in self._known if name not in self._open)])
-
-    def __len__(self) -> int:
-        return len(self._open.keys() | self._known.keys())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._open or name in self._known
-
-    def opened(self) -> list[ConsumeQueue]:
-        """The queues that are open."""
-        return list(self._open.values())
-
-    def states(self) -> dict[QueueName, QueueState]:
-        """How every queue stands, those that were never opened as they were closed before."""
-        opened = {
-            name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
-            for name, queue in self._open.items()
-        }
-        return {**self._known, **opened}
-
-
 def _path(path: str) -> str:
-    return os.path.join(path, layout.OWN, "closed.json")
+    return os.path.join(path, directory.OWN, "closed.json")
 
 
 def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
@@ -143,7 +72,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
     states = {
         name: state
         for name, state in queues.states().items()
-        if state.max_offset or files.is_folder(layout.queue_folder(path, *name))
+        if state.max_offset or files.is_folder(directory.queue_folder(path, *name))
     }
     last = log.last_write
     data = b"" if last is None else log.data_at(last, log.end - last)

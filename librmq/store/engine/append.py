@@ -17,16 +17,16 @@ from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY
-from librmq.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
 from librmq.errors import MessageIllegalError, StoreIOError
-from librmq.flushing import Acknowledgement, GroupCommit
-from librmq.housekeeping import Housekeeping
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
-from librmq.parts import Parts
+from librmq.store.engine.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
+from librmq.store.engine.group_commit import Acknowledgement, GroupCommit
+from librmq.store.engine.housekeeping import Housekeeping
+from librmq.store.engine.open_store import Parts
 
 __all__ = ["AppendResult", "Appends"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from librmq.checkpoint import Checkpoint
-from librmq.closedstate import OpenQueue, QueueTable
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
-from librmq.dispatch import Dispatcher, Lane
 from librmq.files.damage import Damage
-from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
+from librmq.store.engine.dispatch import Dispatcher, Lane
+from librmq.store.engine.queue_table import OpenQueue, QueueTable
+from librmq.store.format.checkpoint import Checkpoint
+from librmq.store.format.keyindex import KeyIndex
 
 __all__ = ["Parts"]
 

@@ -12,22 +12,23 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from librmq import layout
-from librmq.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.clock import Clock
-from librmq.closedstate import ClosedState, QueueTable, read_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.dispatch import BitmapOf, Dispatcher
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Files, make_folders
-from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
-from librmq.parts import Parts
-from librmq.recovery import Recovery
+from librmq.store.engine.dispatch import BitmapOf, Dispatcher
+from librmq.store.engine.open_store import Parts
+from librmq.store.engine.queue_table import QueueTable
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.clean_shutdown import ClosedState, read_closed_state
+from librmq.store.recovery.recover import Recovery
 
 __all__ = ["clear_leftovers", "load", "settle", "vouched_for"]
 
@@ -43,16 +44,16 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
     Of the log those of length zero at its end; of queues and units those of length zero, and beside a missing one; of
     the index one of length zero and those behind it, which go on from where it ended.
     """
-    log = os.path.join(path, layout.COMMITLOG)
+    log = os.path.join(path, directory.COMMITLOG)
     found = _empty_at_end(log, files)
     log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
     for ext in (False, True):
-        for topic, queue_id in layout.list_queues(path, files, ext=ext):
-            folder = layout.queue_folder(path, topic, queue_id, ext=ext)
+        for topic, queue_id in directory.list_queues(path, files, ext=ext):
+            folder = directory.queue_folder(path, topic, queue_id, ext=ext)
             found += _beside_missing(folder, files, 0 if ext else log_begin)
-    folder = os.path.join(path, layout.INDEX)
+    folder = os.path.join(path, directory.INDEX)
     found += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
-    checkpoint = os.path.join(path, layout.CHECKPOINT)
+    checkpoint = os.path.join(path, directory.CHECKPOINT)
     if files.size(checkpoint) == 0:
         found.append(checkpoint)
     _delete(found, files)
@@ -131,7 +132,7 @@ def load(
     clean = not has_abort(files, path)
     cuts: list[Damage] = []
     mend = cuts if writable and thorough else None
-    place = os.path.join(path, layout.CHECKPOINT)
+    place = os.path.join(path, directory.CHECKPOINT)
     checkpoint = _opened(lambda: Checkpoint.open(place, files=files, writable=writable), files, mend, [place])
 
     closed = read_closed_state(path, files) if clean and not thorough else None
@@ -147,7 +148,7 @@ def load(
         return log.third_last_file() if clean else vouched_for(log, checkpoint)
 
     log = CommitLog.open(
-        os.path.join(path, layout.COMMITLOG),
+        os.path.join(path, directory.COMMITLOG),
         config.commitlog_file_size,
         files=files,
         writable=writable,
@@ -156,7 +157,7 @@ def load(
     pool = MappingPool(config.mapped_files)
 
     def open_queue(topic: str, queue_id: int) -> ConsumeQueue:
-        folder, ext_folder = (layout.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True))
+        folder, ext_folder = (directory.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True))
         return _opened(
             lambda: ConsumeQueue.open(
                 folder,
@@ -173,7 +174,7 @@ def load(
             _QUEUE_DIGITS,
         )
 
-    folder = os.path.join(path, layout.INDEX)
+    folder = os.path.join(path, directory.INDEX)
     index = _opened(
         lambda: KeyIndex.open(
             folder,
@@ -190,7 +191,7 @@ def load(
         only=None if thorough else "header",  # a crash may leave one half written
         forget=checkpoint.forget_index,
     )
-    names = layout.list_queues(path, files)
+    names = directory.list_queues(path, files)
     lost = trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index))
     if lost:  # something went since the store was closed
         trusted = None

@@ -35,8 +35,8 @@ from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError
 from librmq.files.seam import Files
-from librmq.keyindex import KeyIndex
 from librmq.message import record
+from librmq.store.format.keyindex import KeyIndex
 
 __all__ = ["Retention"]
 

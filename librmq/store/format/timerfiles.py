@@ -42,7 +42,7 @@ from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import File, Files, make_folders
-from librmq.layout import CONFIG, TIMERLOG, TIMERWHEEL
+from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 
 __all__ = [
     "BLANK_MAGIC",

@@ -13,11 +13,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
-from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files.damage import Damage
 from librmq.java.hashing import java_decode, string_hash
@@ -25,6 +23,8 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue
+from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.queue_table import OpenQueue
 
 __all__ = ["COMPARED", "Entry", "GapError", "QueueCheck", "QueueChecks", "first_at", "misaddressed"]
 

@@ -15,7 +15,7 @@ from librmq.consumequeue_ext import ExtUnit
 from librmq.errors import ConfigError
 from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
 from librmq.message.message import StoredMessage
-from librmq.reading import MessageFilter
+from librmq.store.engine.read import MessageFilter
 
 __all__ = ["ByPredicate", "BySql", "ByTags", "message_filter"]
 

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from librmq import layout
-from librmq.checkpoint import Checkpoint, has_abort
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
@@ -25,9 +23,11 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Files
-from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
-from librmq.reconcile import reconcile
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Verdict", "verify"]
 
@@ -60,11 +60,11 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
     `NotAStoreError` for what is no store.
     """
     path, files = os.fspath(path), files or DiskFiles()
-    kind = layout.recognise(path, files)
+    kind = directory.recognise(path, files)
     if not kind.has_log:
-        raise NotAStoreError(f"{path}: no store; there is no folder {layout.COMMITLOG}")
-    holder = files.lock_holder(layout.lock_path(path))
-    return verify_parts(path, config or layout.infer_config(path, files), files, holder)
+        raise NotAStoreError(f"{path}: no store; there is no folder {directory.COMMITLOG}")
+    holder = files.lock_holder(directory.lock_path(path))
+    return verify_parts(path, config or directory.infer_config(path, files), files, holder)
 
 
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
@@ -125,7 +125,7 @@ class _Look:
 
     def _open_log(self) -> CommitLog:
         return CommitLog.open(
-            os.path.join(self._path, layout.COMMITLOG),
+            os.path.join(self._path, directory.COMMITLOG),
             self._config.commitlog_file_size,
             files=self._files,
             writable=False,
@@ -134,7 +134,7 @@ class _Look:
 
     def _open_index(self) -> KeyIndex:
         return KeyIndex.open(
-            os.path.join(self._path, layout.INDEX),
+            os.path.join(self._path, directory.INDEX),
             slots=self._config.max_hash_slot_num,
             entries=self._config.max_index_num,
             files=self._files,
@@ -143,7 +143,7 @@ class _Look:
         )
 
     def _queues(self) -> dict[tuple[str, int], ConsumeQueue] | None:
-        names = self._part(lambda: layout.list_queues(self._path, self._files))
+        names = self._part(lambda: directory.list_queues(self._path, self._files))
         if names is None:
             return None
         self._pool = MappingPool(self._config.mapped_files)
@@ -152,7 +152,7 @@ class _Look:
             queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
             # One that can't be opened is told already: it lacks everything.
             queues[topic, queue_id] = queue or ConsumeQueue.open(
-                layout.queue_folder(self._path, topic, queue_id),
+                directory.queue_folder(self._path, topic, queue_id),
                 self._config.consumequeue_file_size,
                 files=MemoryFiles(),
             )
@@ -161,12 +161,12 @@ class _Look:
     def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
         ext = self._config.enable_consumequeue_ext
         return ConsumeQueue.open(
-            layout.queue_folder(self._path, topic, queue_id),
+            directory.queue_folder(self._path, topic, queue_id),
             self._config.consumequeue_file_size,
             files=self._files,
             pool=self._pool,
             writable=False,
-            ext_folder=layout.queue_folder(self._path, topic, queue_id, ext=True) if ext else None,
+            ext_folder=directory.queue_folder(self._path, topic, queue_id, ext=True) if ext else None,
             ext_file_size=self._config.consumequeue_ext_file_size,
         )
 
@@ -178,7 +178,7 @@ class _Look:
             self._note(error)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
-        path = os.path.join(self._path, layout.CHECKPOINT)
+        path = os.path.join(self._path, directory.CHECKPOINT)
         checkpoint = self._part(lambda: Checkpoint.open(path, files=self._files))
         if checkpoint is None:
             return

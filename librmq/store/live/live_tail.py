@@ -19,24 +19,25 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq import layout, opening
-from librmq.checkpoint import Checkpoint, has_abort
-from librmq.closedstate import QueueName, QueueTable
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import ConsumeQueueExt
-from librmq.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Entry, File, Files
-from librmq.indexfile import IndexFile, IndexHeader, file_length
-from librmq.keyindex import KeyIndex
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
 from librmq.message.topics import validate_queue
-from librmq.parts import Parts
+from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.open_store import Parts
+from librmq.store.engine.queue_table import QueueName, QueueTable
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.open import vouched_for
 
 __all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", "LiveQueues"]
 
@@ -182,7 +183,7 @@ class LiveQueues(QueueTable):
         """The queue, opened anew; the caller holds the guard where somebody else may know of it."""
 
         def sequence(size: int, *, ext: bool) -> LiveSequence:
-            folder = layout.queue_folder(self._path, topic, queue_id, ext=ext)
+            folder = directory.queue_folder(self._path, topic, queue_id, ext=ext)
             return LiveSequence(folder, size, self._files, self._pool, writable=False)
 
         config = self._config
@@ -214,13 +215,13 @@ class LiveQueues(QueueTable):
             case (str() as topic, int() as queue_id):
                 with suppress(MessageIllegalError):
                     validate_queue(topic, queue_id)
-                    return self._files.is_folder(layout.queue_folder(self._path, topic, queue_id))
+                    return self._files.is_folder(directory.queue_folder(self._path, topic, queue_id))
         return False
 
     def __iter__(self) -> Iterator[QueueName]:
         with self._guard:
             known = {*self._open, *self._late}
-        return iter(sorted(known.union(layout.list_queues(self._path, self._files))))
+        return iter(sorted(known.union(directory.list_queues(self._path, self._files))))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -342,12 +343,14 @@ class LiveParts:
         self._path = path
         self._files = files
         self._levels = DelayLevels.parse(config.message_delay_level)
-        checkpoint = Checkpoint.open(os.path.join(path, layout.CHECKPOINT), files=files)
+        checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
         pool = MappingPool(_LOG_FILES_MAPPED)
-        folder = os.path.join(path, layout.COMMITLOG)
+        folder = os.path.join(path, directory.COMMITLOG)
         log = CommitLog(LiveSequence(folder, config.commitlog_file_size, files, pool, writable=False))
         self._log = log
-        self._index = LiveIndex(os.path.join(path, layout.INDEX), config.max_hash_slot_num, config.max_index_num, files)
+        self._index = LiveIndex(
+            os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
+        )
         self._queues = LiveQueues(path, config, files, log)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
@@ -362,7 +365,7 @@ class LiveParts:
             self._queues.open_queue,
             [],
         )
-        self._find_end(opening.vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
+        self._find_end(vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
 
     def _find_end(self, begin: int) -> None:
         """Walk through the log from ``begin``, and take from it what queues and index may not have yet.

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.dispatch import RawPending, is_indexed, key_block, key_hashes
 from librmq.files.damage import Damage
-from librmq.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.java.hashing import java_decode, string_hash
-from librmq.keyindex import KeyIndex
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, split_keys
+from librmq.store.engine.dispatch import RawPending, is_indexed, key_block, key_hashes
+from librmq.store.format.indexfile import IndexFile, IndexHeader, entry_seconds
+from librmq.store.format.keyindex import KeyIndex
 
 __all__ = ["SETTLED", "IndexCheck", "index_again"]
 

@@ -16,7 +16,7 @@ from typing import Final
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreError
-from librmq.flushing import GroupCommit
+from librmq.store.engine.group_commit import GroupCommit
 
 __all__ = ["Housekeeping"]
 

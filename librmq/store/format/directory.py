@@ -31,8 +31,8 @@ from typing import Any, Final
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files.seam import Entry, Files
-from librmq.indexfile import file_length, geometry
 from librmq.message.topics import validate_topic
+from librmq.store.format.indexfile import file_length, geometry
 
 __all__ = [
     "ABORT",

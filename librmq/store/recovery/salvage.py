@@ -28,9 +28,9 @@ from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.files.seam import Buffer, Files, copy_file, link_file
-from librmq.layout import COMMITLOG, OWN, check_kind
 from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 
 __all__ = ["Gap", "Kept", "find_record", "keep", "kept", "records"]
 

@@ -18,11 +18,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from librmq import layout, salvage
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.dispatch import has_queue_entry
 from librmq.errors import (
     CorruptionError,
     MessageIllegalError,
@@ -37,8 +35,11 @@ from librmq.files.seam import Entry, FileLock, Files, copy_file, link_file, make
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue
-from librmq.opening import settle
-from librmq.salvage import Gap
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.format import directory
+from librmq.store.recovery import salvage
+from librmq.store.recovery.open import settle
+from librmq.store.recovery.salvage import Gap
 
 __all__ = ["Rescued", "Snapshot", "rescue", "restore", "snapshot"]
 
@@ -91,22 +92,24 @@ def snapshot(
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     _check_copyable(path, files)
-    config = config or layout.infer_config(path, files)
+    config = config or directory.infer_config(path, files)
     with _growing(target, files) as part:
         # Before the log's end is known: index files that are full by now have no record behind it.
-        index = _listed(os.path.join(path, layout.INDEX), files)[:-1]
+        index = _listed(os.path.join(path, directory.INDEX), files)[:-1]
         log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
         for entry in index:
-            _copy(path, part, os.path.join(layout.INDEX, entry.name), files)
+            _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
         for ext in (False, True):
-            for topic, queue_id in layout.list_queues(path, files, ext=ext):
-                folder = os.path.relpath(layout.queue_folder(path, topic, queue_id, ext=ext), path)
+            for topic, queue_id in directory.list_queues(path, files, ext=ext):
+                folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
                 _copy_sequence(path, part, folder, files)
         _copy_config(path, part, files)
         begin, found_end = settle(part, config, files, clock)
         if found_end != log_end:
-            file = os.path.join(path, layout.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size))
+            file = os.path.join(
+                path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
+            )
             what = f"no sound record, though the log goes on to {log_end}: no snapshot is made of a damaged log"
             raise CorruptionError(file, found_end, "record", what)
     return Snapshot(target, begin, found_end, copied, linked)
@@ -130,15 +133,15 @@ def rescue(
 ) -> Rescued:
     """Make a store in ``target`` (empty, or not there yet) of every sound record of the store in ``path``.
 
-    In the order of `librmq.salvage.records`, the cuts that were kept among them; ``tell`` is told of what is left out.
-    Records keep their fields but for the physical offset, and with it the offset id; a queue offset too where an
-    earlier record of the queue has it, or it is too far from the one before.
+    In the order of `librmq.store.recovery.salvage.records`, the cuts that were kept among them; ``tell`` is told of
+    what is left out. Records keep their fields but for the physical offset, and with it the offset id; a queue offset
+    too where an earlier record of the queue has it, or it is too far from the one before.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
-    config = config or layout.infer_config(path, files)
+    config = config or directory.infer_config(path, files)
     count = gaps = 0
     with _growing(target, files) as part:
-        log = CommitLog.open(os.path.join(part, layout.COMMITLOG), config.commitlog_file_size, files=files)
+        log = CommitLog.open(os.path.join(part, directory.COMMITLOG), config.commitlog_file_size, files=files)
         following: dict[tuple[str, int], int] = {}
         for item in salvage.records(path, files):
             if isinstance(item, StoredMessage):
@@ -188,11 +191,11 @@ def _growing(target: str, files: Files) -> Iterator[str]:
     files.make_folder(part)
     lock: FileLock | None = None
     try:
-        lock = files.lock(layout.lock_path(part))
+        lock = files.lock(directory.lock_path(part))
         for entry in files.list(part):
-            if entry.name != layout.LOCK:
+            if entry.name != directory.LOCK:
                 files.delete(os.path.join(part, entry.name))
-        files.make_folder(os.path.join(part, layout.COMMITLOG))
+        files.make_folder(os.path.join(part, directory.COMMITLOG))
         yield part
         _flush_folders(part, files)
         files.delete(target)
@@ -220,14 +223,14 @@ def _flush_folders(folder: str, files: Files) -> None:
 
 
 def _check_copyable(path: str, files: Files) -> None:
-    kind = layout.check_kind(path, files)
-    if kind is not layout.StoreKind.V4:
+    kind = directory.check_kind(path, files)
+    if kind is not directory.StoreKind.V4:
         raise NotAStoreError(f"{path}: {kind.value}, which has files besides that no snapshot is made of")
 
 
 def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
     """Where the log ends, to which somebody else may be writing."""
-    folder = os.path.join(path, layout.COMMITLOG)
+    folder = os.path.join(path, directory.COMMITLOG)
     for _ in range(_ATTEMPTS - 1):
         try:
             return _walked_end(folder, config, files)
@@ -262,11 +265,11 @@ def _listed(folder: str, files: Files) -> list[Entry]:
 def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, files: Files) -> tuple[int, int]:
     """Copy or link the log up to ``end``; returns how many files were copied, and how many linked."""
     size = config.commitlog_file_size
-    starts = [int(entry.name) for entry in _listed(os.path.join(path, layout.COMMITLOG), files)]
+    starts = [int(entry.name) for entry in _listed(os.path.join(path, directory.COMMITLOG), files)]
     copied = linked = 0
     # The newest first: retention may take the oldest away, and a gap would be damage.
     for start in sorted((start for start in starts if start < end), reverse=True):
-        name = os.path.join(layout.COMMITLOG, file_name(start))
+        name = os.path.join(directory.COMMITLOG, file_name(start))
         source, target = os.path.join(path, name), os.path.join(part, name)
         try:
             file = files.open(source)
@@ -309,7 +312,7 @@ def _vanished(error: StoreIOError, source: str, files: Files) -> bool:
     return error.errno == errno.ENOENT and files.size(source) is None
 
 
-def _copy_config(path: str, part: str, files: Files, folder: str = layout.CONFIG) -> None:
+def _copy_config(path: str, part: str, files: Files, folder: str = directory.CONFIG) -> None:
     """Copy the tables of ``config/``, each as a whole."""
     for entry in files.list(os.path.join(path, folder)):
         name = os.path.join(folder, entry.name)

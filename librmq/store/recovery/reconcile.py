@@ -10,18 +10,18 @@ import struct
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Final
 
-from librmq.closedstate import OpenQueue
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
 from librmq.files.damage import Damage
-from librmq.indexcheck import SETTLED, IndexCheck, index_again
 from librmq.java.hashing import java_decode
-from librmq.keyindex import KeyIndex
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.queuecheck import COMPARED, Entry, QueueChecks, misaddressed
+from librmq.store.engine.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.queue_table import OpenQueue
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.index_check import SETTLED, IndexCheck, index_again
+from librmq.store.recovery.queue_check import COMPARED, Entry, QueueChecks, misaddressed
 
 __all__ = ["reconcile"]
 

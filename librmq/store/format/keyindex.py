@@ -18,8 +18,8 @@ from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Entry, Files, make_folders
-from librmq.indexfile import FRESH, IndexFile, check_geometry, file_length
 from librmq.java.hashing import index_key_hash
+from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file_length
 
 __all__ = ["KeyIndex"]
 

@@ -16,11 +16,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from librmq import layout, opening
-from librmq.appending import AppendResult, Appends
-from librmq.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.clock import Clock, ManualClock, SystemClock
-from librmq.closedstate import QueueTable, write_closed_state
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
@@ -33,21 +29,27 @@ from librmq.errors import (
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import FileLock, Files, make_folders
-from librmq.finding import find_by_id, find_by_key
-from librmq.flushing import GroupCommit, flush_all
-from librmq.following import Following
-from librmq.housekeeping import Housekeeping
-from librmq.keyindex import KeyIndex
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
-from librmq.parts import Parts
-from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
-from librmq.retention import Retention
 from librmq.runtime.background import Background
-from librmq.snapshot import Snapshot, snapshot
-from librmq.verify import Verdict, verify_parts
+from librmq.store.engine.append import AppendResult, Appends
+from librmq.store.engine.group_commit import GroupCommit, flush_all
+from librmq.store.engine.housekeeping import Housekeeping
+from librmq.store.engine.open_store import Parts
+from librmq.store.engine.query import find_by_id, find_by_key
+from librmq.store.engine.queue_table import QueueTable
+from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.live.reader import Following
+from librmq.store.recovery.clean_shutdown import write_closed_state
+from librmq.store.recovery.open import clear_leftovers, load
+from librmq.store.recovery.verify import Verdict, verify_parts
+from librmq.store.upkeep.retention import Retention
+from librmq.store.upkeep.snapshot import Snapshot, snapshot
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
@@ -100,7 +102,7 @@ class MessageStore(Appends):
         `NotAStoreError` for a directory that holds something else or another kind of store, `ConfigError` for a
         configuration that disagrees with the files, `StoreLockedError` if somebody else writes to it,
         `CorruptionError` for names, lengths and damage that no crash explains: where sound records follow, they are
-        cut (and kept aside, `librmq.salvage`) only if ``thorough``.
+        cut (and kept aside, `librmq.store.recovery.salvage`) only if ``thorough``.
         """
         store = object.__new__(cls)
         store.filters = filters
@@ -137,21 +139,21 @@ class MessageStore(Appends):
         self._parts: Parts | None = None
         self._following: Following | None = None
         self._temporary: TemporaryFolder | None = None
-        kind = layout.check_kind(path, files, writable=not read_only)
+        kind = directory.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         try:
             if not read_only:
-                if kind is layout.StoreKind.NEW:
+                if kind is directory.StoreKind.NEW:
                     make_folders(files, path)
-                self._file_lock = files.lock(layout.lock_path(path))
+                self._file_lock = files.lock(directory.lock_path(path))
                 if thorough or has_abort(files, path):
-                    leftovers = opening.clear_leftovers(path, files)
+                    leftovers = clear_leftovers(path, files)
             if config is not None:
-                layout.check_config(path, config, files)
+                directory.check_config(path, config, files)
             if read_only:
                 self._follow(config)
             else:
-                self._set_config(config or layout.infer_config(path, files))
+                self._set_config(config or directory.infer_config(path, files))
                 self._load(thorough=thorough)
             self.recovered[:0] = leftovers
         except BaseException:
@@ -174,7 +176,7 @@ class MessageStore(Appends):
     def _load(self, *, thorough: bool = False, living: bool = False) -> None:
         """Open the parts and bring them to agree."""
         bitmaps = self.filters if self.config.enable_calc_filter_bitmap else None
-        parts = opening.load(
+        parts = load(
             self.path,
             self.config,
             self.levels,
@@ -283,7 +285,7 @@ class MessageStore(Appends):
         `ConfigError` if SQL is asked for and ``enable_property_filter`` is off, or no such group is registered;
         `FilterSyntaxError` for an expression that does not compile.
         """
-        from librmq.matching import message_filter  # a grammar comes with it
+        from librmq.store.engine.message_filters import message_filter  # a grammar comes with it
 
         return message_filter(
             tags,
@@ -352,7 +354,7 @@ class MessageStore(Appends):
         An offset id (32 or 56 hexadecimal digits) that names a record gives that one; else it is taken for a unique
         key, which gives every record that has it, over all topics.
         """
-        topics = layout.known_topics(self.path, self.files)
+        topics = directory.known_topics(self.path, self.files)
         return find_by_id(self._up_to_date(), message_id, topics)
 
     def messages(
@@ -507,7 +509,7 @@ class MessageStore(Appends):
                 queue = self.queues.find(name)
                 if queue is None or queue.max_physic_offset > self.log.begin:
                     continue
-                folders = [layout.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
+                folders = [directory.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
                 if not any(map(self.files.is_folder, folders)):
                     continue
                 lane = self._lanes.get(name)
@@ -554,7 +556,7 @@ class MessageStore(Appends):
         """Make a store in ``target`` (empty, or not there yet) of all that was appended before the call.
 
         Producers, readers and retention go on meanwhile. Full files of the log are linked where the file system can,
-        unless ``copy``. `librmq.snapshot.snapshot` does it without a handle, and says what it raises and costs.
+        unless ``copy``. `librmq.store.snapshot` does it without a handle, and says what it raises and costs.
         """
         self._check_open()
         return snapshot(

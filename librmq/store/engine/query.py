@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from librmq.errors import CorruptionError
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.parts import Parts
+from librmq.store.engine.open_store import Parts
 
 __all__ = ["find_by_id", "find_by_key"]
 

@@ -8,7 +8,7 @@
     is free       what a recovery would make of them, in memory           looks whether anybody has been there
 
 Nothing is locked, and no byte of a file changes. Whoever begins to write, or ends, is noticed at the next refresh; what
-was given out before stays as it was. The files beside a writer are in `librmq.liveparts`.
+was given out before stays as it was. The files beside a writer are in `librmq.store.live.live_tail`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from librmq import layout, opening
-from librmq.checkpoint import has_abort
 from librmq.clock import Clock
-from librmq.closedstate import QueueName
 from librmq.config import StoreConfig
-from librmq.dispatch import BitmapOf
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
-from librmq.liveparts import ATTEMPTS, GLANCE, LiveParts
 from librmq.message.delay_levels import DelayLevels
-from librmq.parts import Parts
-from librmq.reading import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.open_store import Parts
+from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
+from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
+from librmq.store.recovery.open import load
 
 __all__ = ["Following"]
 
@@ -122,7 +123,7 @@ class Following:
     # ------------------------------------------------------------------------------------------------------ opening
 
     def _lock_holder(self) -> str | None:
-        return self._files.lock_holder(layout.lock_path(self._path))
+        return self._files.lock_holder(directory.lock_path(self._path))
 
     def _open(self) -> None:
         for attempt in itertools.count():
@@ -130,7 +131,7 @@ class Following:
             try:
                 marks = self._look_at_marks()
                 told = self._told_kinds() if self._given is None else ()
-                config = self._given or layout.infer_config(self._path, self._files)
+                config = self._given or directory.infer_config(self._path, self._files)
                 live = None if holder is None else LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
                 changed = self._lock_holder() != holder or (live is None and self._look_at_marks() != marks)
@@ -152,12 +153,10 @@ class Following:
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
         if not isinstance(files, DiskFiles):
-            return opening.load(path, config, levels, files, self._clock, writable=False)
+            return load(path, config, levels, files, self._clock, writable=False)
         overlay = OverlayFiles()
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
-        return opening.load(
-            path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of
-        )
+        return load(path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of)
 
     def _look(self) -> tuple[object, ...]:
         """What nobody leaves unchanged who has written to the store: `_look_at_marks`, and what follows the log."""
@@ -172,9 +171,9 @@ class Following:
 
     def _look_at_marks(self) -> tuple[object, ...]:
         """The files of the log, the abort marker, the checkpoint."""
-        files, checkpoint = self._files, os.path.join(self._path, layout.CHECKPOINT)
+        files, checkpoint = self._files, os.path.join(self._path, directory.CHECKPOINT)
         times = files.read(checkpoint) if files.size(checkpoint) else b""
-        return tuple(files.list(os.path.join(self._path, layout.COMMITLOG))), has_abort(files, self._path), times
+        return tuple(files.list(os.path.join(self._path, directory.COMMITLOG))), has_abort(files, self._path), times
 
     def _has_outgrown(self) -> bool:
         """Whether files have come that tell settings which were guessed so far."""
@@ -183,6 +182,6 @@ class Following:
     def _told_kinds(self) -> tuple[bool, ...]:
         """Of log, index and queues, which there are files of that tell their settings."""
         files, path = self._files, self._path
-        queues = (layout.queue_folder(path, *name) for name in layout.list_queues(path, files))
-        folders = [os.path.join(path, layout.COMMITLOG)], [os.path.join(path, layout.INDEX)], queues
+        queues = (directory.queue_folder(path, *name) for name in directory.list_queues(path, files))
+        folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues
         return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)

@@ -1,10 +1,9 @@
 """A recovery: where the log ends, and queues and index that agree with it.
 
-What the walk at opening passes (`librmq.opening`) is dispatched again after an unclean exit. The first record that
-can't be read ends the log; what lies behind is cut, and kept aside (`librmq.salvage`). Mirrors 4.9.4's
-``recoverNormally`` and ``recoverAbnormally``, but never loses keys that the log still has, indexes each key once, and
-does not cut sound records for a damage that no crash explains, unless it is told to.
-"""
+What the walk at opening passes (`librmq.store.recovery.open`) is dispatched again after an unclean exit. The first
+record that can't be read ends the log; what lies behind is cut, and kept aside (`librmq.store.recovery.salvage`).
+Mirrors 4.9.4's ``recoverNormally`` and ``recoverAbnormally``, but never loses keys that the log still has, indexes each
+key once, and does not cut sound records for a damage that no crash explains, unless it is told to. """
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from librmq import salvage
 from librmq.clock import Clock
-from librmq.closedstate import QueueTable
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.consumequeue import ConsumeQueue
-from librmq.dispatch import has_queue_entry
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files.damage import Damage
 from librmq.files.seam import Files
-from librmq.indexfile import IndexFile
 from librmq.java.hashing import java_decode
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue
-from librmq.parts import Parts
-from librmq.queuecheck import GapError, first_at
-from librmq.reconcile import reconcile
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.open_store import Parts
+from librmq.store.engine.queue_table import QueueTable
+from librmq.store.format.indexfile import IndexFile
+from librmq.store.recovery import salvage
+from librmq.store.recovery.queue_check import GapError, first_at
+from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Recovery"]
 

@@ -1,0 +1,34 @@
+"""Re-export names from a package's modules, each imported at its first use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that re-exports names lazily.
+
+    ``modules`` maps a module, named relative to the package, to the names that it defines. Type checkers see the same
+    names by imports under ``TYPE_CHECKING``.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
+    exported = sorted(module_of)
+
+    def get_attribute(name: str) -> object:
+        module = module_of.get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{module}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *exported})
+
+    return get_attribute, list_names, exported

@@ -1,0 +1,1 @@
+"""Append, dispatch, read and query an open store."""

@@ -1,0 +1,82 @@
+"""The queues of a store, opened when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import NamedTuple
+
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import CorruptionError
+
+__all__ = ["OpenQueue", "QueueState", "QueueTable"]
+
+QueueName = tuple[str, int]
+
+OpenQueue = Callable[[str, int], ConsumeQueue]
+"""From topic and queue id to the queue, opened; one that does not exist yet is empty."""
+
+
+class QueueState(NamedTuple):
+    """A queue as it was closed."""
+
+    min_offset: int
+    max_offset: int
+    max_physic_offset: int
+
+
+class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
+    """The queues of a store, opened when they are first asked for. Thread-safe as a dict is.
+
+    Iterating and counting open none; `opened` gives those that are open.
+    """
+
+    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState]) -> None:
+        """``known`` are queues that need not be opened yet, as they were closed."""
+        self._open_queue = open_queue
+        self._known = dict(known)
+        self._open: dict[QueueName, ConsumeQueue] = {}
+
+    def __getitem__(self, name: QueueName) -> ConsumeQueue:
+        queue = self._open.get(name)
+        if queue is not None:
+            return queue
+        state = self._known[name]
+        queue = self._open_queue(*name)
+        if (queue.max_offset, queue.max_physic_offset) != state[1:]:
+            path, position = queue.place_of(min(queue.max_offset, state.max_offset))
+            found = f"it ends at queue offset {queue.max_offset}, and was closed at {state.max_offset}"
+            raise CorruptionError(path, position, "entry", f"{found}: run librmq recover")
+        queue.min_offset = max(queue.min_offset, state.min_offset)
+        return self._open.setdefault(name, queue)
+
+    def find(self, name: QueueName) -> ConsumeQueue | None:
+        """The queue, None for one that is not there: `get`, for those who ask often."""
+        return self._open.get(name) or (self[name] if name in self._known else None)
+
+    def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
+        self._open[name] = queue
+
+    def __delitem__(self, name: QueueName) -> None:
+        del self._open[name]
+        self._known.pop(name, None)
+
+    def __iter__(self) -> Iterator[QueueName]:
+        return iter([*self._open, *(name for name in self._known if name not in self._open)])
+
+    def __len__(self) -> int:
+        return len(self._open.keys() | self._known.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open or name in self._known
+
+    def opened(self) -> list[ConsumeQueue]:
+        """The queues that are open."""
+        return list(self._open.values())
+
+    def states(self) -> dict[QueueName, QueueState]:
+        """How every queue stands, those that were never opened as they were closed before."""
+        opened = {
+            name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
+            for name, queue in self._open.items()
+        }
+        return {**self._known, **opened}

@@ -1,0 +1,1 @@
+"""Read a store that another process writes."""

@@ -1,0 +1,1 @@
+"""Open, verify, recover and salvage a store."""

@@ -1,0 +1,1 @@
+"""Delete what has expired; copy a store in use."""
