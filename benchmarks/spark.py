@@ -88,7 +88,7 @@ def raw_log(path: str) -> tuple[Any, Any, Any]:
 
 def decoding(bench: Bench) -> list[Row]:
     """Columns of a block of records, beside loops that make the tuples that a Python source would yield of it."""
-    from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block
+    from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 
     count = min(bench.count(MESSAGES), 200_000)
     raw, places, view = raw_log(store_of(bench.count(MESSAGES)))
@@ -155,9 +155,9 @@ def decoding(bench: Bench) -> list[Row]:
 
 def starts(bench: Bench) -> list[Row]:
     """Where records begin, in log order."""
-    from librmq.spark.options import ReadOptions, Wanted
-    from librmq.spark.plan import PlannedStore
-    from librmq.spark.read import _Task
+    from librmq.columns.options import ReadOptions, Wanted
+    from librmq.columns.plan import PlannedStore
+    from librmq.columns.read import _Task
 
     path = store_of(bench.count(MESSAGES))
     options = ReadOptions((path,), view="log", wanted=Wanted(internal=True))

@@ -31,12 +31,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from librmq.columns.decode import Ints
 from librmq.consumequeue import ENTRY_DTYPE
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.message import record
-from librmq.spark.decode import Ints
 from librmq.spark.encode import Lane
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane as LaneOfStore

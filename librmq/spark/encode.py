@@ -20,6 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from librmq.columns.decode import HEADER, Ints
+from librmq.columns.options import nearest
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.hashing import (
     LONGEST_FIXED_KEY,
@@ -32,8 +34,6 @@ from librmq.java.hashing import (
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.message.topics import validate_queue, validate_topic
-from librmq.spark.decode import HEADER, Ints
-from librmq.spark.options import nearest
 
 __all__ = ["COLUMNS", "Encoded", "Encoder", "Lane"]
 

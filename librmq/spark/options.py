@@ -5,25 +5,19 @@ All of it is checked on the driver, before any task.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
+from librmq.columns.options import EARLIEST, LARGEST_OFFSET, Mode, Offsets, ReadOptions, View, Wanted, nearest
 from librmq.errors import ConfigError
-from librmq.message.topics import is_system_topic
 
-__all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "Offsets", "ReadOptions", "Wanted", "WriteOptions", "nearest"]
-
-View = Literal["messages", "queues", "log"]
-Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
-Offsets = Literal["earliest", "latest"] | Mapping[str, Any]
-"""Where to begin or end: by topic and queue id, perhaps by store before that; -2 earliest, -1 latest."""
+__all__ = ["READ_OPTIONS", "WRITE_OPTIONS", "WriteOptions", "parse_read_options"]
 
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
@@ -31,18 +25,7 @@ READ_OPTIONS: Final = (
     "maxOffsetsPerTrigger", "checksums",
 )  # fmt: skip
 WRITE_OPTIONS: Final = ("path", "topic", "queueId", "orderBy", "jobId", "queues", "staging")
-
-EARLIEST: Final = -2
-LATEST: Final = -1
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
-_LARGEST: Final = (1 << 63) - 1
-
-
-def nearest(name: str, known: Any) -> str:
-    """A hint at the known name that looks most like ``name``, or at all of them."""
-    lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
-    return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
 
 
 def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
@@ -53,115 +36,61 @@ def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
             raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {nearest(name, known)}")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which messages: what options and pushed filters say of topic, queue, offset, time and tag."""
+def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
+    """Check options, named in any case; `ConfigError`, `FilterSyntaxError`."""
+    refuse_unknown(options, READ_OPTIONS, "reading")
+    given = {name: options[key] for name in READ_OPTIONS for key in options if key.lower() == name.lower()}
+    view = _choice(given, "view", ("messages", "queues", "log"), "messages")
+    mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
+    topics = _list(given.get("topic"))
+    if topics is not None and "topicPattern" in given:
+        raise ConfigError("options topic and topicPattern: only one of them may be given")
+    pattern = given.get("topicPattern")
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"option topicPattern: {pattern!r} is no regular expression: {error}") from None
+    ids = _list(given.get("queueId"))
+    tags, selector = given.get("tags"), given.get("selector")
+    if tags is not None:
+        from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
 
-    topics: frozenset[str] | None = None
-    topic_pattern: str | None = None
-    queue_ids: frozenset[int] | None = None
-    begin_offset: int = 0
-    end_offset: int = _LARGEST
-    begin_ms: int | None = None
-    end_ms: int | None = None
-    """Stored before then."""
-    tags: str | None = None
-    internal: bool = False
-    """Whether topics that the broker keeps for itself are wanted without being named."""
+        TagFilter(tags)
+    if selector is not None:
+        if view == "queues":
+            raise ConfigError("option selector: the view queues has no properties to look at")
+        from librmq.filter import SqlFilter
 
-    def queue(self, topic: str, queue_id: int) -> bool:
-        """Whether messages of the queue may be wanted."""
-        if self.queue_ids is not None and queue_id not in self.queue_ids:
-            return False
-        return self.topic(topic)
-
-    def topic(self, topic: str) -> bool:
-        if self.topics is not None:
-            return topic in self.topics
-        if self.topic_pattern is not None:
-            return re.fullmatch(self.topic_pattern, topic) is not None
-        return self.internal or not is_system_topic(topic)
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether a record need not be looked at to know that it is wanted, in a log read whole."""
-        return self == Wanted(internal=True)
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """The options of a read, checked."""
-
-    paths: tuple[str, ...]
-    view: View = "messages"
-    wanted: Wanted = field(default_factory=Wanted)
-    selector: str | None = None
-    starting: Offsets = "earliest"
-    ending: Offsets = "latest"
-    fail_on_data_loss: bool = True
-    mode: Mode = "FAILFAST"
-    min_partitions: int = 1
-    max_offsets_per_trigger: int | None = None
-    checksums: bool = True
-    several: bool = False
-    """Whether more than one store may be meant, so that rows say which theirs is."""
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str]) -> ReadOptions:
-        """Check options, named in any case; `ConfigError`, `FilterSyntaxError`."""
-        refuse_unknown(options, READ_OPTIONS, "reading")
-        given = {name: options[key] for name in READ_OPTIONS for key in options if key.lower() == name.lower()}
-        view = _choice(given, "view", ("messages", "queues", "log"), "messages")
-        mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
-        topics = _list(given.get("topic"))
-        if topics is not None and "topicPattern" in given:
-            raise ConfigError("options topic and topicPattern: only one of them may be given")
-        pattern = given.get("topicPattern")
-        if pattern is not None:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"option topicPattern: {pattern!r} is no regular expression: {error}") from None
-        ids = _list(given.get("queueId"))
-        tags, selector = given.get("tags"), given.get("selector")
-        if tags is not None:
-            from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
-
-            TagFilter(tags)
-        if selector is not None:
-            if view == "queues":
-                raise ConfigError("option selector: the view queues has no properties to look at")
-            from librmq.filter import SqlFilter
-
-            SqlFilter(selector)
-        begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
-        if view == "queues" and (begin_ms, end_ms) != (None, None):
-            raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
-        paths = _paths(given)
-        return cls(
-            paths=paths,
-            view=cast(View, view),
-            wanted=Wanted(
-                topics=None if topics is None else frozenset(topics),
-                topic_pattern=pattern,
-                queue_ids=None if ids is None else frozenset(_whole("queueId", one, 0) for one in ids),
-                begin_ms=begin_ms,
-                end_ms=end_ms,
-                tags=None if tags in (None, "*", "") else tags,
-                internal=view != "messages",
-            ),
-            selector=selector,
-            starting=_offsets(given, "startingOffsets", "earliest"),
-            ending=_offsets(given, "endingOffsets", "latest"),
-            fail_on_data_loss=_flag(given, "failOnDataLoss", True),
-            mode=cast(Mode, mode),
-            min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
-            max_offsets_per_trigger=_whole("maxOffsetsPerTrigger", given["maxOffsetsPerTrigger"], 1)
-            if "maxOffsetsPerTrigger" in given
-            else None,
-            checksums=_flag(given, "checksums", True),
-            several=len(paths) > 1 or any(_is_glob(text) for text in (given.get("path", ""), given.get("paths", ""))),
-        )
+        SqlFilter(selector)
+    begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
+    if view == "queues" and (begin_ms, end_ms) != (None, None):
+        raise ConfigError("options startingTimestamp, endingTimestamp: the view queues has no times")
+    paths = _paths(given)
+    return ReadOptions(
+        paths=paths,
+        view=cast(View, view),
+        wanted=Wanted(
+            topics=None if topics is None else frozenset(topics),
+            topic_pattern=pattern,
+            queue_ids=None if ids is None else frozenset(_whole("queueId", one, 0) for one in ids),
+            begin_ms=begin_ms,
+            end_ms=end_ms,
+            tags=None if tags in (None, "*", "") else tags,
+            internal=view != "messages",
+        ),
+        selector=selector,
+        starting=_offsets(given, "startingOffsets", "earliest"),
+        ending=_offsets(given, "endingOffsets", "latest"),
+        fail_on_data_loss=_flag(given, "failOnDataLoss", True),
+        mode=cast(Mode, mode),
+        min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
+        max_offsets_per_trigger=_whole("maxOffsetsPerTrigger", given["maxOffsetsPerTrigger"], 1)
+        if "maxOffsetsPerTrigger" in given
+        else None,
+        checksums=_flag(given, "checksums", True),
+        several=len(paths) > 1 or any(_is_glob(text) for text in (given.get("path", ""), given.get("paths", ""))),
+    )
 
 
 @dataclass(frozen=True)
@@ -217,7 +146,7 @@ def _flag(given: Mapping[str, str], name: str, usual: bool) -> bool:
 
 
 def _whole(name: str, text: str, least: int) -> int:
-    if not (_MILLIS.fullmatch(text.strip()) and least <= int(text) <= _LARGEST):
+    if not (_MILLIS.fullmatch(text.strip()) and least <= int(text) <= LARGEST_OFFSET):
         raise ConfigError(f"option {name}: expected a whole number of at least {least}, found {text!r}")
     return int(text)
 
@@ -263,7 +192,7 @@ def _check_offsets(found: Any, depth: int = 0) -> None:
     for name, below in found.items():
         if isinstance(below, dict) and depth < 2:
             _check_offsets(below, depth + 1)
-        elif depth == 0 or type(below) is not int or not EARLIEST <= below <= _LARGEST or not name.isdigit():
+        elif depth == 0 or type(below) is not int or not EARLIEST <= below <= LARGEST_OFFSET or not name.isdigit():
             raise ValueError
 
 

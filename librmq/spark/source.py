@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceWriter
     from pyspark.sql.types import StructType
 
-    from librmq.spark.options import ReadOptions, Wanted
-    from librmq.spark.plan import Part
+    from librmq.columns.options import ReadOptions, Wanted
+    from librmq.columns.plan import Part
 
 __all__ = ["PartPartition", "RocketMQDataSource", "arrow_schema", "schema_of"]
 
@@ -59,12 +59,12 @@ class RocketMQDataSource(DataSource):
         return "rocketmq"
 
     def _read_options(self) -> ReadOptions:
-        from librmq.spark.options import ReadOptions
+        from librmq.spark.options import parse_read_options
 
-        return ReadOptions.parse(dict(self.options))
+        return parse_read_options(dict(self.options))
 
     def schema(self) -> StructType:
-        from librmq.spark.read import default_columns
+        from librmq.columns.read import default_columns
 
         return schema_of(default_columns(self._read_options()))
 
@@ -111,7 +111,7 @@ class Reader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PartPartition):  # Spark's own, where there is nothing to read
             return iter(())
-        from librmq.spark.read import Reading
+        from librmq.columns.read import Reading
 
         return Reading(self._options, self._schema).read(partition.part)
 
@@ -131,8 +131,8 @@ class PushingReader(Reader):
 
 def plan_batch(options: ReadOptions) -> list[Part]:
     """The parts of a batch read."""
-    from librmq.spark.options import Wanted
-    from librmq.spark.plan import PlannedStore
+    from librmq.columns.options import Wanted
+    from librmq.columns.plan import PlannedStore
 
     parts: list[Part] = []
     least = -(-options.min_partitions // len(options.paths))
@@ -212,7 +212,7 @@ def schema_of(columns: list[str]) -> StructType:
     from pyspark.sql.pandas.types import from_arrow_type
     from pyspark.sql.types import StructField, StructType
 
-    from librmq.spark.read import TYPES
+    from librmq.columns.read import TYPES
 
     return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
 
@@ -221,8 +221,8 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """A schema given by Spark or the user as Arrow's; `ConfigError` for columns that are not read so."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
-    from librmq.spark.options import nearest
-    from librmq.spark.read import CORRUPT, TYPES
+    from librmq.columns.options import nearest
+    from librmq.columns.read import CORRUPT, TYPES
 
     known = set(TYPES)
     if options.view == "queues":

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from librmq.columns.options import Wanted
+from librmq.columns.plan import PlannedStore
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
-from librmq.spark.options import ReadOptions, Wanted
-from librmq.spark.plan import PlannedStore
+from librmq.spark.options import parse_read_options
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
@@ -45,7 +46,7 @@ DELAY_GROUP: Final = "delay levels"
 def paths_of(paths: Paths) -> tuple[str, ...]:
     """Folders of stores; globs are resolved. `ConfigError` for one that matches nothing."""
     each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found = [one for path in each for one in ReadOptions.parse({"path": os.fspath(path)}).paths]
+    found = [one for path in each for one in parse_read_options({"path": os.fspath(path)}).paths]
     return tuple(dict.fromkeys(found))
 
 

@@ -23,9 +23,9 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
+from librmq.columns.options import ReadOptions
+from librmq.columns.plan import DataLossError, PlannedStore
 from librmq.errors import ConfigError
-from librmq.spark.options import ReadOptions
-from librmq.spark.plan import DataLossError, PlannedStore
 from librmq.spark.source import PartPartition
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # ------------------------------------------------------------------------------------------------------ in workers
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        from librmq.spark.read import Reading
+        from librmq.columns.read import Reading
 
         assert isinstance(partition, PartPartition)
         # What the stream has begun with is in its offsets: times are not asked again.

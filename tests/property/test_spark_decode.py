@@ -11,6 +11,7 @@ pytest.importorskip("pyarrow")
 import numpy as np
 import pyarrow as pa
 
+from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
 from librmq.errors import RecordError
 from librmq.message.record import (
     COMPRESSED,
@@ -29,7 +30,6 @@ from librmq.message.record import (
     frame,
     host_flags,
 )
-from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
 
 PIECES = st.sampled_from(
     [b"\1", b"\2", b"TAGS", b"KEYS", b"UNIQ_KEY", b"a", b"TAGS\1x", b"UNIQ_KEY\1id", b"UNIQ_KEX\1no", b"KEYS\1k1 k2",

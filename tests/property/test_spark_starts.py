@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
 
+from librmq.columns import starts
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC, MESSAGE_MAGIC_V2, Record, encode_record
-from librmq.spark import starts
 
 PAD = encode_record(Record(topic="T", body=b""))
 

@@ -263,7 +263,7 @@ def test_a_flush_takes_along_what_only_the_mapping_knows(
     path.write_bytes(bytes(100))
     with open(path, "rb+") as opened:
         file = File(str(path), Mapping(opened.fileno(), 100), 100, True)
-    monkeypatch.setattr(disk, "sys", SimpleNamespace(platform=system))
+    monkeypatch.setattr("librmq.files.disk.sys", SimpleNamespace(platform=system))
     disk.put(file, 10, b"much")
     disk.flush(file)
     assert calls == told

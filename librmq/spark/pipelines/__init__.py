@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from librmq.columns.options import nearest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.spark import stores
-from librmq.spark.options import nearest
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
 from librmq.spark.pipelines.backlog import backlog, skew
 from librmq.spark.pipelines.deadletters import dead_letters, replayable

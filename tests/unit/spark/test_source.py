@@ -214,15 +214,15 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
+    from librmq.columns.plan import DataLossError, Part, Slice
+    from librmq.columns.read import Reading, default_columns
     from librmq.consumequeue import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError
-    from librmq.spark.options import ReadOptions
-    from librmq.spark.plan import DataLossError, Part, Slice
-    from librmq.spark.read import Reading, default_columns
+    from librmq.spark.options import parse_read_options
     from librmq.spark.source import arrow_schema, schema_of
 
     def rows(entry: bytes, **options: str) -> list[dict[str, Any]]:
-        read_options = ReadOptions.parse({"path": str(folder), **options})
+        read_options = parse_read_options({"path": str(folder), **options})
         schema = arrow_schema(schema_of(default_columns(read_options)), read_options)
         part = Part(str(folder), 16384, 4000, (Slice("Orders", 1, 7, 8, 7, entry),))
         return [row for batch in Reading(read_options, schema).read(part) for row in batch.to_pylist()]
@@ -239,7 +239,7 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     with pytest.raises(CorruptionError, match="expected a record of 100 bytes"):
         rows(ENTRY.pack(0, 100, 0))
     elsewhere = Part(f"{folder}-elsewhere", 16384, 4000, (Slice("Orders", 1, 7, 8, 7, nowhere),))
-    options = ReadOptions.parse({"path": str(folder)})
+    options = parse_read_options({"path": str(folder)})
     schema = arrow_schema(schema_of(default_columns(options)), options)
     with pytest.raises(NotAStoreError, match="none for this worker"):
         list(Reading(options, schema).read(elsewhere))
@@ -249,11 +249,11 @@ def test_a_reader_does_without_pandas(folder: Path) -> None:
     """It takes longer to load than a part takes to be read."""
     code = f"""
 import sys
-from librmq.spark.options import ReadOptions
+from librmq.spark.options import parse_read_options
 from librmq.spark.read import Reading, default_columns
 from librmq.spark.source import arrow_schema, plan_batch, schema_of
 for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
-    options = ReadOptions.parse({{"path": {str(folder)!r}, **given}})
+    options = parse_read_options({{"path": {str(folder)!r}, **given}})
     schema = arrow_schema(schema_of(default_columns(options)), options)
     parts = plan_batch(options)
     assert sum(batch.num_rows for part in parts for batch in Reading(options, schema).read(part)), given

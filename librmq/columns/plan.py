@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from librmq.columns.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.disk import DiskFiles
-from librmq.spark.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort

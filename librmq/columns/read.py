@@ -18,6 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
+from librmq.columns.options import ReadOptions
+from librmq.columns.plan import Damage, DataLossError, Part, Slice
+from librmq.columns.starts import record_starts
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
@@ -25,10 +29,6 @@ from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import File
 from librmq.message import record
-from librmq.spark.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
-from librmq.spark.options import ReadOptions
-from librmq.spark.plan import Damage, DataLossError, Part, Slice
-from librmq.spark.starts import record_starts
 from librmq.store.format import directory
 
 if TYPE_CHECKING:

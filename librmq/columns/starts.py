@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from librmq.columns.decode import Bytes, Ints, gather
 from librmq.errors import RecordError
 from librmq.message import record
-from librmq.spark.decode import Bytes, Ints, gather
 
 __all__ = ["record_starts"]
 

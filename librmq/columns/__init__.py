@@ -1,0 +1,1 @@
+"""A store as Arrow record batches."""

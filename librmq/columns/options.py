@@ -1,0 +1,83 @@
+"""What a reader wants of a store: topics, queues, offsets, times."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from librmq.message.topics import is_system_topic
+
+__all__ = ["Offsets", "ReadOptions", "Wanted", "nearest"]
+
+View = Literal["messages", "queues", "log"]
+Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
+Offsets = Literal["earliest", "latest"] | Mapping[str, Any]
+"""Where to begin or end: by topic and queue id, perhaps by store before that; -2 earliest, -1 latest."""
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+LARGEST_OFFSET: Final = (1 << 63) - 1
+
+
+def nearest(name: str, known: Any) -> str:
+    """A hint at the known name that looks most like ``name``, or at all of them."""
+    lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
+    return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which messages: what options and pushed filters say of topic, queue, offset, time and tag."""
+
+    topics: frozenset[str] | None = None
+    topic_pattern: str | None = None
+    queue_ids: frozenset[int] | None = None
+    begin_offset: int = 0
+    end_offset: int = LARGEST_OFFSET
+    begin_ms: int | None = None
+    end_ms: int | None = None
+    """Stored before then."""
+    tags: str | None = None
+    internal: bool = False
+    """Whether topics that the broker keeps for itself are wanted without being named."""
+
+    def queue(self, topic: str, queue_id: int) -> bool:
+        """Whether messages of the queue may be wanted."""
+        if self.queue_ids is not None and queue_id not in self.queue_ids:
+            return False
+        return self.topic(topic)
+
+    def topic(self, topic: str) -> bool:
+        if self.topics is not None:
+            return topic in self.topics
+        if self.topic_pattern is not None:
+            return re.fullmatch(self.topic_pattern, topic) is not None
+        return self.internal or not is_system_topic(topic)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a record need not be looked at to know that it is wanted, in a log read whole."""
+        return self == Wanted(internal=True)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The options of a read, checked."""
+
+    paths: tuple[str, ...]
+    view: View = "messages"
+    wanted: Wanted = field(default_factory=Wanted)
+    selector: str | None = None
+    starting: Offsets = "earliest"
+    ending: Offsets = "latest"
+    fail_on_data_loss: bool = True
+    mode: Mode = "FAILFAST"
+    min_partitions: int = 1
+    max_offsets_per_trigger: int | None = None
+    checksums: bool = True
+    several: bool = False
+    """Whether more than one store may be meant, so that rows say which theirs is."""
