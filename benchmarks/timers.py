@@ -14,8 +14,8 @@ from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Stopwatch, Tar
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message.message import Message
+from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store import MessageStore
-from librmq.timer import Timers, TimerSettings
 
 TIMERS: Final = 10_000
 PENDING: Final = 1_000_000

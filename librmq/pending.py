@@ -20,15 +20,15 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
+from librmq.scheduling.half_messages import EndedHalves, progress
+from librmq.scheduling.timer_settings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import GetStatus
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerConfig
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
-from librmq.timersettings import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.txn import TransactionSettings
-from librmq.txnhalves import EndedHalves, progress
 
 __all__ = ["Kind", "Pending", "pending"]
 

@@ -8,10 +8,10 @@
     copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half once more, put back by a check: TRANSACTION_CHECK_TIMES counts
     discard TRANS_CHECK_MAX_TIME_TOPIC/0    the half, given up
 
-A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is
-pending (`librmq.txnhalves`). A check pass (`librmq.txncheck`) goes through the halves in their order from where the
-last one ended; it asks a producer of the group what became of one that is due, and puts a copy back, which is pending
-from then on in its place.
+A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is pending
+(`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.transaction_check`) goes through the halves in
+their order from where the last one ended; it asks a producer of the group what became of one that is due, and puts a
+copy back, which is pending from then on in its place.
 
 Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridge``, ``EndTransactionProcessor`` and
 ``DefaultTransactionalMessageCheckListener``.
@@ -38,10 +38,10 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
+from librmq.scheduling.half_messages import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
+from librmq.scheduling.transaction_check import CheckPass
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
-from librmq.txncheck import CheckPass
-from librmq.txnhalves import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
 
 __all__ = ["CheckBack", "Checked", "Delivered", "TransactionSettings", "Transactions"]
 

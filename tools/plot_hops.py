@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from librmq.hops import best_level, route, simple_level
+from librmq.scheduling.relay import best_level, route, simple_level
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "hops.svg"
 

@@ -9,10 +9,10 @@ from librmq.broker.groups import Groups
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.topics import Topics
 from librmq.errors import CorruptionError
-from librmq.hops import HOP_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
 from librmq.protocol import CleanUnusedTopics, CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
+from librmq.scheduling.relay import HOP_TOPIC
 from librmq.store import MessageStore
 
 __all__ = ["Administration"]

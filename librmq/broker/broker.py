@@ -46,7 +46,6 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
-from librmq.hops import HOP_TOPIC, HopProxy
 from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage, dead_letter_topic
 from librmq.message.topics import HALF_TOPIC
@@ -86,10 +85,11 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Aside, Runner, Step, Work, aside_by
 from librmq.runtime.threads import ThreadRunner
+from librmq.scheduling.relay import HOP_TOPIC, HopProxy
+from librmq.scheduling.timer import Timers
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerConfig
 from librmq.store.format.checkpoint import has_abort
-from librmq.timer import Timers
 
 __all__ = ["Broker"]
 

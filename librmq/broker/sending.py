@@ -14,7 +14,6 @@ from librmq.broker.holds import Holds
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
-from librmq.hops import HOP_TOPIC
 from librmq.message import record
 from librmq.message.hosts import Host
 from librmq.message.message import Message, StoredMessage, dead_letter_topic, retry_topic
@@ -22,9 +21,10 @@ from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runtime.runner import Runner
+from librmq.scheduling.relay import HOP_TOPIC
+from librmq.scheduling.timer import TIMER_TOPIC, Timers, is_timed
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
-from librmq.timer import TIMER_TOPIC, Timers, is_timed
 
 __all__ = ["Sending"]
 

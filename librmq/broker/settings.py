@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from librmq.delay import DelaySettings
 from librmq.errors import ConfigError
-from librmq.timer import TimerSettings
+from librmq.scheduling.timer import TimerSettings
 from librmq.txn import TransactionSettings
 
 __all__ = ["BrokerSettings"]

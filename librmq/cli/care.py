@@ -74,7 +74,7 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
     config = settle_config(arguments.store, files, arguments.config)
 
     from librmq import load
-    from librmq.timer import TimerSettings
+    from librmq.scheduling.timer import TimerSettings
 
     timer = TimerSettings.from_row(read_config(arguments.config)) if arguments.config else None
 

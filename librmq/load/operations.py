@@ -39,13 +39,13 @@ from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.message import Message
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.scheduling.half_messages import CHECK_GROUP
+from librmq.scheduling.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerConfig
-from librmq.timer import TimerRefusedError, Timers, TimerSettings
 from librmq.txn import Transactions, TransactionSettings
-from librmq.txnhalves import CHECK_GROUP
 
 __all__ = ["run"]
 

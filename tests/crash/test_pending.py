@@ -15,10 +15,10 @@ from librmq.errors import TransactionRefusedError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
+from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerConfig
 from librmq.testing import CrashImages, RecordingFiles
-from librmq.timer import Timers, TimerSettings
 from librmq.txn import CheckBack, Transactions, TransactionSettings
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, SMALL, START_MS, died

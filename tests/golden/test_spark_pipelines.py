@@ -21,8 +21,8 @@ from librmq.message.message import MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
 from librmq.pending import pending
 from librmq.rebalance import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
+from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store.format.broker_tables import BrokerConfig
-from librmq.timer import Timers, TimerSettings
 from librmq.txn import Transactions
 from tests.reference import ABSENT, reference
 

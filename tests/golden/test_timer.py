@@ -17,9 +17,9 @@ from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.load import run
 from librmq.message.message import Message, StoredMessage
+from librmq.scheduling.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
-from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings
 from tests.reference import Row, folders, jsonl, rows
 
 FREE = {"TIMER_DEQUEUE_MS", "TIMER_ENQUEUE_MS"}

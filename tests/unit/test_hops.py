@@ -12,9 +12,9 @@ from librmq.clock import ManualClock
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
 from librmq.files.memory import MemoryFiles
-from librmq.hops import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
+from librmq.scheduling.relay import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerConfig
 from tests.stores import ROOT, SMALL, START_MS, died

@@ -16,9 +16,9 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.topics import OP_TOPIC
 from librmq.pending import Pending, pending
+from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerConfig
-from librmq.timer import Timers, TimerSettings
 from librmq.txn import Transactions, TransactionSettings
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS
 

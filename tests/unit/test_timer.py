@@ -16,9 +16,9 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import TRANSACTION_PREPARED, encode_properties
 from librmq.message.topics import HALF_TOPIC
+from librmq.scheduling.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings, delete_key, is_timed
 from librmq.store import AppendResult
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
-from librmq.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings, delete_key, is_timed
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, contents, died
 

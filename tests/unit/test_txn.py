@@ -25,11 +25,11 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerConfig
 from librmq.store.format.keyindex import KeyIndex
 from librmq.txn import CheckBack, Transactions, TransactionSettings
-from librmq.txnhalves import CHECK_GROUP, EndedHalves
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, died
 

@@ -14,6 +14,7 @@ from librmq.columns.options import nearest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.scheduling.timer import TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
 from librmq.spark.pipelines.backlog import backlog, skew
@@ -25,7 +26,6 @@ from librmq.spark.pipelines.pending import pending_delays, pending_timers, pendi
 from librmq.spark.pipelines.reconciliation import reconcile
 from librmq.spark.pipelines.retention import what_retention_frees
 from librmq.spark.pipelines.whatif import what_if
-from librmq.timer import TIMER_TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

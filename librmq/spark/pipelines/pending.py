@@ -9,9 +9,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from librmq.columns.decode import LAST_MS
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.scheduling.timer_settings import DELETE_KEY, OUT_MS
 from librmq.spark.stores import DELAY_GROUP
 from librmq.store.format.timerfiles import DELETE, ROLL
-from librmq.timersettings import DELETE_KEY, OUT_MS
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

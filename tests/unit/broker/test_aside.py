@@ -17,16 +17,16 @@ from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
-from librmq.hops import HOP_GROUP, HOP_TOPIC, send_at
 from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.protocol import ConsumeFrom, EndTransaction, MessageModel, SendMessage, TransactionState
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
+from librmq.scheduling.half_messages import CHECK_GROUP
+from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
+from librmq.scheduling.timer import TimerSettings
 from librmq.store.format.timerfiles import TimerCheckpoint
-from librmq.timer import TimerSettings
 from librmq.txn import TransactionSettings
-from librmq.txnhalves import CHECK_GROUP
 from tests.unit.broker.parties import HOST
 
 WAIT_S = 30.0
@@ -270,7 +270,7 @@ def test_the_progress_of_hops_is_noted_while_others_go_on() -> None:
 def test_a_flush_for_hops_that_fails_is_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("librmq.hops._RETRY_MS", 1)
+    monkeypatch.setattr("librmq.scheduling.relay._RETRY_MS", 1)
     gate = Gate()
     with opened(MemoryFiles(), hops=True) as broker:
         note_soon(broker, gate)

@@ -9,11 +9,11 @@ import pytest
 from librmq.broker import Broker
 from librmq.errors import ConfigError
 from librmq.files.memory import MemoryFiles
-from librmq.hops import send_at
 from librmq.message.message import Message
 from librmq.protocol import PullStatus, SendMessage
 from librmq.runtime.manual import ManualRunner
-from librmq.timer import TimerRefusedError, TimerSettings, delete_key
+from librmq.scheduling.relay import send_at
+from librmq.scheduling.timer import TimerRefusedError, TimerSettings, delete_key
 from tests.unit.broker.parties import HOST, manual, opened, pull, send
 
 WHEEL = TimerSettings(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)

@@ -17,9 +17,9 @@ from librmq.java.integers import java_int, java_long
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE, TransactionOffsets, half_of, progress
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus, ReadResult
-from librmq.txnhalves import CHECK_GROUP, QUEUE, TransactionOffsets, half_of, progress
 
 __all__ = ["CheckPass"]
 

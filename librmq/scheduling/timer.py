@@ -11,9 +11,9 @@ and is put on from there ("rolled"): back to the timer topic.
 A message with TIMER_DEL_UNIQKEY, its value ``topic+uniqueKey``, delivers nothing, but keeps that message, if it is in
 the same slot, from being delivered: it has to name the same time.
 
-Mirrors 5.3.3's ``TimerMessageStore``; how a message names its time is in `librmq.timersettings`, wheel and log are in
-`librmq.timerslots`, their formats in `librmq.store.format.timerfiles`. The files come with the first message that
-waits: a 4.9 store without timers is left as it is.
+Mirrors 5.3.3's ``TimerMessageStore``; how a message names its time is in `librmq.scheduling.timer_settings`, wheel and
+log are in `librmq.scheduling.timer_wheel`, their formats in `librmq.store.format.timerfiles`. The files come with the
+first message that waits: a 4.9 store without timers is left as it is.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
 from librmq.runtime.runner import Aside
-from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.dispatch import parse_level
-from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
-from librmq.timersettings import (
+from librmq.scheduling.timer_settings import (
     DELAY_MS,
     DELAY_SEC,
     DELETE_KEY,
@@ -60,7 +57,10 @@ from librmq.timersettings import (
     is_timed,
     out_time_ms,
 )
-from librmq.timerslots import TimerSlots
+from librmq.scheduling.timer_wheel import TimerSlots
+from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.dispatch import parse_level
+from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
 
 __all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "Timers", "delete_key", "is_timed"]
 

@@ -27,9 +27,9 @@ from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.runner import Aside
+from librmq.scheduling.half_messages import TransactionOffsets
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus
-from librmq.txnhalves import TransactionOffsets
 
 __all__ = [
     "HOP_GROUP",

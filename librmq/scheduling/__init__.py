@@ -1,0 +1,1 @@
+"""What waits: timers, relays, half messages and their checks."""
