@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, rate
-from librmq import rebalance
+from librmq.client import allocation as allocation_module
+from librmq.client.allocation import allocate_averagely, allocate_consistent_hash, own_share
 from librmq.message.message import MessageQueue
-from librmq.rebalance import allocate_averagely, allocate_consistent_hash, own_share
 
 QUEUES: Final = tuple(MessageQueue("OrderTopic", f"broker-{at // 50}", at % 50) for at in range(1000))
 CLIENTS: Final = tuple(f"10.1.{at // 250}.{at % 250}@{30000 + at}" for at in range(100))
@@ -28,7 +28,7 @@ def _run(share: Callable[[str], object], count: int, *, anew: bool = False) -> R
         with Stopwatch() as watch:
             for number in range(count):
                 if anew:
-                    rebalance._ring.cache_clear()
+                    allocation_module._ring.cache_clear()
                 share(CLIENTS[number % len(CLIENTS)])
         return count / watch.seconds
 

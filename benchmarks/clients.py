@@ -24,11 +24,11 @@ from typing import Any, Final
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, cost, rate
 from librmq.broker import Broker
+from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.producer import Producer
 from librmq.runtime.manual import ManualRunner
 from librmq.store import MessageStore
 

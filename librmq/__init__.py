@@ -9,7 +9,15 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerSettings as BrokerSettings
-    from librmq.client import Client as Client
+    from librmq.client.identity import Client as Client
+    from librmq.client.producer import Producer as Producer
+    from librmq.client.producer import ProducerConfig as ProducerConfig
+    from librmq.client.producer import SendResult as SendResult
+    from librmq.client.queue_selectors import select_by_hash as select_by_hash
+    from librmq.client.queue_selectors import select_by_remainder as select_by_remainder
+    from librmq.client.transactions import CheckedMessage as CheckedMessage
+    from librmq.client.transactions import TransactionProducer as TransactionProducer
+    from librmq.client.transactions import TransactionResult as TransactionResult
     from librmq.clock import Clock as Clock
     from librmq.clock import ManualClock as ManualClock
     from librmq.clock import SystemClock as SystemClock
@@ -75,17 +83,12 @@ if TYPE_CHECKING:
     from librmq.metrics import Metrics as Metrics
     from librmq.outbox import Outbox as Outbox
     from librmq.outbox import OutboxSender as OutboxSender
-    from librmq.producer import Producer as Producer
-    from librmq.producer import ProducerConfig as ProducerConfig
-    from librmq.producer import SendResult as SendResult
     from librmq.protocol import ConsumeFrom as ConsumeFrom
     from librmq.protocol import MessageModel as MessageModel
     from librmq.protocol import SendStatus as SendStatus
     from librmq.protocol import TransactionState as TransactionState
     from librmq.runtime.manual import ManualRunner as ManualRunner
     from librmq.runtime.threads import ThreadRunner as ThreadRunner
-    from librmq.selectors import select_by_hash as select_by_hash
-    from librmq.selectors import select_by_remainder as select_by_remainder
     from librmq.store import AppendResult as AppendResult
     from librmq.store import GetStatus as GetStatus
     from librmq.store import MessageFilter as MessageFilter
@@ -95,14 +98,14 @@ if TYPE_CHECKING:
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.indexfile import IndexFile as IndexFile
     from librmq.store.format.keyindex import KeyIndex as KeyIndex
-    from librmq.transactionproducer import CheckedMessage as CheckedMessage
-    from librmq.transactionproducer import TransactionProducer as TransactionProducer
-    from librmq.transactionproducer import TransactionResult as TransactionResult
     from librmq.txn import TransactionSettings as TransactionSettings
 
 _MODULES = {
     "broker": ("Broker", "BrokerSettings"),
-    "client": ("Client",),
+    "client.identity": ("Client",),
+    "client.producer": ("Producer", "ProducerConfig", "SendResult"),
+    "client.queue_selectors": ("select_by_hash", "select_by_remainder"),
+    "client.transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
     "clock": ("Clock", "ManualClock", "SystemClock"),
     "cluster": ("RouteTable",),
     "commitlog": ("CommitLog",),
@@ -156,17 +159,14 @@ _MODULES = {
     "message.message": ("Message", "MessageQueue", "StoredMessage"),
     "metrics": ("Metrics",),
     "outbox": ("Outbox", "OutboxSender"),
-    "producer": ("Producer", "ProducerConfig", "SendResult"),
     "protocol": ("ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
     "runtime.manual": ("ManualRunner",),
     "runtime.threads": ("ThreadRunner",),
-    "selectors": ("select_by_hash", "select_by_remainder"),
     "store": ("AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"),
     "store.engine.group_commit": ("Acknowledgement",),
     "store.format.checkpoint": ("Checkpoint",),
     "store.format.indexfile": ("IndexFile",),
     "store.format.keyindex": ("KeyIndex",),
-    "transactionproducer": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
     "txn": ("TransactionSettings",),
 }
 __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

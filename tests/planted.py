@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from librmq.client.producer import Producer
 from librmq.consumer import DeliveredMessage
 from librmq.message.message import Message
-from librmq.producer import Producer
 from librmq.testing import Kit, Process
 
 __all__ = ["BUGS"]

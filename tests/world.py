@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 from librmq.broker import Broker
+from librmq.client.producer import Producer, SendResult
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import BrokerUnreachableError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, MessageQueue
-from librmq.producer import Producer, SendResult
 from librmq.protocol import Endpoint, QueueData, Request, Route
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Runner

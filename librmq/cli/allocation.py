@@ -10,10 +10,7 @@ from typing import Any, Final
 
 from librmq.cli.input import field, read_rows, standard_input
 from librmq.cli.output import Output
-from librmq.errors import AllocationError, ConfigError, InputError
-from librmq.java.hashing import long_hash
-from librmq.message.message import Message, MessageQueue
-from librmq.rebalance import (
+from librmq.client.allocation import (
     AllocationStrategy,
     allocate_averagely,
     allocate_averagely_by_circle,
@@ -22,7 +19,10 @@ from librmq.rebalance import (
     allocate_consistent_hash,
     allocate_machine_room_nearby,
 )
-from librmq.selectors import select_by_hash
+from librmq.client.queue_selectors import select_by_hash
+from librmq.errors import AllocationError, ConfigError, InputError
+from librmq.java.hashing import long_hash
+from librmq.message.message import Message, MessageQueue
 
 __all__ = ["allocate"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, TypeVar
 
+from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.protocol import ConsumeFrom, MessageModel
-from librmq.rebalance import AllocationStrategy, allocate_averagely
 
 __all__ = ["ConsumerConfig", "PullConsumerConfig"]
 
@@ -28,7 +28,7 @@ class ConsumerConfig:
     consume_from_timestamp_ms: int | None = None
     """With `ConsumeFrom.TIMESTAMP`; None: half an hour before the consumer was made."""
     strategy: AllocationStrategy = allocate_averagely
-    """Which queues are this instance's (`librmq.rebalance`)."""
+    """Which queues are this instance's (`librmq.client.allocation`)."""
     guard: bool = False
     """Refuse to join a group whose instances subscribe to something else (`GroupMismatchError`)."""
 

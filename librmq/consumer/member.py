@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.client import Client, LifeCycle, State
+from librmq.client.allocation import refuse_differences
+from librmq.client.identity import Client, LifeCycle, State
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.held import HeldQueue
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
@@ -30,7 +31,6 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
-from librmq.rebalance import refuse_differences
 from librmq.runtime.runner import Runner, Step, aside_by
 
 __all__ = ["Member"]

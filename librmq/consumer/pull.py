@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from librmq.client import Client
+from librmq.client.identity import Client
 from librmq.clock import wait_async
 from librmq.consumer.config import PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage

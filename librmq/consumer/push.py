@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, cast
 
-from librmq.client import Client
+from librmq.client.identity import Client
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivery import BlockedQueue, ConsumeHook, Delivery, Listener

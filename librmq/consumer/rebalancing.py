@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.client.allocation import own_share
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import RETRY_PREFIX
@@ -24,7 +25,6 @@ from librmq.protocol import (
     OffsetByTime,
     Subscription,
 )
-from librmq.rebalance import own_share
 from librmq.runtime.runner import Step
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from librmq import rebalance
+from librmq.client import allocation
 from librmq.dedupstore import dedup_key as key_of_record
 from librmq.errors import AllocationError, ConfigError, FilterError
 from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
@@ -185,7 +185,7 @@ def _dedup_key_in_sql(
 # ----------------------------------------------------------------------------------------------------------- allocation
 
 
-def strategy_of(text: str) -> rebalance.AllocationStrategy:
+def strategy_of(text: str) -> allocation.AllocationStrategy:
     """A strategy by name, perhaps with its setting behind a colon; `ConfigError` names the known ones.
 
     ``AVG``, ``AVG_BY_CIRCLE``, ``CONSISTENT_HASH`` (``:virtual nodes``), ``MACHINE_ROOM:room,room``,
@@ -194,16 +194,16 @@ def strategy_of(text: str) -> rebalance.AllocationStrategy:
     name, _, setting = text.partition(":")
     match name:
         case "AVG":
-            return rebalance.allocate_averagely
+            return allocation.allocate_averagely
         case "AVG_BY_CIRCLE":
-            return rebalance.allocate_averagely_by_circle
+            return allocation.allocate_averagely_by_circle
         case "CONSISTENT_HASH" if setting.lstrip("-").isdigit() or not setting:
-            return partial(rebalance.allocate_consistent_hash, virtual_nodes=int(setting or 10))
+            return partial(allocation.allocate_consistent_hash, virtual_nodes=int(setting or 10))
         case "MACHINE_ROOM":
-            return rebalance.allocate_by_machine_room([room.strip() for room in setting.split(",") if room.strip()])
+            return allocation.allocate_by_machine_room([room.strip() for room in setting.split(",") if room.strip()])
         case "MACHINE_ROOM_NEARBY" if not setting.startswith(name):
             inner = strategy_of(setting or "AVG")
-            return rebalance.allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
+            return allocation.allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
     known = "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH[:nodes], MACHINE_ROOM:rooms, MACHINE_ROOM_NEARBY[:inner]"
     raise ConfigError(f"unknown allocation strategy {text!r}; known are {known}")
 
@@ -214,16 +214,16 @@ def _room(name: str) -> str | None:
 
 
 def allocate(
-    strategy: str | rebalance.AllocationStrategy,
+    strategy: str | allocation.AllocationStrategy,
     queues: Column | str,
     clients: Column | str,
     client: Column | str | None = None,
 ) -> Column:
     """Who consumes which queue: a map from each client to its queues, or with ``client`` the queues of that one.
 
-    ``strategy`` is a name that `strategy_of` takes, or a function of `librmq.rebalance`; ``queues`` is an array of
-    struct<topic, brokerName, queueId>, ``clients`` an array of ids, both in the order in which the strategy is to see
-    them. Null where the strategy can't tell (no queues, no clients, a room that is missing).
+    ``strategy`` is a name that `strategy_of` takes, or a function of `librmq.client.allocation`; ``queues`` is an array
+    of struct<topic, brokerName, queueId>, ``clients`` an array of ids, both in the order in which the strategy is to
+    see them. Null where the strategy can't tell (no queues, no clients, a room that is missing).
     """
     if isinstance(strategy, str):
         strategy_of(strategy)
@@ -232,7 +232,7 @@ def allocate(
     return _arrow(partial(_share, strategy), f"array<{QUEUE}>")(queues, clients, client)
 
 
-def _function(strategy: str | rebalance.AllocationStrategy) -> rebalance.AllocationStrategy:
+def _function(strategy: str | allocation.AllocationStrategy) -> allocation.AllocationStrategy:
     return strategy_of(strategy) if isinstance(strategy, str) else strategy
 
 
@@ -244,7 +244,7 @@ def _dicts(share: Sequence[MessageQueue]) -> list[dict[str, Any]]:
     return [{"topic": one.topic, "brokerName": one.broker_name, "queueId": one.queue_id} for one in share]
 
 
-def _shares(strategy: str | rebalance.AllocationStrategy, queues: pa.Array, clients: pa.Array) -> pa.Array:
+def _shares(strategy: str | allocation.AllocationStrategy, queues: pa.Array, clients: pa.Array) -> pa.Array:
     function = _function(strategy)
     rows = zip(queues.to_pylist(), clients.to_pylist(), strict=True)
     return pa.array([_all_shares(function, *row) for row in rows], _ARROW_SHARES)
@@ -256,7 +256,7 @@ def _shares_by_name(strategies: pa.Array, queues: pa.Array, clients: pa.Array) -
 
 
 def _all_shares(
-    function: rebalance.AllocationStrategy, queues: Any, clients: Any
+    function: allocation.AllocationStrategy, queues: Any, clients: Any
 ) -> list[tuple[str, list[dict[str, Any]]]] | None:
     known, members = _queues_of(queues), list(clients or ())
     try:
@@ -268,7 +268,7 @@ def _all_shares(
 
 
 def _share(
-    strategy: str | rebalance.AllocationStrategy, queues: pa.Array, clients: pa.Array, client: pa.Array
+    strategy: str | allocation.AllocationStrategy, queues: pa.Array, clients: pa.Array, client: pa.Array
 ) -> pa.Array:
     function = _function(strategy)
     found: list[list[dict[str, Any]] | None] = []

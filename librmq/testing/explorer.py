@@ -29,7 +29,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from librmq.client import Client
+from librmq.client.identity import Client
 from librmq.clock import ManualClock
 from librmq.runtime.runner import Step, Turn, Work
 from librmq.testing.batons import Baton, Piece

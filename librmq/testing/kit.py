@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from librmq.broker import Broker, BrokerSettings
+from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
@@ -20,7 +21,6 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.producer import Producer
 from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
 from librmq.runtime.runner import Step, Work
 from librmq.store.recovery.verify import verify

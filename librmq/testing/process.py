@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from librmq.client import Client
+from librmq.client.identity import Client
+from librmq.client.producer import Producer
 from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError
 from librmq.message.topics import RETRY_PREFIX
-from librmq.producer import Producer
 from librmq.protocol import (
     Endpoint,
     EndTransaction,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from librmq.client.queue_selectors import select_by_hash
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener, DedupStore, MemoryDedupStore, SqliteDedupStore
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.metrics import Metrics
 from librmq.outbox import Outbox, OutboxSender
-from librmq.selectors import select_by_hash
 from librmq.sqltables import upgrade_tables
 from librmq.testing import Kit, Process, explore
 from tests.planted import send

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from librmq.cli import main
+from librmq.client.allocation import own_share
 from librmq.message.message import MessageQueue
-from librmq.rebalance import own_share
 from tests.reference import existing, folders, jsonl
 
 Row = dict[str, Any]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.message.message import MessageQueue
-from librmq.rebalance import (
+from librmq.client.allocation import (
     AllocationStrategy,
     allocate_averagely,
     allocate_averagely_by_circle,
@@ -20,6 +19,7 @@ from librmq.rebalance import (
     own_share,
     unowned_queues,
 )
+from librmq.message.message import MessageQueue
 
 ROOMS = ("r1", "r2", "r3")
 QUEUES = st.lists(

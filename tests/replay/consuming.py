@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from librmq.client.allocation import allocate_averagely
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.consumer.orderly import OrderlyResult
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, MessageModel, UpdateOffset
-from librmq.rebalance import allocate_averagely
 from tests.reference import Row
 from tests.replay.deviations import breaks_client, bytes_of_whole_mib
 from tests.replay.reading import NEVER

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from librmq.client.producer import Producer, SendResult
+from librmq.client.queue_selectors import select_by_hash
+from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.errors import RmqError
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage
-from librmq.producer import Producer, SendResult
 from librmq.protocol import PERM_WRITE, TransactionState
 from librmq.runtime.runner import Step
-from librmq.selectors import select_by_hash
-from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from tests.reference import Row
 from tests.replay.deviations import without_delay
 from tests.replay.reading import UNIQUE_KEY

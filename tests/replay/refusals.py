@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
+from librmq.client.producer import Producer
 from librmq.consumer import PushConsumer
 from librmq.errors import RmqError
 from librmq.message.message import Message
-from librmq.producer import Producer
 from tests.reference import Row
 from tests.replay.stage import Stage
 

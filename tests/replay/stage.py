@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from librmq.broker import Broker, BrokerSettings
+from librmq.client.producer import SendResult
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
@@ -14,7 +15,6 @@ from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.producer import SendResult
 from librmq.txn import TransactionSettings
 from tests.reference import Row
 from tests.replay.reading import Recording

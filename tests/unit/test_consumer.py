@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
@@ -30,7 +31,6 @@ from librmq.files.memory import MemoryFiles
 from librmq.listener import DeadLetter, ReconsumeLater
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
-from librmq.producer import Producer
 from librmq.protocol import (
     ConsumeFrom,
     ConsumerIds,

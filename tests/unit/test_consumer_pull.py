@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.producer import Producer
 from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError, NoRouteError
 from librmq.message.message import MessageQueue
-from librmq.producer import Producer
 from librmq.protocol import (
     ConsumeFrom,
     ConsumerIds,

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError
 from librmq.message.message import Message
-from librmq.producer import Producer
 from librmq.testing import Kit
 
 WAIT_S = 30.0

@@ -13,6 +13,7 @@ import pytest
 
 from librmq.broker import BrokerSettings
 from librmq.cli import main
+from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.dedup import DedupListener, MemoryDedupStore
 from librmq.errors import (
@@ -28,7 +29,6 @@ from librmq.message.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState
 from librmq.store.recovery.verify import verify
 from librmq.testing import Kit, Process, ProcessStateError, UnsoundStoreError
-from librmq.transactionproducer import CheckedMessage, TransactionProducer
 
 
 def always_fails(message: DeliveredMessage) -> None:

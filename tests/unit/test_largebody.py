@@ -12,15 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from librmq.client.large_bodies import BodyAssembler, FolderBodies, fetch_body, park_body, split_body
 from librmq.errors import LargeBodyError, MessageIllegalError
 from librmq.files.memory import MemoryFiles
-from librmq.largebody import (
-    BodyAssembler,
-    FolderBodies,
-    fetch_body,
-    park_body,
-    split_body,
-)
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import Record, encode_properties, encode_record
 

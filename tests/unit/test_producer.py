@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from librmq import selectors
 from librmq.broker import Broker
-from librmq.client import Client
+from librmq.client import queue_selectors
+from librmq.client.identity import Client
+from librmq.client.producer import Producer, SendResult
 from librmq.clock import ManualClock
 from librmq.errors import (
     BrokerBusyError,
@@ -25,7 +26,6 @@ from librmq.errors import (
 from librmq.message.batch import split_batch
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
-from librmq.producer import Producer, SendResult
 from librmq.protocol import (
     PERM_READ,
     CreateTopic,
@@ -134,10 +134,10 @@ def test_a_selector_chooses_and_nothing_else_is_tried(two: tuple[Broker, Broker]
     failing = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
     producer = Producer(failing, "shop")
     with pytest.raises(BrokerUnreachableError):
-        producer.send("T", b"x", selector=selectors.select_by_hash, arg="order-1")
+        producer.send("T", b"x", selector=queue_selectors.select_by_hash, arg="order-1")
     assert len(failing.tried) == 1
     failing.fail = lambda name: None
-    results = {producer.send("T", b"x", selector=selectors.select_by_hash, arg="order-1").queue for _ in range(5)}
+    results = {producer.send("T", b"x", selector=queue_selectors.select_by_hash, arg="order-1").queue for _ in range(5)}
     assert len(results) == 1
     with pytest.raises(MessageIllegalError, match="none of 4 queues"):
         producer.send("T", b"x", selector=lambda queues, message, arg: MessageQueue("T", "elsewhere", 0))
@@ -217,7 +217,7 @@ def test_an_answer_after_the_time_is_a_timeout_and_the_message_is_stored(two: tu
 
     producer = Producer(Late(*two), "shop")
     queue = producer.queues("T")[0]
-    ways: tuple[dict[str, Any], ...] = ({}, {"queue": queue}, {"selector": selectors.select_by_hash, "arg": 1})
+    ways: tuple[dict[str, Any], ...] = ({}, {"queue": queue}, {"selector": queue_selectors.select_by_hash, "arg": 1})
     for way in ways:
         with pytest.raises(SendTimeoutError, match="the message is stored"):
             producer.send("T", b"x", **way)

@@ -8,10 +8,8 @@ from functools import partial
 
 import pytest
 
-from librmq import rebalance
-from librmq.errors import AllocationError, ConfigError, GroupMismatchError
-from librmq.message.message import MessageQueue
-from librmq.rebalance import (
+from librmq.client import allocation
+from librmq.client.allocation import (
     AllocationStrategy,
     allocate_averagely,
     allocate_averagely_by_circle,
@@ -24,6 +22,8 @@ from librmq.rebalance import (
     refuse_differences,
     unowned_queues,
 )
+from librmq.errors import AllocationError, ConfigError, GroupMismatchError
+from librmq.message.message import MessageQueue
 
 
 def queues(count: int, broker: str = "b", topic: str = "T") -> list[MessageQueue]:
@@ -104,13 +104,13 @@ def test_what_no_strategy_takes_in_this_order(strategy: AllocationStrategy) -> N
 
 
 def test_a_ring_is_kept_and_so_are_hashes_of_queues() -> None:
-    rebalance._ring.cache_clear()
-    rebalance._queue_hash.cache_clear()
+    allocation._ring.cache_clear()
+    allocation._queue_hash.cache_clear()
     clients = [f"c{number}" for number in range(7)]
     for client in clients:
         allocate_consistent_hash(client, queues(100), clients)
-    assert rebalance._ring.cache_info().misses == 1
-    assert rebalance._queue_hash.cache_info().misses == 100
+    assert allocation._ring.cache_info().misses == 1
+    assert allocation._queue_hash.cache_info().misses == 100
 
 
 def test_a_ring_too_large_is_refused_before_it_is_made() -> None:
@@ -122,8 +122,8 @@ def test_a_ring_too_large_is_refused_before_it_is_made() -> None:
 
 
 def test_a_client_listed_twice_has_twice_the_nodes() -> None:
-    rebalance._ring.cache_clear()
-    once, twice = rebalance._ring(("a", "b"), 20), rebalance._ring(("a", "b", "a"), 10)
+    allocation._ring.cache_clear()
+    once, twice = allocation._ring(("a", "b"), 20), allocation._ring(("a", "b", "a"), 10)
     assert len(twice.hashes) == 30
     of_a = [node for node, owner in zip(once.hashes, once.owners, strict=False) if owner == once.numbers["a"]]
     of_a_twice = [node for node, owner in zip(twice.hashes, twice.owners, strict=False) if owner == twice.numbers["a"]]
@@ -131,11 +131,11 @@ def test_a_client_listed_twice_has_twice_the_nodes() -> None:
 
 
 def test_a_later_equal_hash_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebalance, "_text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
-    ring = rebalance._ring.__wrapped__(("a", "b"), 1)
+    monkeypatch.setattr(allocation, "_text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
+    ring = allocation._ring.__wrapped__(("a", "b"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["b"]] * 2)
     # a holds no node any more, so its second occurrence begins at 0 again, and takes the place back
-    ring = rebalance._ring.__wrapped__(("a", "b", "a"), 1)
+    ring = allocation._ring.__wrapped__(("a", "b", "a"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["a"]] * 2)
 
 

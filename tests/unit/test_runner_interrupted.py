@@ -15,7 +15,7 @@ from librmq.broker.holds import Holds
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.saving import Saving, Writing
 from librmq.broker.sending import Sending
-from librmq.client import Client, LifeCycle
+from librmq.client.identity import Client, LifeCycle
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer
 from librmq.consumer.delivery import Delivery

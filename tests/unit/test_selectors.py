@@ -7,11 +7,7 @@ from random import Random
 
 import pytest
 
-from librmq.clock import ManualClock
-from librmq.errors import AllocationError
-from librmq.java.hashing import long_hash
-from librmq.message.message import Message, MessageQueue
-from librmq.selectors import (
+from librmq.client.queue_selectors import (
     BrokerLatencies,
     QueueSelector,
     RoundRobin,
@@ -21,6 +17,10 @@ from librmq.selectors import (
     select_by_remainder,
     select_by_room,
 )
+from librmq.clock import ManualClock
+from librmq.errors import AllocationError
+from librmq.java.hashing import long_hash
+from librmq.message.message import Message, MessageQueue
 
 MESSAGE = Message("T")
 A = [MessageQueue("T", "a", number) for number in range(3)]

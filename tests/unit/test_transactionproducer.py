@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker, BrokerSettings
+from librmq.client.producer import Producer
+from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, MessageIllegalError
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
-from librmq.producer import Producer
 from librmq.protocol import EndTransaction, SendMessage, SendStatus, TransactionState
 from librmq.runtime.manual import ManualRunner
-from librmq.transactionproducer import CheckedMessage, TransactionProducer
 from librmq.txn import TransactionSettings
 from tests.unit.test_producer import Cluster
 

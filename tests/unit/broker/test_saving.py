@@ -11,11 +11,11 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.broker.saving import Writing
+from librmq.client.producer import Producer
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.producer import Producer
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.manual import ManualRunner
 from librmq.store.format.broker_tables import BrokerConfig

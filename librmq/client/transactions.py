@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
+from librmq.client.producer import Producer, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
-from librmq.producer import Producer, SendResult
 from librmq.protocol import (
     CheckTransaction,
     EndTransaction,

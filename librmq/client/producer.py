@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from librmq.client import Client, LifeCycle, State
+from librmq.client.identity import Client, LifeCycle, State
+from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -39,7 +40,6 @@ from librmq.protocol import (
     SendResponse,
     SendStatus,
 )
-from librmq.selectors import BrokerLatencies, QueueSelector, RoundRobin
 
 __all__ = ["Producer", "ProducerConfig", "QueueSelector", "SendHook", "SendResult"]
 
@@ -79,7 +79,7 @@ class ProducerConfig:
     default_topic_queues: int = 4
     """So many queues gets a topic that is made by the first send."""
     avoid_slow_brokers: bool = False
-    """Keep away, for a while, from brokers that failed or were slow (`librmq.selectors.BrokerLatencies`)."""
+    """Keep away, for a while, from brokers that failed or were slow (`BrokerLatencies`)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

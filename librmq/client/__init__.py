@@ -1,0 +1,26 @@
+"""Producers, and what producers and consumers share: identity, queue choice, allocation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.client.identity import Client as Client
+    from librmq.client.producer import Producer as Producer
+    from librmq.client.producer import ProducerConfig as ProducerConfig
+    from librmq.client.producer import SendResult as SendResult
+    from librmq.client.queue_selectors import select_by_hash as select_by_hash
+    from librmq.client.queue_selectors import select_by_remainder as select_by_remainder
+    from librmq.client.transactions import CheckedMessage as CheckedMessage
+    from librmq.client.transactions import TransactionProducer as TransactionProducer
+    from librmq.client.transactions import TransactionResult as TransactionResult
+
+_MODULES = {
+    "identity": ("Client",),
+    "producer": ("Producer", "ProducerConfig", "SendResult"),
+    "queue_selectors": ("select_by_hash", "select_by_remainder"),
+    "transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+}
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
