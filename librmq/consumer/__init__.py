@@ -3,11 +3,11 @@
 from librmq.consumer.config import ConsumerConfig, PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, ConsumeContext, ConsumeHook, ConsumerCounts
+from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
 from librmq.consumer.orderly import OrderlyResult
 from librmq.consumer.processqueue import ProcessQueue
 from librmq.consumer.pull import PullConsumer
 from librmq.consumer.push import PushConsumer
-from librmq.consumer.track import MessageTrack, TrackType, message_tracks, resend_dead_letters
 
 __all__ = [
     "BlockedQueue",

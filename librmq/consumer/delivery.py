@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.held import HeldQueue
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol
 
 from librmq.client.identity import Client
-from librmq.consumer.held import HeldQueue
+from librmq.consumer.assigned_queue import HeldQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads

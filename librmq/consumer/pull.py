@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from librmq.client.identity import Client
 from librmq.clock import wait_async
+from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.base import Member
 from librmq.consumer.config import PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.held import HeldQueue
-from librmq.consumer.member import Member
 from librmq.errors import ClientStateError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (

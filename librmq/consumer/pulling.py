@@ -10,7 +10,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.consumer.held import HeldQueue
+from librmq.consumer.assigned_queue import HeldQueue
 from librmq.errors import BrokerError, RmqError
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode

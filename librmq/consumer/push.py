@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, cast
 
 from librmq.client.identity import Client
+from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.base import Member
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivery import BlockedQueue, ConsumeHook, Delivery, Listener
-from librmq.consumer.held import HeldQueue
-from librmq.consumer.member import Member
-from librmq.consumer.metering import show_gauges
+from librmq.consumer.gauges import show_gauges
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.pulling import Pulling
 from librmq.errors import ConfigError

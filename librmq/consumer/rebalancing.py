@@ -28,8 +28,8 @@ from librmq.protocol import (
 from librmq.runtime.runner import Step
 
 if TYPE_CHECKING:
-    from librmq.consumer.held import HeldQueue
-    from librmq.consumer.member import Member
+    from librmq.consumer.assigned_queue import HeldQueue
+    from librmq.consumer.base import Member
 
 __all__ = ["Rebalancing", "next_on_grid"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from librmq.consumer import PullConsumer
-from librmq.consumer.track import MessageTrack, TrackType, message_tracks, resend_dead_letters
+from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
 from librmq.files.memory import MemoryFiles
 from librmq.listener import DeadLetter
 from librmq.protocol import MessageModel

@@ -18,8 +18,8 @@ from librmq.broker.sending import Sending
 from librmq.client.identity import Client, LifeCycle
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer
+from librmq.consumer.base import Member
 from librmq.consumer.delivery import Delivery
-from librmq.consumer.member import Member
 from librmq.consumer.rebalancing import Rebalancing
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles

@@ -9,8 +9,8 @@ from librmq.errors import RmqError
 from librmq.protocol import MaxOffset
 
 if TYPE_CHECKING:
-    from librmq.consumer.held import HeldQueue
-    from librmq.consumer.member import Member
+    from librmq.consumer.assigned_queue import HeldQueue
+    from librmq.consumer.base import Member
     from librmq.metrics import Metrics
 
 __all__ = ["show_gauges"]

@@ -10,8 +10,8 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.client.allocation import refuse_differences
 from librmq.client.identity import Client, LifeCycle, State
+from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.held import HeldQueue
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
 from librmq.errors import ClientStateError, ConfigError, RmqError
