@@ -22,12 +22,12 @@ from typing import Any, Final, Self, TypeVar
 from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
 from librmq.broker.groups import Groups
-from librmq.broker.holds import Holds
 from librmq.broker.locks import QueueLocks
+from librmq.broker.long_polling import Holds
+from librmq.broker.persistence import DelayProgress, Saving, Writing
 from librmq.broker.progress import Progress
 from librmq.broker.pulling import Pulling
 from librmq.broker.registry import Registry
-from librmq.broker.saving import DelayProgress, Saving, Writing
 from librmq.broker.sending import Sending
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from librmq.broker.groups import Groups
-from librmq.broker.holds import Holds
 from librmq.broker.locks import QueueLocks
+from librmq.broker.long_polling import Holds
 from librmq.broker.registry import Changes, Registry
 from librmq.broker.topics import Topics
 from librmq.errors import RmqError

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.groups import Groups
-from librmq.broker.holds import Holds
+from librmq.broker.long_polling import Holds
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.registry import Registry
-from librmq.broker.selection import Selection, parse_selection, registered_selection
 from librmq.broker.sending import Sending
+from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from librmq.broker.groups import Groups
-from librmq.broker.holds import Holds
+from librmq.broker.long_polling import Holds
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError

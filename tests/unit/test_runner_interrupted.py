@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from librmq.broker import Broker
-from librmq.broker.holds import Holds
+from librmq.broker.long_polling import Holds
 from librmq.broker.offsets import ConsumerOffsets
-from librmq.broker.saving import Saving, Writing
+from librmq.broker.persistence import Saving, Writing
 from librmq.broker.sending import Sending
 from librmq.client.identity import Client, LifeCycle
 from librmq.config import StoreConfig

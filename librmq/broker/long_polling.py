@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping
 
-from librmq.broker.selection import Selection
+from librmq.broker.subscription_filter import Selection
 from librmq.store import AppendResult
 
 __all__ = ["Holds"]
