@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from benchmarks.common import NO_TARGET, Bench, Measure, Row, Run, Stopwatch, Target, command, compare
 from librmq.clock import SystemClock
-from librmq.dedup import DedupListener, DedupStore, SqliteDedupStore
-from librmq.dedupstore import DedupStatements
+from librmq.dedup import DedupListener
+from librmq.idempotence.stores import DedupStatements, DedupStore, SqliteDedupStore
 from librmq.message.message import Message
 
 PACKAGES: Final = ("librmq", "SQLAlchemy", "psycopg", "PyMySQL", "redis")
@@ -156,8 +156,8 @@ def _on_server(
 
 
 def _sql(stack: ExitStack, server: Any, connect: Callable[[], Any], style: str) -> tuple[DedupStore, Two]:
-    from librmq.dedup_sql import SqlDedupStore
-    from librmq.sqltables import rendered
+    from librmq.idempotence.dedup_sql import SqlDedupStore
+    from librmq.idempotence.sqltables import rendered
 
     store = stack.enter_context(SqlDedupStore(server.url)).create()
     claim, _ = rendered(store.statements.claim, style)
@@ -208,7 +208,7 @@ def redis(bench: Bench) -> list[Row]:
         return []
     import redis as client
 
-    from librmq.dedup_redis import RedisDedupStore
+    from librmq.idempotence.dedup_redis import RedisDedupStore
 
     def make(stack: ExitStack, server: Any) -> tuple[DedupStore, Two]:
         connection = stack.enter_context(closing(client.Redis.from_url(server.url)))

@@ -14,10 +14,11 @@ from contextlib import closing
 from pathlib import Path
 
 from librmq import Message, MessageStore, StoreConfig, StoredMessage
-from librmq.dedup import SqliteDedupStore, deduplicated
-from librmq.outbox import Outbox, OutboxSender
-from librmq.sqltables import upgrade_tables
-from librmq.transactional import transactional
+from librmq.dedup import deduplicated
+from librmq.idempotence.inbox import transactional
+from librmq.idempotence.outbox import Outbox, OutboxSender
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.stores import SqliteDedupStore
 
 
 class LogProducer:

@@ -24,9 +24,9 @@ from librmq import (
     TransactionProducer,
     TransactionState,
 )
+from librmq.idempotence.inbox import transactional
+from librmq.idempotence.sqltables import upgrade_tables
 from librmq.protocol import Route
-from librmq.sqltables import upgrade_tables
-from librmq.transactional import transactional
 
 
 class Shop:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from librmq.consumer import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer import PushConsumer as PushConsumer
     from librmq.dedup import DedupListener as DedupListener
-    from librmq.dedup import MemoryDedupStore as MemoryDedupStore
-    from librmq.dedup import SqliteDedupStore as SqliteDedupStore
     from librmq.dedup import deduplicated as deduplicated
     from librmq.errors import AllocationError as AllocationError
     from librmq.errors import BodyChecksumError as BodyChecksumError
@@ -73,6 +71,10 @@ if TYPE_CHECKING:
     from librmq.errors import TransactionRefusedError as TransactionRefusedError
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.memory import MemoryFiles as MemoryFiles
+    from librmq.idempotence.outbox import Outbox as Outbox
+    from librmq.idempotence.outbox import OutboxSender as OutboxSender
+    from librmq.idempotence.stores import MemoryDedupStore as MemoryDedupStore
+    from librmq.idempotence.stores import SqliteDedupStore as SqliteDedupStore
     from librmq.listener import DeadLetter as DeadLetter
     from librmq.listener import ReconsumeLater as ReconsumeLater
     from librmq.listener import SuspendQueue as SuspendQueue
@@ -81,8 +83,6 @@ if TYPE_CHECKING:
     from librmq.message.message import MessageQueue as MessageQueue
     from librmq.message.message import StoredMessage as StoredMessage
     from librmq.metrics import Metrics as Metrics
-    from librmq.outbox import Outbox as Outbox
-    from librmq.outbox import OutboxSender as OutboxSender
     from librmq.protocol import ConsumeFrom as ConsumeFrom
     from librmq.protocol import MessageModel as MessageModel
     from librmq.protocol import SendStatus as SendStatus
@@ -112,7 +112,7 @@ _MODULES = {
     "config": ("StoreConfig",),
     "consumequeue": ("ConsumeQueue",),
     "consumer": ("ConsumerConfig", "DeliveredMessage", "PullConsumer", "PullConsumerConfig", "PushConsumer"),
-    "dedup": ("DedupListener", "MemoryDedupStore", "SqliteDedupStore", "deduplicated"),
+    "dedup": ("DedupListener", "deduplicated"),
     "errors": (
         "AllocationError",
         "BodyChecksumError",
@@ -154,11 +154,12 @@ _MODULES = {
     ),
     "files.disk": ("DiskFiles",),
     "files.memory": ("MemoryFiles",),
+    "idempotence.outbox": ("Outbox", "OutboxSender"),
+    "idempotence.stores": ("MemoryDedupStore", "SqliteDedupStore"),
     "listener": ("DeadLetter", "ReconsumeLater", "SuspendQueue"),
     "message.batch": ("split_batch",),
     "message.message": ("Message", "MessageQueue", "StoredMessage"),
     "metrics": ("Metrics",),
-    "outbox": ("Outbox", "OutboxSender"),
     "protocol": ("ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
     "runtime.manual": ("ManualRunner",),
     "runtime.threads": ("ThreadRunner",),

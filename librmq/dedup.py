@@ -11,9 +11,9 @@ A record stands for one message of one group. Whoever claims it holds it for ``c
 own; finishing and releasing ask for that token and that time, so that a holder that slept through its claim changes
 nothing of its successor's. What this guarantees, and where it can't, stands in ``docs/dedup.md``.
 
-`MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.dedup_sql` and
-`librmq.dedup_redis` have stores on servers. `librmq.transactional` is the strongest form, where the effect is in a
-database.
+`MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.idempotence.dedup_sql` and
+`librmq.idempotence.dedup_redis` have stores on servers. `librmq.idempotence.inbox` is the strongest form, where the
+effect is in a database.
 """
 
 from __future__ import annotations
@@ -31,42 +31,25 @@ from typing import Any, Final, Literal, NamedTuple
 
 from librmq.clock import Clock, SystemClock
 from librmq.consumer import OrderlyResult
-from librmq.dedupstore import (
+from librmq.errors import ConfigError, DedupStoreError
+from librmq.idempotence.keep import KEEP_CONSUMED, milliseconds
+from librmq.idempotence.stores import (
     Claim,
-    DedupRecord,
     DedupStore,
-    MemoryDedupStore,
-    SqliteDedupStore,
     dedup_key,
     purge_in_background,
-    purge_step,
     renew_lock_after_fork,
     unique_id,
 )
-from librmq.errors import ConfigError, DedupStoreError
 from librmq.listener import ReconsumeLater
 from librmq.metrics import Metrics
 
-__all__ = [
-    "Claim",
-    "DedupCounts",
-    "DedupListener",
-    "DedupRecord",
-    "DedupStore",
-    "MemoryDedupStore",
-    "SqliteDedupStore",
-    "dedup_key",
-    "deduplicated",
-    "purge_step",
-    "unique_id",
-]
+__all__ = ["DedupCounts", "DedupListener", "deduplicated"]
 
 _log = logging.getLogger("librmq.dedup")
 
 CONSUMING_TIMEOUT: Final = 600.0
 """Seconds after which a claim that was neither finished nor released may be taken over."""
-KEEP_CONSUMED: Final = 72 * 3600.0
-"""Seconds for which a consumed message is remembered: as long as a broker keeps it."""
 
 
 @dataclass
@@ -410,13 +393,6 @@ def deduplicated(store: DedupStore, *, group: str, **settings: Any) -> Callable[
         return DedupListener(listener, store, group=group, **settings)
 
     return decorate
-
-
-def milliseconds(what: str, value: float | timedelta) -> int:
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not 0.001 <= seconds <= 1e10:
-        raise ConfigError(f"{what}: expected seconds above 0, found {value!r}")
-    return round(1000 * seconds)
 
 
 def _run(flow: _Flow) -> Any:

@@ -26,12 +26,12 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from librmq.client import allocation
-from librmq.dedupstore import dedup_key as key_of_record
 from librmq.errors import AllocationError, ConfigError, FilterError
 from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import compiled
+from librmq.idempotence.stores import dedup_key as key_of_record
 from librmq.java.hashing import string_hashes
 from librmq.message.message import MessageQueue
 

@@ -14,10 +14,10 @@ import pytest
 import redis
 import sqlalchemy
 
-from librmq.dedup import DedupStore, MemoryDedupStore, SqliteDedupStore
-from librmq.dedup_redis import RedisDedupStore
-from librmq.dedup_sql import SqlDedupStore
-from librmq.sqltables import upgrade_tables
+from librmq.idempotence.dedup_redis import RedisDedupStore
+from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
 from tests.conftest import in_ci
 from tests.dedup.servers import STARTERS, Absent, Server
 

@@ -9,10 +9,11 @@ from typing import Any, Final, Protocol
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.dedup import Claim, DedupListener, DedupRecord, DedupStore, unique_id
+from librmq.dedup import DedupListener
 from librmq.errors import DedupStoreError
+from librmq.idempotence.inbox import purge_messages, transactional
+from librmq.idempotence.stores import Claim, DedupRecord, DedupStore, unique_id
 from librmq.listener import ReconsumeLater
-from librmq.transactional import purge_messages, transactional
 from tests.dedup.conftest import DATABASES, Database, Place
 from tests.dedup.test_listener import Delivery
 from tests.reference import CHECKOUT

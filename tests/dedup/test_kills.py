@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from librmq.clock import ManualClock, SystemClock
+from librmq.idempotence.outbox import Outbox
+from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
-from librmq.outbox import Outbox
-from librmq.sqltables import upgrade_tables
 from tests.conftest import SlowBudget
 from tests.dedup.conftest import DATABASES, Database, Place
 from tests.dedup.worker import MODES

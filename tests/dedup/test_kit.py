@@ -12,12 +12,13 @@ import pytest
 
 from librmq.client.queue_selectors import select_by_hash
 from librmq.consumer import DeliveredMessage
-from librmq.dedup import DedupCounts, DedupListener, DedupStore, MemoryDedupStore, SqliteDedupStore
+from librmq.dedup import DedupCounts, DedupListener
+from librmq.idempotence.outbox import Outbox, OutboxSender
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.metrics import Metrics
-from librmq.outbox import Outbox, OutboxSender
-from librmq.sqltables import upgrade_tables
 from librmq.testing import Kit, Process, explore
 from tests.planted import send
 

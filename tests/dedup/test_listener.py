@@ -13,17 +13,9 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.consumer import OrderlyResult
-from librmq.dedup import (
-    Claim,
-    DedupCounts,
-    DedupListener,
-    DedupRecord,
-    MemoryDedupStore,
-    SqliteDedupStore,
-    deduplicated,
-    unique_id,
-)
+from librmq.dedup import DedupCounts, DedupListener, deduplicated
 from librmq.errors import ConfigError, DedupStoreError
+from librmq.idempotence.stores import Claim, DedupRecord, MemoryDedupStore, SqliteDedupStore, unique_id
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import Message
 

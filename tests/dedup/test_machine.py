@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from librmq.clock import ManualClock
-from librmq.dedup import Claim, DedupListener, DedupStore, MemoryDedupStore
+from librmq.dedup import DedupListener
 from librmq.errors import DedupStoreError
+from librmq.idempotence.inbox import Transactional, transactional
+from librmq.idempotence.stores import Claim, DedupStore, MemoryDedupStore
 from librmq.listener import ReconsumeLater
-from librmq.transactional import Transactional, transactional
 from tests.dedup.conftest import DATABASES, Database, Place
 from tests.dedup.test_listener import Delivery
 

@@ -18,10 +18,10 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, MessageIllegalError
+from librmq.idempotence.outbox import Outbox, OutboxSender
+from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
-from librmq.outbox import Outbox, OutboxSender
 from librmq.protocol import SendStatus
-from librmq.sqltables import upgrade_tables
 from tests.dedup.conftest import DATABASES, Database
 
 

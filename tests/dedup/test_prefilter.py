@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import sqlalchemy
 
-from librmq.dedup import Claim
-from librmq.dedup_sql import SqlDedupStore
 from librmq.errors import ConfigError
-from librmq.seenkeys import SeenKeys
+from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.prefilter import SeenKeys
+from librmq.idempotence.stores import Claim
 
 NOW, UNTIL, KEPT = 1_000, 601_000, 9_000_000
 

@@ -17,12 +17,15 @@ import sqlalchemy
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from librmq import sqltables
 from librmq.clock import ManualClock
-from librmq.dedup import (
+from librmq.dedup import DedupCounts, DedupListener
+from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
+from librmq.idempotence import sqltables
+from librmq.idempotence.dedup_redis import RedisDedupStore
+from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.stores import (
     Claim,
-    DedupCounts,
-    DedupListener,
     DedupRecord,
     DedupStore,
     MemoryDedupStore,
@@ -30,10 +33,6 @@ from librmq.dedup import (
     dedup_key,
     purge_step,
 )
-from librmq.dedup_redis import RedisDedupStore
-from librmq.dedup_sql import SqlDedupStore
-from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
-from librmq.sqltables import upgrade_tables
 from tests.dedup.conftest import STORES, Place
 from tests.dedup.test_listener import delivery
 from tests.reference import CHECKOUT
@@ -386,7 +385,7 @@ def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
     """Threads of the parent use the stores at each fork: a file's handle says so, a store in memory goes on."""
     program = """if True:
     import os, sys, threading
-    from librmq.dedup import DedupListener, MemoryDedupStore, SqliteDedupStore
+    from librmq.idempotence import MemoryDedupStore, SqliteDedupStore
     from librmq.errors import StoreClosedError
 
     memory, file = MemoryDedupStore(), SqliteDedupStore(sys.argv[1])

@@ -19,8 +19,8 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError
-from librmq.sqltables import Link, upgrade_tables
-from librmq.transactional import purge_messages, transactional
+from librmq.idempotence.inbox import purge_messages, transactional
+from librmq.idempotence.sqltables import Link, upgrade_tables
 from tests.dedup.conftest import DATABASES, Database
 from tests.dedup.test_listener import Delivery
 

@@ -16,13 +16,14 @@ from typing import Any
 import sqlalchemy
 
 from librmq.clock import Clock, SystemClock
-from librmq.dedup import DedupListener, DedupStore, SqliteDedupStore
-from librmq.dedup_redis import RedisDedupStore
-from librmq.dedup_sql import SqlDedupStore
+from librmq.dedup import DedupListener
+from librmq.idempotence.dedup_redis import RedisDedupStore
+from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.inbox import transactional
+from librmq.idempotence.outbox import OutboxSender
+from librmq.idempotence.stores import DedupStore, SqliteDedupStore
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
-from librmq.outbox import OutboxSender
-from librmq.transactional import transactional
 
 
 class Delivery(Message):

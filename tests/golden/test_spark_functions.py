@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from librmq.client.allocation import allocate_by_config
-from librmq.dedupstore import dedup_key as key_of_record
+from librmq.idempotence.stores import dedup_key as key_of_record
 from tests.golden.test_filter import DIALECTS, compiling
 from tests.reference import Row, document, existing, jsonl
 

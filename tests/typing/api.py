@@ -8,12 +8,13 @@ from sqlite3 import Connection, connect
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
-from librmq.dedup import DedupCounts, MemoryDedupStore, deduplicated
+from librmq.dedup import DedupCounts, deduplicated
 from librmq.errors import CorruptionError, RmqError
+from librmq.idempotence.inbox import transactional
+from librmq.idempotence.outbox import Outbox, OutboxSender
+from librmq.idempotence.stores import MemoryDedupStore
 from librmq.message.message import Message
-from librmq.outbox import Outbox, OutboxSender
 from librmq.testing import Exploration, Kit, explore
-from librmq.transactional import transactional
 
 
 def where(error: CorruptionError) -> tuple[str, int, str]:

@@ -27,13 +27,13 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple, Protocol
 
 from librmq.clock import Clock, SystemClock
-from librmq.dedup import milliseconds
 from librmq.errors import ConfigError, MessageIllegalError, RmqError
+from librmq.idempotence.keep import milliseconds
+from librmq.idempotence.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
-from librmq.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
 
 __all__ = ["Outbox", "OutboxSender", "Producer"]
 
@@ -56,7 +56,7 @@ class Producer(Protocol):
 
 
 class Outbox:
-    """Where an application leaves messages: the table ``table``, made by `librmq.sqltables.upgrade_tables`.
+    """Where an application leaves messages: the table ``table``, made by `librmq.idempotence.sqltables.upgrade_tables`.
 
     Thread-safe; a connection is its user's.
     """

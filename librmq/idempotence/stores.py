@@ -23,9 +23,9 @@ from sortedcontainers import SortedSet
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
+from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
-from librmq.sqltables import KEY_LIMIT, check_name, upgrade_tables
 
 __all__ = [
     "Claim",

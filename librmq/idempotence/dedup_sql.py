@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.dedupstore import CLAIMS, Claim, DedupRecord, DedupStatements
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
-from librmq.sqltables import Answer, is_integrity_error, run, upgrade_tables
+from librmq.idempotence.sqltables import Answer, is_integrity_error, run, upgrade_tables
+from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord, DedupStatements
 
 try:
     import sqlalchemy
@@ -21,7 +21,7 @@ except ImportError as error:
     raise MissingExtraError("a dedup store in a SQL database", "sql") from error
 
 if TYPE_CHECKING:
-    from librmq.seenkeys import SeenKeys
+    from librmq.idempotence.prefilter import SeenKeys
 
 __all__ = ["SqlDedupStore"]
 
@@ -31,7 +31,7 @@ _WORTH_REPEATING: Final = frozenset({"40001", "40P01", 1213, 1205})
 
 
 class SqlDedupStore:
-    """Records in the table ``table`` of a database; `librmq.sqltables` tells its columns. Thread-safe.
+    """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` tells its columns. Thread-safe.
 
     ``engine`` is an ``Engine``, or a URL from which one is made. Of an engine, connections are used that commit each
     statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None,

@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from librmq.clock import Clock, SystemClock
-from librmq.dedup import KEEP_CONSUMED, milliseconds
-from librmq.dedupstore import dedup_key, unique_id
 from librmq.errors import ConfigError
-from librmq.sqltables import Link, check_name, is_integrity_error, linked
+from librmq.idempotence.keep import KEEP_CONSUMED, milliseconds
+from librmq.idempotence.sqltables import Link, check_name, is_integrity_error, linked
+from librmq.idempotence.stores import dedup_key, unique_id
 
 __all__ = ["Transactional", "purge_messages", "transactional"]
 
@@ -43,8 +43,8 @@ def transactional(
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
     ``AsyncSession`` or ``AsyncConnection``, in which nothing has begun. Leaving the block commits, an exception undoes
     everything and goes on. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a
-    key every delivery is a first one. ``table`` is made by `librmq.sqltables.upgrade_tables`, and kept small by
-    `purge_messages`, which deletes records that are older than ``keep``.
+    key every delivery is a first one. ``table`` is made by `librmq.idempotence.sqltables.upgrade_tables`, and kept
+    small by `purge_messages`, which deletes records that are older than ``keep``.
 
     What the database's driver raises goes through, and the message comes again. `ConfigError` where the session has
     begun something, or commits each statement by itself. As thread-safe as the session.

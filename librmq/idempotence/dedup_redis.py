@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.dedupstore import CLAIMS, Claim, DedupRecord
 from librmq.errors import DedupStoreError, MissingExtraError
+from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord
 
 try:
     from redis.exceptions import NoScriptError, RedisError

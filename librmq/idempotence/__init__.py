@@ -1,0 +1,44 @@
+"""Stores of the dedup guard, the inbox and the outbox."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
+    from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
+    from librmq.idempotence.inbox import Transactional as Transactional
+    from librmq.idempotence.inbox import purge_messages as purge_messages
+    from librmq.idempotence.inbox import transactional as transactional
+    from librmq.idempotence.outbox import Outbox as Outbox
+    from librmq.idempotence.outbox import OutboxSender as OutboxSender
+    from librmq.idempotence.prefilter import SeenKeys as SeenKeys
+    from librmq.idempotence.stores import Claim as Claim
+    from librmq.idempotence.stores import DedupRecord as DedupRecord
+    from librmq.idempotence.stores import DedupStore as DedupStore
+    from librmq.idempotence.stores import MemoryDedupStore as MemoryDedupStore
+    from librmq.idempotence.stores import SqliteDedupStore as SqliteDedupStore
+    from librmq.idempotence.stores import dedup_key as dedup_key
+    from librmq.idempotence.stores import purge_step as purge_step
+    from librmq.idempotence.stores import unique_id as unique_id
+
+_MODULES = {
+    "dedup_redis": ("RedisDedupStore",),
+    "dedup_sql": ("SqlDedupStore",),
+    "inbox": ("Transactional", "purge_messages", "transactional"),
+    "outbox": ("Outbox", "OutboxSender"),
+    "prefilter": ("SeenKeys",),
+    "stores": (
+        "Claim",
+        "DedupRecord",
+        "DedupStore",
+        "MemoryDedupStore",
+        "SqliteDedupStore",
+        "dedup_key",
+        "purge_step",
+        "unique_id",
+    ),
+}
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
