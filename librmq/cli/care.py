@@ -73,7 +73,7 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
     check_kind(arguments.store, files, writable=True)
     config = settle_config(arguments.store, files, arguments.config)
 
-    from librmq import load
+    from librmq.cli import load
     from librmq.scheduling.timer import TimerSettings
 
     timer = TimerSettings.from_row(read_config(arguments.config)) if arguments.config else None

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from librmq.cli import filter_cases
 from librmq.cli.input import read_rows, standard_input
 from librmq.cli.output import Output, printable
 from librmq.errors import ConfigError, FilterError, InputError
-from librmq.filter import commands
 
 __all__ = ["bloom", "filter_"]
 
@@ -22,16 +22,16 @@ def filter_(arguments: argparse.Namespace, output: Output) -> int:
     """Evaluate or explain the cases on standard input, or explain the expression that is an argument."""
     dialect, strict = arguments.dialect, arguments.strict
     if isinstance(arguments.explain, str):
-        _write(commands.explain_text(arguments.explain, _properties(arguments.properties), dialect, strict=strict))
+        _write(filter_cases.explain_text(arguments.explain, _properties(arguments.properties), dialect, strict=strict))
         return 0
     if arguments.properties:
         raise InputError("properties are given with --explain EXPR, or with the cases on standard input")
     if not arguments.explain:
-        return _answer(lambda case: commands.answer_case(case, dialect, strict=strict), output.row, output)
+        return _answer(lambda case: filter_cases.answer_case(case, dialect, strict=strict), output.row, output)
 
     def explain(case: Row) -> str:
-        expression, properties = commands.read_case(case)
-        return commands.explain_text(expression, properties, dialect, strict=strict) + "\n"
+        expression, properties = filter_cases.read_case(case)
+        return filter_cases.explain_text(expression, properties, dialect, strict=strict) + "\n"
 
     return _answer(explain, _write, output)
 
@@ -53,7 +53,7 @@ def _write(text: str) -> None:
 
 def bloom(arguments: argparse.Namespace, output: Output) -> int:
     """Print the bit positions of strings for each filter on standard input."""
-    return _answer(commands.answer_bloom, output.row, output)
+    return _answer(filter_cases.answer_bloom, output.row, output)
 
 
 def _answer(answer: Callable[[Row], T], write: Callable[[T], None], output: Output) -> int:

@@ -14,7 +14,7 @@ __all__ = ["pending", "timers"]
 
 def pending(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each message that waits."""
-    from librmq.pending import pending
+    from librmq.diagnosis.pending import pending
 
     with open_store(arguments, all_in_memory=True) as store:
         for one in pending(store, kind=arguments.kind, topic=arguments.topic):

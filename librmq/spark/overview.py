@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from librmq.diagnosis.report import Page, Section, Tile, bars, lines
 from librmq.message.topics import is_system_topic
-from librmq.report import Page, Section, Tile, bars, lines
 from librmq.spark import stores
 from librmq.spark.pipelines import backlog, duplicates, run, skew
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from librmq.cli.load import run
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
@@ -21,7 +22,6 @@ from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.filter import Registrations
 from librmq.java import json as java_json
-from librmq.load import run
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import BORN_TIMESTAMP_AT, SYS_FLAG_AT, TRANSACTION_COMMIT, TRANSACTION_MASK, host_ends

@@ -16,11 +16,11 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig, StoredMessage
 from librmq.client.allocation import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
+from librmq.diagnosis.pending import pending
 from librmq.filter import SqlFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
-from librmq.pending import pending
 from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store.format.broker_tables import BrokerConfig
 from librmq.txn import Transactions

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from librmq.cli import main
+from librmq.cli.load import run
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
-from librmq.load import run
 from librmq.message.message import Message, StoredMessage
 from librmq.scheduling.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings
 from librmq.store import MessageStore

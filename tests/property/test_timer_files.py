@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
+from librmq.diagnosis.pending import pending
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.pending import pending
 from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots

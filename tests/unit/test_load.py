@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from librmq.cli.load import run
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedError, StoreLockedError
 from librmq.filter import BROKER_BLOOM
-from librmq.load import run
 from librmq.message import record
 from librmq.message.batch import decode_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC

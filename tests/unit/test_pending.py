@@ -10,12 +10,12 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
+from librmq.diagnosis.pending import Pending, pending
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.topics import OP_TOPIC
-from librmq.pending import Pending, pending
 from librmq.scheduling.timer import Timers, TimerSettings
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerConfig

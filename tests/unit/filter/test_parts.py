@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from librmq.cli.filter_cases import answer_bloom, answer_case, explain_text
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, FilterError, FilterSyntaxError
 from librmq.filter import (
@@ -20,7 +21,6 @@ from librmq.filter import (
     WatchedPredicate,
     tags_code,
 )
-from librmq.filter.commands import answer_bloom, answer_case, explain_text
 
 
 def test_tags_with_one_code_are_told_apart_by_text() -> None:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
-from librmq.report import Page, Section, Tile, bars, lines
+from librmq.diagnosis.report import Page, Section, Tile, bars, lines
 
 EVIL = "<script>alert(1)</script>&\"' $x^2$ \u202e消息"
 

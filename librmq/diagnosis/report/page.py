@@ -25,7 +25,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what it tells in a sentence or two, a plot (SVG from `librmq.report.plots`), a table."""
+    """A heading, what it tells in a sentence or two, a plot (SVG from `librmq.diagnosis.report.plots`), a table."""
 
     title: str
     about: str
@@ -54,7 +54,7 @@ class Page:
         except ImportError:
             raise MissingExtraError("a report", "report") from None
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-        source = (files("librmq.report") / "page.html.j2").read_text("utf-8")
+        source = (files("librmq.diagnosis.report") / "page.html.j2").read_text("utf-8")
         return environment.from_string(source).render(page=self, shown=_shown, kind=_kind)
 
 

@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from librmq.cli.load import fields
+from librmq.cli.load.fields import Row
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule, DelaySettings
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
 from librmq.files.disk import DiskFiles
 from librmq.filter.registrations import Registrations
-from librmq.load import fields
-from librmq.load.fields import Row
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.message import Message

@@ -1,5 +1,5 @@
 """Operations applied to a store from lines of JSON."""
 
-from librmq.load.operations import run
+from librmq.cli.load.operations import run
 
 __all__ = ["run"]

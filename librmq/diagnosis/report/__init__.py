@@ -4,7 +4,7 @@ Nothing on it comes from elsewhere: plots are drawn into the page, there is no s
 escaped. Needs the extra ``report``.
 """
 
-from librmq.report.page import Page, Section, Tile
-from librmq.report.plots import bars, lines
+from librmq.diagnosis.report.page import Page, Section, Tile
+from librmq.diagnosis.report.plots import bars, lines
 
 __all__ = ["Page", "Section", "Tile", "bars", "lines"]

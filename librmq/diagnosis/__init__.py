@@ -1,0 +1,1 @@
+"""Findings about stores and brokers, and the report."""
