@@ -6,6 +6,7 @@ many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are
 
 from __future__ import annotations
 
+from librmq.testing.crash_images import CrashImages, Image
 from librmq.testing.explore import Exploration, explore
 from librmq.testing.faults import Faults
 from librmq.testing.files import Event, FailingFiles, RecordingFiles

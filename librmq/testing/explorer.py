@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from librmq.client.identity import Client
 from librmq.clock import ManualClock
 from librmq.runtime.runner import Step, Turn, Work
-from librmq.testing.batons import Baton, Piece
+from librmq.testing.pausable_threads import Baton, Piece
 from librmq.testing.process import LIBRARY, Process, ProcessDied
 from librmq.testing.turns import KitRunner, current_work, is_dead
 

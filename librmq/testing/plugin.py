@@ -12,10 +12,10 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from librmq.errors import InputError
-from librmq.testing.batons import end_threads
 from librmq.testing.explore import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import Kit
+from librmq.testing.pausable_threads import end_threads
 
 __all__ = ["add_history", "end_threads", "explore_item", "kit_of"]
 
