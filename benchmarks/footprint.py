@@ -89,7 +89,7 @@ def memory(bench: Bench) -> list[Row]:
 
 def _python(code: str) -> float:
     """Seconds that a new interpreter says it took."""
-    package = str(Path(librmq.store.store.__file__).parents[1])
+    package = str(Path(librmq.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package}
     done = subprocess.run(
         [sys.executable, "-c", code],

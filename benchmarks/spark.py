@@ -591,8 +591,8 @@ def memory(bench: Bench) -> list[Row]:
     code = f"""
 import resource, sys
 from librmq.spark.options import ReadOptions, Wanted
-from librmq.spark.plan import PlannedStore
-from librmq.spark.read import Reading, default_columns
+from librmq.columns.plan import PlannedStore
+from librmq.columns.read import Reading, default_columns
 from librmq.spark.source import arrow_schema, schema_of
 options = ReadOptions(({path!r},), wanted=Wanted())
 def status(name):

@@ -43,9 +43,9 @@ class BrokerSettings:
     transactions: TransactionSettings = field(default_factory=TransactionSettings)
     """When half messages are checked."""
     timers: TimerSettings | None = None
-    """With settings, a message may name a time of its own, as in 5.x: see `librmq.timer`. None is 4.9: none may."""
+    """With settings, a message may name its own time, as in 5.x (`librmq.scheduling.timer`); None is 4.9."""
     hops: bool = False
-    """Whether messages of topic ``SYSTEM_SCHEDULE_MSG`` are carried to their time by levels: see `librmq.hops`."""
+    """Whether messages of topic ``SYSTEM_SCHEDULE_MSG`` are carried to their time by levels (`librmq.scheduling.relay`)."""
     original_transactions: bool = False
     """End and check transactions as the original does, its harm included: see `librmq.txn.Transactions`."""
 

@@ -175,27 +175,27 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--topic", help="meant for this topic only")
     command("timers", "pending", "print the timer's log, its wheel and its checkpoint")
 
-    command("verify", "care", "look for damage; changes nothing")
-    sub = command("recover", "care", "bring the store to the state a broker would recover, and print what was cut")
+    command("verify", "maintenance", "look for damage; changes nothing")
+    sub = command("recover", "maintenance", "recover the store as a broker would, and print what was cut")
     sub.add_argument("--dry-run", action="store_true", help="only print what would be; changes nothing")
 
-    sub = command("salvage", "copies", "get every sound record out of a damaged store, and what recovering cut")
+    sub = command("salvage", "snapshots", "get every sound record out of a damaged store, and what recovering cut")
     sub.add_argument("--into", metavar="NEW", help="make a store of them there, instead of printing them")
 
-    sub = command("snapshot", "copies", "copy a store that may be in use")
+    sub = command("snapshot", "snapshots", "copy a store that may be in use")
     sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
     sub.add_argument("--copy", action="store_true", help="copy all, link nothing")
 
-    sub = command("restore", "copies", "make a store of a snapshot")
+    sub = command("restore", "snapshots", "make a store of a snapshot")
     sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
 
     command(
         "load",
-        "care",
+        "maintenance",
         "apply operations from standard input",
         description="Applies operations, one JSON object a line; prints a row once one is acknowledged.",
     )
-    command("broker-conf", "care", "print the settings with which a real broker opens the store")
+    command("broker-conf", "maintenance", "print the settings with which a real broker opens the store")
 
     sub = command(
         "filter",

@@ -23,4 +23,5 @@ _MODULES = {
     "queue_selectors": ("select_by_hash", "select_by_remainder"),
     "transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
 }
-__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -25,4 +25,5 @@ _MODULES = {
     "overlay": ("OverlayFiles",),
     "seam": ("Buffer", "Entry", "File", "FileLock", "Files"),
 }
-__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

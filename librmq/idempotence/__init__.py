@@ -41,4 +41,5 @@ _MODULES = {
         "unique_id",
     ),
 }
-__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -24,4 +24,5 @@ _MODULES = {
     "message": ("Message", "MessageQueue", "StoredMessage"),
     "topics": ("dead_letter_topic", "retry_topic"),
 }
-__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

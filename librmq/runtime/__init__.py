@@ -20,4 +20,5 @@ _MODULES = {
     "runner": ("Runner", "Step", "Work"),
     "threads": ("ThreadRunner",),
 }
-__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""How a timer is made, and how a message names its time. What comes of it is in `librmq.timer`.
+"""How a timer is made, and how a message names its time. What comes of it is in `librmq.scheduling.timer`.
 
 Mirrors 5.3.3's ``HookUtils``.
 """

@@ -1,7 +1,8 @@
 """What waits in a timer, by slots: units in the timer log, chained from the last to the first by the wheel.
 
 The log is the truth. Whenever it is opened, it is cut where it is known to be on the device, and the wheel is made to
-agree with it. The formats are in `librmq.store.format.timerfiles`, what the units stand for in `librmq.timer`.
+agree with it. The formats are in `librmq.store.format.timerfiles`, what the units stand for in
+`librmq.scheduling.timer`.
 """
 
 from __future__ import annotations

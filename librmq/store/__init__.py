@@ -42,4 +42,5 @@ _MODULES = {
     "store": ("MessageStore",),
     "upkeep.snapshot": ("Rescued", "Snapshot", "rescue", "restore", "snapshot"),
 }
-__getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -259,7 +259,7 @@ from pathlib import Path
 
 from librmq import Message, MessageStore
 from librmq.errors import StoreIOError
-from librmq.verify import verify
+from librmq.store import verify
 from tests.crash.test_full_disk import CONFIG, body, check_served, fill_disk, mount
 
 logging.disable()

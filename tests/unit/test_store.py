@@ -489,7 +489,7 @@ import resource, sys, tempfile
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
-from librmq.verify import verify
+from librmq.store import verify
 queues, limit = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 config = StoreConfig.tiny(commitlog_file_size=1 << 20, max_hash_slot_num=1000, max_index_num=100_000)

@@ -250,7 +250,7 @@ def test_a_reader_does_without_pandas(folder: Path) -> None:
     code = f"""
 import sys
 from librmq.spark.options import parse_read_options
-from librmq.spark.read import Reading, default_columns
+from librmq.columns.read import Reading, default_columns
 from librmq.spark.source import arrow_schema, plan_batch, schema_of
 for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
     options = parse_read_options({{"path": {str(folder)!r}, **given}})

@@ -286,7 +286,7 @@ import os, sys
 from pathlib import Path
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
-from librmq.keyindex import KeyIndex
+from librmq.store import KeyIndex
 from tests.unit.spark.test_write import stage
 from librmq.spark.commit import commit, job_folder
 
