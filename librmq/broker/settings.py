@@ -45,7 +45,7 @@ class BrokerSettings:
     timers: TimerSettings | None = None
     """With settings, a message may name its own time, as in 5.x (`librmq.scheduling.timer`); None is 4.9."""
     hops: bool = False
-    """Whether messages of topic ``SYSTEM_SCHEDULE_MSG`` are carried to their time by levels (`librmq.scheduling.relay`)."""
+    """Carry messages of topic ``SYSTEM_SCHEDULE_MSG`` to their time by levels (`librmq.scheduling.relay`)."""
     original_transactions: bool = False
     """End and check transactions as the original does, its harm included: see `librmq.txn.Transactions`."""
 

@@ -11,7 +11,6 @@ from librmq.testing.explore import Exploration, explore
 from librmq.testing.faults import Faults
 from librmq.testing.files import Event, FailingFiles, RecordingFiles
 from librmq.testing.history import Delivered, History
-from librmq.testing.images import CrashImages, Image
 from librmq.testing.kit import Elapsed, Kit, ProcessStateError, UnsoundStoreError
 from librmq.testing.process import Process, ProcessDied
 

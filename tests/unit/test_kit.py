@@ -15,7 +15,7 @@ from librmq.broker import BrokerSettings
 from librmq.cli import main
 from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
-from librmq.dedup import DedupListener, MemoryDedupStore
+from librmq.dedup import DedupListener
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -24,6 +24,7 @@ from librmq.errors import (
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
+from librmq.idempotence import MemoryDedupStore
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState
