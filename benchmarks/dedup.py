@@ -122,7 +122,7 @@ def _on_server(
     bench: Bench, name: str, case: str, against: str, make: Callable[[ExitStack, Any], tuple[DedupStore, Two]]
 ) -> list[Row]:
     """Rows of a server that is started for them; none where it can't be had."""
-    from tests.dedup.servers import STARTERS, Absent
+    from tests.idempotence.servers import STARTERS, Absent
 
     count = bench.count(ON_SERVERS)
     with ExitStack() as stack:

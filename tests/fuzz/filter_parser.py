@@ -20,7 +20,7 @@ from librmq.filter.logic import reduce
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.python_backend import compile_match
 from librmq.filter.syntax import postorder
-from tests.property.filter_expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
+from tests.filter.expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
 
 __all__ = ["check", "mutants"]
 

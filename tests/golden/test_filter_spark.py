@@ -20,7 +20,7 @@ def test_spark_answers_every_case_itself(figure: Callable[[str], None]) -> None:
     from pyspark.sql import functions as F  # noqa: N812
 
     from librmq.filter.spark_backend import to_column
-    from tests.spark import assert_native, shared_session
+    from tests.spark_session import assert_native, shared_session
 
     rows: list[tuple[Row, str]] = [(row, dialect) for file, dialect in DIALECTS for row, _ in compiling(file, dialect)]
     schema = "number int, props map<string,string>"

@@ -22,7 +22,7 @@ from librmq.java.hashing import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
 from librmq.spark.functions import allocate, dedup_key, match_sql, match_tags, tags_code  # noqa: E402
-from tests.spark import shared_session  # noqa: E402
+from tests.spark_session import shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
 

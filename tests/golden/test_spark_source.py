@@ -13,7 +13,7 @@ from tests.reference import Row, rows, store_folders
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
-from tests.spark import shared_session  # noqa: E402
+from tests.spark_session import shared_session  # noqa: E402
 
 RECORD = (
     "topic string, queueId int, queueOffset bigint, physicalOffset bigint, size int, bornTimestamp timestamp, "

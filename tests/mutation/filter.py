@@ -21,12 +21,12 @@ from typing import NamedTuple
 from tests.reference import CHECKOUT, reference
 
 TESTS = (
-    ("tests/unit/filter", "tests/golden/test_filter.py", "tests/unit/test_matching.py"),
-    ("tests/property/test_filter.py",),
+    ("tests/filter", "tests/golden/test_filter.py", "tests/store/test_message_filters.py"),
+    ("tests/filter/test_properties.py",),
 )
 """What finds most, and quickly, goes first."""
 
-SPARK_TESTS = (("tests/property/test_filter_spark.py::test_spark_agrees",), ("tests/golden/test_filter_spark.py",))
+SPARK_TESTS = (("tests/filter/test_properties_spark.py::test_spark_agrees",), ("tests/golden/test_filter_spark.py",))
 
 
 class Mutant(NamedTuple):

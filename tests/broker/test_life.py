@@ -1,0 +1,206 @@
+"""What a broker counts, saves and survives."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
+from librmq.java import json as java_json
+from librmq.message import record
+from librmq.message.message import Message
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    EndTransaction,
+    ResponseCode,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SendStatus,
+    Subscription,
+    TransactionState,
+    UpdateOffset,
+)
+from librmq.runtime.manual import ManualRunner
+from librmq.testing.files import FailingFiles
+from tests.broker.parties import HOST, beat, manual, opened, pull, send
+
+
+def test_what_happens_is_counted() -> None:
+    metrics = Metrics()
+    broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)
+    runner = manual(broker)
+    first = send(broker, "T", b"12345")
+    broker.call(SendBatch("p", (Message("T", b"1"), Message("T", b"2")), 0, 1, HOST))
+    records = list(broker.messages("T"))
+    pull(broker, "T", 1)
+    pull(broker, "T", 3, notify=lambda: None)
+    send(broker, "T", delay_level=30)
+    broker.call(SendBack("g", first.physical_offset, 1))
+    broker.call(SendBack("g", first.physical_offset, -1))
+    beat(broker, Subscription("T"))
+    beat(broker, Subscription("T"), client_id="c2")
+    half = Message("T", b"x")
+    half.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+    for state in (TransactionState.COMMIT, TransactionState.ROLLBACK):
+        where = broker.call(SendMessage("p", half, 0, runner.now_ms(), HOST))
+        broker.call(EndTransaction("p", state, where.queue_offset, where.physical_offset, ""))
+    broker._sending._check_busy("T")
+    runner.manual_clock.advance(seconds=2)
+    with pytest.raises(BrokerBusyError):
+        broker._sending._check_busy("T")
+    found = metrics.snapshot()
+    runner.advance(2_000)
+    later = metrics.snapshot()
+    assert found["messages_in"]["T",] == 4  # the committed one too
+    assert found["bytes_in"]["T",] >= sum(message.size for message in records)
+    assert found["messages_out"] == {("T", "g"): 2}
+    assert found["bytes_out"] == {("T", "g"): records[1].size + records[2].size}
+    assert found["delayed_in"] == {("18",): 1, ("1",): 1}
+    assert (found.get("delayed_out"), later["delayed_out"]) == (None, {("1",): 1})
+    assert later["messages_in"]["%RETRY%g",] == 1
+    assert found["send_backs"] == found["dead_letters"] == {("T", "g"): 1}
+    assert found["transactions"] == {("T", "commit"): 1, ("T", "rollback"): 1}
+    assert found["clients"] == {("g",): 2}
+    assert found["busy"] == {("T",): 1}
+    assert found["held_pulls"] == {(): 0}  # the committed message has woken it
+    assert found["log_bytes"] == {(): broker.store.log.end} or later["log_bytes"] == {(): broker.store.log.end}
+    broker.forget("c1")
+    broker.forget("c2")
+    broker.close()
+    assert not metrics.snapshot().keys() & {"clients", "held_pulls", "log_bytes", "disk_used"}
+
+
+def test_progress_that_could_not_be_saved_is_saved_later(caplog: pytest.LogCaptureFixture) -> None:
+    files, runner = FailingFiles(MemoryFiles()), ManualRunner()
+    with opened(files, runner) as broker:
+        broker.call(UpdateOffset("g", "T", 0, 1))
+        files.fail("write")
+        runner.advance(6_000)
+        assert "could not be saved" in caplog.text
+        assert files.size("/b/config/consumerOffset.json") is None
+        runner.advance(10_000)
+        assert files.size("/b/config/consumerOffset.json")
+
+
+def test_a_new_brokers_tables() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    opened(files, runner).close()
+    for name, table in (
+        ("topics", {"dataVersion": {"counter": 0, "timestamp": 0}}),
+        ("subscriptionGroup", {"dataVersion": {"counter": 0, "timestamp": 0}}),
+        ("consumerOffset", {"offsetTable": {}}),
+        ("delayOffset", {"offsetTable": {}}),
+        ("consumerFilter", {"filterDataByTopic": {}}),
+    ):
+        assert java_json.loads(files.read(f"/b/config/{name}.json")).items() >= table.items()
+    before = {name: files.read(f"/b/config/{name}.json") for name in ("topics", "subscriptionGroup")}
+    opened(files, runner).close()
+    assert before == {name: files.read(f"/b/config/{name}.json") for name in before}
+
+
+def test_a_disk_is_not_looked_at_by_hand() -> None:
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner, store_config=StoreConfig.tiny()) as broker:
+        assert isinstance(broker.store.files, DiskFiles)
+        send(broker, "T")
+        runner.advance(120_000)
+        assert runner.next_due_ms() is None
+
+
+def test_a_closed_broker_is_no_route() -> None:
+    broker = opened()
+    told = []
+    broker.watch(lambda: told.append(broker.broker_names()))
+    broker.create_topic("T", 3)
+    broker.close()
+    assert told == [("broker-a",), ()]
+    assert [data.read_queues for data in broker.topic_route("T")] == [3]
+    with pytest.raises(NoRouteError):
+        broker.endpoint("broker-b")
+
+
+def test_a_group_that_may_not_be_made() -> None:
+    with opened(auto_create_group=False) as broker, pytest.raises(BrokerError):
+        beat(broker, Subscription("T"))
+    with opened() as broker:
+        for wrong in (-2, 1 << 31, True):
+            with pytest.raises(BrokerError):
+                broker.set_group("g", retry_max_times=wrong)
+
+
+def configured(files: MemoryFiles, name: str, table: str, rows: dict[str, dict[str, object]]) -> MemoryFiles:
+    """Files with one table of a broker's configuration in them."""
+    files.make_folder("/b")
+    files.make_folder("/b/config")
+    files.write(f"/b/config/{name}.json", java_json.dumps({table: rows}).encode())
+    return files
+
+
+def test_what_a_table_holds_beyond_that_is_kept() -> None:
+    topic = {"perm": 6, "order": True, "topicFilterType": "MULTI_TAG", "attributes": {"a": "b"}}
+    files = configured(MemoryFiles(), "topics", "topicConfigTable", {"T": topic})
+    configured(files, "subscriptionGroup", "subscriptionGroupTable", {"g": {"brokerId": 7, "retryQueueNums": 0}})
+    with opened(files) as broker:
+        assert broker.topics()["T"].read_queues == 16
+        sent = send(broker, "T", tags="a")
+        stored = broker.store.message_at(sent.physical_offset)
+        assert stored is not None
+        assert stored.sys_flag == record.MULTI_TAGS
+        broker.call(SendBack("g", sent.physical_offset, 0))  # the group wants nothing again
+        assert broker.store.log.end == stored.size
+        broker.create_topic("T", 3)
+        broker.set_group("g", retry_max_times=2)
+    topics = java_json.loads(files.read("/b/config/topics.json"))["topicConfigTable"]
+    assert topics["T"] == {**topic, "readQueueNums": 3, "writeQueueNums": 3}
+    groups = java_json.loads(files.read("/b/config/subscriptionGroup.json"))["subscriptionGroupTable"]
+    assert groups["g"] == {"brokerId": 7, "retryQueueNums": 0, "retryMaxTimes": 2}
+
+
+def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
+    files = MemoryFiles()
+    body = record.compress_body(bytes(5_000))
+    with opened(files, store=StoreConfig.tiny(store_host="10.0.0.1:10911")) as broker:
+        sent = broker.call(
+            SendMessage("p", Message("T", body), 0, 1, HOST, record.COMPRESSED | record.COMPRESSION_ZLIB)
+        )
+    with opened(files, store=StoreConfig.tiny(store_host="10.0.0.2:10911")) as broker:
+        broker.call(SendBack("g", sent.physical_offset, -1))
+        (dead,) = broker.dead_letters("g")
+        assert (dead.stored_body, dead.body, dead.store_host) == (body, bytes(5_000), ("10.0.0.1", 10911))
+
+
+def test_who_waits_for_the_device() -> None:
+    with opened(store=StoreConfig.tiny(durability="sync")) as broker:
+        send(broker, "T", wait_store_ok=False)
+        assert broker.store._commit.flushed < broker.store.log.end
+        assert send(broker, "T").status is SendStatus.SEND_OK
+        assert broker.store._commit.flushed == broker.store.log.end
+
+
+def test_a_message_of_which_it_is_not_known_whether_it_has_reached_the_device() -> None:
+    files = FailingFiles(MemoryFiles())
+    broker = opened(files, store=StoreConfig.tiny(durability="sync"))
+    send(broker, "T")
+    files.fail("flush")
+    assert send(broker, "T").status is SendStatus.FLUSH_DISK_TIMEOUT
+    with pytest.raises(BrokerError) as caught:
+        send(broker, "T")
+    assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+    broker.abandon()
+
+
+def test_by_hand_the_store_is_flushed_by_a_step() -> None:
+    with opened() as broker:
+        send(broker, "T")
+        manual(broker).advance(10_500)
+        assert broker.store._commit.flushed == broker.store.log.end
+
+
+def test_a_retry_topic_is_made_in_any_case() -> None:
+    with opened(auto_create_topic=False) as broker:
+        send(broker, "%RETRY%g", max_reconsume_times=1)
+        assert broker.topics()["%RETRY%g"].write_queues == 1

@@ -1,0 +1,340 @@
+"""What producers and consumers send: where it goes, what of it is stored, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
+from librmq.files.memory import MemoryFiles
+from librmq.message import record
+from librmq.message.message import Message
+from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
+from librmq.runtime.manual import ManualRunner
+from tests.broker.parties import HOST, manual, opened, send
+
+
+def raw(broker: Broker, physical_offset: int) -> str:
+    message = broker.store.message_at(physical_offset)
+    assert message is not None
+    return message.properties_raw.decode().replace("\1", "=").replace("\2", " ")
+
+
+def test_a_send_tells_where_the_message_is() -> None:
+    with opened() as broker:
+        send(broker, "T", queue_id=1)
+        response = send(
+            broker, "T", b"body", queue_id=1, tags="a", keys=["k"], properties={"u": "v"}, wait_store_ok=True
+        )
+        assert response.status is SendStatus.SEND_OK
+        assert (response.queue_id, response.queue_offset) == (1, 1)
+        stored = broker.store.message_at(response.physical_offset)
+        assert stored is not None
+        assert (stored.topic, stored.body, stored.born_host, stored.born_timestamp_ms) == (
+            "T", b"body", HOST, 1_600_000_000_000,
+        )  # fmt: skip
+        assert response.offset_ids == (stored.offset_id,)
+        assert raw(broker, response.physical_offset) == "u=v KEYS=k CLUSTER=DefaultCluster TAGS=a"
+
+
+def test_the_senders_message_stays_as_it_is() -> None:
+    message = Message("T", b"x", tags="a", wait_store_ok=True, delay_level=2)
+    before = dict(message.properties)
+    with opened() as broker:
+        broker.call(SendMessage("p", message, 0, 1, HOST))
+    assert (message.topic, message.properties) == ("T", before)
+
+
+@pytest.mark.parametrize(("asked", "queues"), [(4, 4), (64, 8), (1, 1)])
+def test_a_send_makes_its_topic(asked: int, queues: int) -> None:
+    with opened() as broker:
+        assert broker.topic_route("T") == ()
+        send(broker, "T", default_queues=asked)
+        (data,) = broker.topic_route("T")
+        assert (data.broker_name, data.read_queues, data.write_queues, data.permission) == (
+            "broker-a",
+            queues,
+            queues,
+            6,
+        )
+
+
+def test_without_auto_creation_a_topic_must_be_there() -> None:
+    with opened(auto_create_topic=False) as broker:
+        with pytest.raises(BrokerError, match="does not exist") as caught:
+            send(broker, "T")
+        assert caught.value.code == ResponseCode.TOPIC_NOT_EXIST
+        assert broker.store.log.end == 0
+        assert "TBW102" not in broker.topics()
+        broker.create_topic("T", 2)
+        send(broker, "T", queue_id=1)
+
+
+def test_a_queue_that_is_not_there_is_refused() -> None:
+    with opened() as broker:
+        broker.create_topic("T", 2, write_queues=4)
+        send(broker, "T", queue_id=3)
+        end = broker.store.log.end
+        with pytest.raises(BrokerError, match="4 queues"):
+            send(broker, "T", queue_id=4)
+        assert broker.store.log.end == end
+        broker.create_topic("T", 2, write_queues=1)
+        send(broker, "T", queue_id=1)  # those that read still have it
+        broker.create_topic("None", 0)
+        with pytest.raises(BrokerError, match="0 queues"):
+            send(broker, "None", queue_id=-1)
+
+
+def test_the_broker_chooses_a_queue_in_turn() -> None:
+    with opened() as broker:
+        broker.create_topic("T", 3)
+        assert [send(broker, "T", queue_id=-1).queue_id for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_a_read_only_topic_takes_a_message_for_a_queue() -> None:
+    with opened() as broker:
+        broker.create_topic("T", permission=4)
+        assert send(broker, "T").queue_offset == 0
+
+
+@pytest.mark.parametrize(
+    "topic", ["TBW102", "broker-a", "DefaultCluster", "SCHEDULE_TOPIC_XXXX", "RMQ_SYS_TRANS_HALF_TOPIC", "a b", "ü", ""]
+)
+def test_topics_that_are_not_for_clients(topic: str) -> None:
+    with opened() as broker:
+        for _ in range(2):
+            with pytest.raises(MessageIllegalError):
+                send(broker, topic)
+        with pytest.raises(MessageIllegalError):
+            broker.call(SendBatch("p", (Message(topic, b"x"),), 0, 1, HOST))
+        with pytest.raises(MessageIllegalError):
+            broker.create_topic(topic)
+        assert broker.store.log.end == 0
+
+
+def test_too_much_is_refused_before_a_byte_is_written() -> None:
+    with opened() as broker:
+        for fields in ({"body": bytes(1 << 20)}, {"properties": {"p": "x" * 40_000}}):
+            with pytest.raises(MessageIllegalError):
+                send(broker, "T", **fields)
+        assert broker.store.log.end == 0
+
+
+def test_a_delayed_message_waits_and_is_delivered_in_time() -> None:
+    with opened() as broker:
+        runner = manual(broker)
+        runner.advance(1_000)
+        response = send(broker, "T", queue_id=2, delay_level=3, wait_store_ok=True)
+        assert response.queue_id == 2
+        assert raw(broker, response.physical_offset) == (
+            "REAL_TOPIC=T CLUSTER=DefaultCluster DELAY=3 WAIT=true REAL_QID=2"
+        )
+        runner.advance(9_999)
+        assert list(broker.messages("T")) == []
+        runner.advance(1)
+        (delivered,) = broker.messages("T")
+        assert (delivered.queue_id, delivered.store_timestamp_ms) == (2, runner.now_ms())
+
+
+@pytest.mark.parametrize(("level", "stored"), [(0, None), (-3, "-3"), (25, "18")])
+def test_levels_out_of_range(level: int, stored: str | None) -> None:
+    with opened() as broker:
+        send(broker, "T", delay_level=level)
+        manual(broker).advance(7_200_000)
+        (message,) = broker.messages("T")
+        assert message.properties.get("DELAY") == stored
+
+
+def test_a_batch_lies_side_by_side() -> None:
+    with opened() as broker:
+        messages = tuple(Message("T", b"%d" % at, tags="a", wait_store_ok=True) for at in range(3))
+        response = broker.call(SendBatch("p", messages, 1, 1, HOST))
+        stored = list(broker.messages("T"))
+        assert [message.body for message in stored] == [b"0", b"1", b"2"]
+        assert response.offset_ids == tuple(message.offset_id for message in stored)
+        assert (response.queue_id, response.queue_offset) == (1, 0)
+        assert raw(broker, response.physical_offset) == "WAIT=true TAGS=a CLUSTER=DefaultCluster WAIT=true"
+        with pytest.raises(BrokerError):
+            broker.call(SendBatch("p", (), 0, 1, HOST))
+        with pytest.raises(MessageIllegalError, match="delayed"):
+            broker.call(SendBatch("p", (Message("T", b"x", delay_level=1),), 0, 1, HOST))
+
+
+def test_a_prepared_message_waits_for_its_end() -> None:
+    with opened() as broker:
+        message = Message("T", b"x", wait_store_ok=True, delay_level=1)
+        message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+        response = broker.call(SendMessage("p", message, 3, 1, HOST, record.TRANSACTION_PREPARED))
+        stored = broker.store.message_at(response.physical_offset)
+        assert stored is not None
+        assert (stored.topic, stored.queue_id, stored.sys_flag, response.queue_id) == (
+            "RMQ_SYS_TRANS_HALF_TOPIC", 0, 0, 3,
+        )  # fmt: skip
+        assert stored.properties == {
+            "REAL_TOPIC": "T", "REAL_QID": "3", "TRAN_MSG": "true", "PGROUP": "p", "WAIT": "true",
+            "CLUSTER": "DefaultCluster",
+        }  # fmt: skip
+
+
+# ---- what consumers send back
+
+
+def test_retries_take_longer_each_time_and_end_as_dead_letters() -> None:
+    with opened() as broker:
+        runner = manual(broker)
+        send(broker, "T", b"hard", tags="a")
+        (first,) = broker.messages("T")
+        message = first
+        waits = []
+        for times in range(16):
+            runner.advance(1_000 - runner.now_ms() % 1_000)
+            sent_ms = runner.now_ms()
+            broker.call(SendBack("g", message.physical_offset, 0))
+            runner.advance(7_200_000)
+            message = list(broker.messages("%RETRY%g"))[times]
+            waits.append((message.store_timestamp_ms - sent_ms) // 1_000)
+            assert (message.reconsume_times, message.body, message.tags) == (times + 1, b"hard", "a")
+            assert message.properties["ORIGIN_MESSAGE_ID"] == first.offset_id
+            assert message.properties["RETRY_TOPIC"] == "T"
+        assert waits == [10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200]
+        broker.call(SendBack("g", message.physical_offset, 0))
+        (dead,) = broker.dead_letters("g")
+        assert (dead.reconsume_times, dead.queue_id, dead.body) == (17, 0, b"hard")
+        assert (dead.born_host, dead.born_timestamp_ms) == (first.born_host, first.born_timestamp_ms)
+        (data,) = broker.topic_route("%DLQ%g")
+        assert (data.read_queues, data.write_queues, data.permission) == (1, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("level", "most", "topic", "stored_level"),
+    [(2, None, "SCHEDULE_TOPIC_XXXX", "2"), (-1, None, "%DLQ%g", "0"), (0, 0, "%DLQ%g", "0"), (5, 0, "%DLQ%g", "0")],
+)
+def test_what_a_send_back_asks_for(level: int, most: int | None, topic: str, stored_level: str) -> None:
+    with opened() as broker:
+        sent = send(broker, "T")
+        end = broker.store.log.end
+        broker.call(SendBack("g", sent.physical_offset, level, most))
+        stored = broker.store.message_at(end)
+        assert stored is not None
+        assert (stored.topic, stored.properties["DELAY"], stored.reconsume_times) == (topic, stored_level, 1)
+        assert stored.properties["WAIT"] == "false"
+
+
+def test_a_group_has_its_own_maximum() -> None:
+    with opened() as broker:
+        broker.set_group("g", retry_max_times=0)
+        broker.call(SendBack("g", send(broker, "T").physical_offset, 0))
+        assert len(broker.dead_letters("g")) == 1
+        assert broker.groups()["g"] == 0
+
+
+def test_a_send_back_of_nothing() -> None:
+    with opened() as broker:
+        for physical_offset in (0, 17, 1 << 40, -1):
+            with pytest.raises(BrokerError):
+                broker.call(SendBack("g", physical_offset, 0))
+        assert broker.store.log.end == 0
+    with opened(auto_create_group=False) as broker:
+        with pytest.raises(BrokerError) as caught:
+            broker.call(SendBack("g", 0, 0))
+        assert caught.value.code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+
+
+def test_a_consumer_that_sends_to_its_retry_topic_itself() -> None:
+    with opened() as broker:
+        fields: dict[str, Any] = {"delay_level": 4, "properties": {"u": "v"}}
+        send(broker, "%RETRY%g", reconsume_times=1, max_reconsume_times=2, **fields)
+        send(broker, "%RETRY%g", reconsume_times=2, max_reconsume_times=2, **fields)
+        assert broker.dead_letters("g") == []  # it goes by the delay
+        manual(broker).advance(31_000)
+        (dead,) = broker.dead_letters("g")
+        (retried,) = broker.messages("%RETRY%g")
+        assert (dead.reconsume_times, retried.reconsume_times) == (2, 1)
+
+
+# ---- what goes wrong
+
+
+def test_a_store_that_is_stuck_is_busy() -> None:
+    with opened(longest_wait_s=0) as broker:
+        clock = manual(broker).manual_clock
+        send(broker, "T")
+        with broker.store._lock:  # as a write has it that does not end
+            with pytest.raises(BrokerBusyError, match="taken 0 ms"):
+                send(broker, "T")
+            clock.advance(ms=1_001)
+            with pytest.raises(BrokerBusyError, match="taken 1001 ms"):
+                send(broker, "T")
+        send(broker, "T")
+        with broker.store._lock, pytest.raises(BrokerBusyError, match="taken 0 ms"):  # another write
+            send(broker, "T")
+
+
+def test_a_closed_broker_can_not_be_reached() -> None:
+    for end in (Broker.close, Broker.abandon):
+        broker = opened()
+        send(broker, "T")
+        end(broker)
+        end(broker)
+        with pytest.raises(BrokerUnreachableError):
+            send(broker, "T")
+        with pytest.raises(BrokerUnreachableError):
+            broker.create_topic("U")
+        assert broker.broker_names() == ()
+
+
+def test_errors_of_the_store_are_the_brokers() -> None:
+    files = MemoryFiles()
+    with opened(files) as broker:
+        send(broker, "T")
+        files.disk_used_ratio = 0.99
+        broker.store.run_due(manual(broker).now_ms())
+        with pytest.raises(BrokerError) as caught:
+            send(broker, "T")
+        assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+        assert isinstance(caught.value, RmqError)
+
+
+def test_an_unknown_request() -> None:
+    class Other(SendMessage):
+        pass
+
+    with opened() as broker, pytest.raises(BrokerError) as caught:
+        broker.call(Other("p", Message("T", b"x"), 0, 1, HOST))
+    assert caught.value.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+
+
+def test_killed_while_messages_wait() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner)
+    send(broker, "T", b"once", delay_level=3)
+    runner.advance(12_000)
+    broker.abandon()  # before its progress was saved
+    with opened(files, runner) as again:
+        assert [message.body for message in again.messages("T")] == [b"once"]
+        runner.advance(2_000)
+        assert [message.body for message in again.messages("T")] == [b"once", b"once"]
+        runner.advance(20_000)
+    with opened(files, runner) as again:
+        runner.advance(100_000)
+        assert len(list(again.messages("T"))) == 2
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_year_in_which_nothing_happens(on_disk: bool) -> None:
+    config = StoreConfig.tiny()
+    with Broker.temporary(runner=ManualRunner(), store_config=config) if on_disk else opened(store=config) as broker:
+        runner = manual(broker)
+        for _ in range(300):
+            send(broker, "T", bytes(500))
+        broker.call(SendBack("g", 0, 0))
+        runner.advance(60_000)
+        turns = 0
+        end_ms = runner.now_ms() + 365 * 86_400_000
+        while (due := runner.next_due_ms()) is not None and due <= end_ms:
+            runner.advance(due - runner.now_ms())
+            turns += 1
+        assert turns < 100

@@ -1,0 +1,109 @@
+"""A broker among threads: nobody waits for a message that is there, and closing ends what it began."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.errors import BrokerUnreachableError
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message
+from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription
+from librmq.runtime.threads import ThreadRunner
+from tests.broker.parties import HOST
+
+
+class Reader:
+    """Pulls a queue to its end in the thread that wakes it, until all has come."""
+
+    def __init__(self, broker: Broker, queue_id: int, count: int) -> None:
+        self.broker, self.queue_id, self.count = broker, queue_id, count
+        self.bodies: list[bytes] = []
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        while len(self.bodies) < self.count:
+            self.ready.clear()
+            response = self.broker.call(
+                PullMessage(
+                    "c",
+                    "g",
+                    "T",
+                    self.queue_id,
+                    len(self.bodies),
+                    subscription=Subscription("T", "a"),
+                    notify=self.ready.set,
+                    commit_offset=len(self.bodies),
+                )
+            )
+            self.bodies += [message.body for message in response.messages]
+            if response.status is PullStatus.HELD:
+                assert self.ready.wait(30), "a message came, and nobody was told"
+
+
+def test_no_message_is_missed_between_looking_and_waiting() -> None:
+    senders, queues, each = 3, 2, 300
+    with Broker.open(
+        "/b", files=MemoryFiles(), store_config=StoreConfig.embedded(commitlog_file_size=1 << 20)
+    ) as broker:
+        broker.create_topic("T", queues)
+        readers = [Reader(broker, queue_id, senders * each) for queue_id in range(queues)]
+
+        def run(sender: int) -> None:
+            for at in range(each):
+                for queue_id in range(queues):
+                    message = Message("T", b"%d %d" % (sender, at), tags="a")
+                    broker.call(SendMessage("p", message, queue_id, 1, HOST))
+
+        threads = [threading.Thread(target=run, args=(sender,)) for sender in range(senders)]
+        for thread in threads:
+            thread.start()
+        for thread in [*threads, *(reader.thread for reader in readers)]:
+            thread.join(60)
+        for reader in readers:
+            assert len(reader.bodies) == senders * each
+            for sender in range(senders):
+                mine = [body for body in reader.bodies if body.startswith(b"%d " % sender)]
+                assert mine == [b"%d %d" % (sender, at) for at in range(each)]
+
+
+def test_its_own_threads_end_with_it() -> None:
+    before = set(threading.enumerate())
+    broker = Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig.tiny())
+    broker.call(SendMessage("p", Message("T", b"x", delay_level=1), 0, 1, HOST))
+    broker.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_given_runner_goes_on() -> None:
+    runner = ThreadRunner()
+    try:
+        for name in ("a", "b"):
+            with Broker.temporary(name=name, runner=runner) as broker:
+                assert broker.runner is runner
+                assert os.path.isdir(broker.store.path)
+            assert not os.path.exists(broker.store.path)
+    finally:
+        assert runner.close() == []
+
+
+@pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
+def test_a_child_process_has_no_use_of_it() -> None:
+    with Broker.temporary() as broker:
+        broker.create_topic("T")
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            try:
+                broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST))
+            except BrokerUnreachableError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST)).queue_offset == 0

@@ -1,0 +1,245 @@
+"""Half messages in a broker: hidden, ended by their producer, asked about, given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.config import StoreConfig
+from librmq.errors import BrokerError, DiskFullError
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    ChannelClosed,
+    CheckTransaction,
+    EndTransaction,
+    Forgotten,
+    Heartbeat,
+    PullStatus,
+    Request,
+    ResponseCode,
+    SendMessage,
+    SendResponse,
+    TransactionState,
+)
+from librmq.runtime.manual import ManualRunner
+from librmq.txn import TransactionSettings
+from tests.broker.parties import HOST, Listening, manual, opened, pull, send
+
+COMMIT, ROLLBACK, UNKNOWN = TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN
+
+
+def prepare(broker: Broker, number: int = 0, topic: str = "T", queue_id: int = 1) -> SendResponse:
+    message = Message(topic, b"%d" % number, tags="a", unique_key=f"U{number}", wait_store_ok=True)
+    message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+    now_ms = broker.runner.now_ms()
+    return broker.call(SendMessage("p", message, queue_id, now_ms, HOST, 4))
+
+
+def end(broker: Broker, half: SendResponse, state: TransactionState, group: str = "p") -> None:
+    broker.call(EndTransaction(group, state, half.queue_offset, half.physical_offset, ""))
+
+
+def producer(broker: Broker, client_id: str) -> Listening:
+    client = Listening()
+    broker.call(Heartbeat(client_id, client, frozenset({"p"}), ()))
+    return client
+
+
+def bodies(broker: Broker, topic: str = "T") -> list[bytes]:
+    return [message.body for message in broker.messages(topic)]
+
+
+def test_a_half_message_is_seen_once_it_is_committed() -> None:
+    with opened() as broker:
+        woken: list[int] = []
+        half = prepare(broker)
+        assert bodies(broker) == []
+        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+        end(broker, half, UNKNOWN)
+        assert woken == []
+        end(broker, half, COMMIT)
+        assert (bodies(broker), woken) == ([b"0"], [1])
+        (final,) = broker.messages("T")
+        assert (final.queue_id, final.sys_flag, final.prepared_transaction_offset) == (1, 8, half.physical_offset)
+        end(broker, half, COMMIT)
+        assert bodies(broker) == [b"0"]  # once
+
+
+def test_a_half_message_that_is_rolled_back_is_never_seen() -> None:
+    with opened() as broker:
+        half = prepare(broker)
+        end(broker, half, ROLLBACK)
+        manual(broker).advance(3_600_000)
+        assert (bodies(broker), bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC")) == ([], [])
+
+
+def test_an_end_of_something_else_is_refused() -> None:
+    with opened() as broker:
+        half = prepare(broker)
+        plain = send(broker, "T")
+        before = broker.store.log.end
+        for wrong, group in ((half, "q"), (plain, "p")):
+            for state in (COMMIT, ROLLBACK):
+                with pytest.raises(BrokerError) as caught:
+                    end(broker, wrong, state, group)
+                assert caught.value.code == ResponseCode.SYSTEM_ERROR
+        assert broker.store.log.end == before
+
+
+def test_producers_are_asked_in_turn_and_their_answer_counts() -> None:
+    with opened() as broker:
+        runner = manual(broker)
+        one, two = producer(broker, "c1"), producer(broker, "c2")
+        for number in range(2):
+            prepare(broker, number)
+        runner.advance(61_000)
+        asked = [*one.heard, *two.heard]
+        assert [type(request) for request in asked] == [CheckTransaction] * 2
+        assert len(one.heard) == len(two.heard) == 1
+        for request in asked:
+            assert isinstance(request, CheckTransaction)
+            assert (request.group, request.broker_name) == ("p", "broker-a")
+            copy = request.message
+            assert request.transaction_id == copy.unique_key
+            state = COMMIT if copy.body == b"1" else ROLLBACK
+            broker.call(EndTransaction("p", state, copy.queue_offset, copy.physical_offset, "", from_check=True))
+        assert bodies(broker) == [b"1"]
+        runner.advance(3_600_000)
+        assert len(one.heard) + len(two.heard) == 2
+        assert runner.next_due_ms() is None
+
+
+def test_a_half_message_is_given_up_after_its_checks() -> None:
+    settings = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
+    with opened(transactions=settings) as broker:
+        runner = manual(broker)
+        client = producer(broker, "c1")
+        prepare(broker)
+        runner.advance(4_000)
+        assert len(client.heard) == 1
+        broker.call(ChannelClosed("c1"))
+        runner.advance(60_000)  # nobody is there to be asked; the checks count
+        assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
+        assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
+        assert "RMQ_SYS_TRANS_OP_HALF_TOPIC" not in broker.topics()
+        assert runner.next_due_ms() is None
+
+
+def test_a_producer_that_fails_as_it_is_asked_ends_no_check(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Listening):
+        def call(self, request: Request[Any], /) -> Any:
+            super().call(request)
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    settings = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
+    with opened(transactions=settings) as broker:
+        client = Fails()
+        broker.call(Heartbeat("c1", client, frozenset({"p"}), ()))
+        for number in range(2):
+            prepare(broker, number)
+        manual(broker).advance(60_000)
+        assert len(client.heard) == 6
+        assert "cannot schedule new futures" in caplog.text
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0", b"1"]
+
+
+def test_a_half_message_outlives_its_broker() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner)
+    half = prepare(broker)
+    other = prepare(broker, 1)
+    end(broker, half, COMMIT)
+    broker.abandon()
+    with opened(files, runner) as again:
+        client = producer(again, "c1")
+        runner.advance(121_000)
+        (request,) = client.heard[:1]
+        assert isinstance(request, CheckTransaction)
+        assert request.message.body == b"1"
+        end(again, other, COMMIT)
+        runner.advance(60_000)
+        assert sorted(bodies(again)) == [b"0", b"1"]
+
+
+def expired(broker: Broker) -> None:
+    """Retention takes all that stands in the log by now."""
+    store = broker.store
+    end = store.log.end
+    while store.log.end - end < 2 * store.config.commitlog_file_size:
+        send(broker, "filling", bytes(1000))
+    store.flush()
+    store._retention.delete_before(end - end % store.config.commitlog_file_size + store.config.commitlog_file_size)
+    assert store.log.begin >= end
+
+
+@pytest.mark.parametrize("state", [COMMIT, ROLLBACK])
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_the_end_of_a_half_message_that_retention_has_taken_is_refused(
+    state: TransactionState, has_metrics: bool
+) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner)
+    half, other = prepare(broker), prepare(broker, 1)
+    broker.close()
+    settings = StoreConfig.tiny()
+    metrics = Metrics() if has_metrics else None
+    with Broker.open("/b", files=files, runner=runner, store_config=settings, metrics=metrics) as again:
+        expired(again)
+        before = again.store.log.end
+        for one in (half, other):
+            with pytest.raises(BrokerError, match="Find prepared transaction message failed") as caught:
+                end(again, one, state)
+            assert caught.value.code == ResponseCode.SYSTEM_ERROR
+        assert again.store.log.end == before
+        assert bodies(again) == []
+        runner.advance(200_000)  # the check goes on behind it
+        late = prepare(again, 2)
+        end(again, late, COMMIT)
+        assert bodies(again) == [b"2"]
+
+
+def test_a_message_is_told_of_though_retention_takes_its_half_in_that_moment() -> None:
+    with opened() as broker:
+        woken: list[int] = []
+        half = prepare(broker)
+        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+        again = broker.store.append_again
+
+        def taken(*arguments: Any, **fields: Any) -> Any:
+            result = again(*arguments, **fields)
+            expired(broker)
+            return result
+
+        broker.store.append_again = taken  # type: ignore[method-assign]
+        end(broker, half, COMMIT)
+        assert broker.store.message_at(half.physical_offset) is None
+        assert woken == [1]
+
+
+def test_what_is_delivered_is_told_of_though_the_end_fails_behind_it() -> None:
+    with opened() as broker:
+        woken: list[int] = []
+        half = prepare(broker)
+        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+        append, store = broker.store.append, broker.store
+
+        def refuse(message: Message, *arguments: Any, **fields: Any) -> Any:
+            if message.topic == "RMQ_SYS_TRANS_OP_HALF_TOPIC":
+                raise DiskFullError("full")
+            return append(message, *arguments, **fields)
+
+        store.append = refuse  # type: ignore[method-assign]
+        with pytest.raises(BrokerError) as caught:
+            end(broker, half, COMMIT)
+        assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+        store.append = append  # type: ignore[method-assign]
+        assert (bodies(broker), woken) == ([b"0"], [1])
+        end(broker, half, COMMIT)  # once more
+        assert bodies(broker) == [b"0"]
+        manual(broker).advance(3_600_000)
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []

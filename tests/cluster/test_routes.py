@@ -1,0 +1,145 @@
+"""Several brokers behind one route: what clients know of them, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.cluster import RouteTable
+from librmq.config import StoreConfig
+from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.files.memory import MemoryFiles
+from librmq.protocol import MaxOffset, Subscription
+from librmq.runtime.manual import ManualRunner
+from tests.broker.parties import beat
+
+
+def broker(name: str, runner: ManualRunner, files: MemoryFiles | None = None) -> Broker:
+    return Broker.open("/b", name=name, runner=runner, files=files or MemoryFiles(), store_config=StoreConfig.tiny())
+
+
+def names(routes: RouteTable, topic: str = "T") -> list[str]:
+    return [data.broker_name for data in routes.topic_route(topic)]
+
+
+class Told:
+    def __init__(self, routes: RouteTable) -> None:
+        self.times = 0
+        self.end = routes.watch(self.tell)
+
+    def tell(self) -> None:
+        self.times += 1
+
+
+def test_a_topic_is_where_any_broker_has_it() -> None:
+    runner = ManualRunner()
+    a, b = broker("a", runner), broker("b", runner)
+    routes = RouteTable(b, a)
+    told = Told(routes)
+    a.create_topic("T", 2)
+    b.create_topic("T", 3)
+    b.create_topic("U")
+    assert [(data.broker_name, data.read_queues) for data in routes.topic_route("T")] == [("a", 2), ("b", 3)]
+    assert names(routes, "U") == ["b"]
+    assert routes.broker_names() == ("a", "b")
+    assert routes.brokers() == (a, b)
+    assert routes.endpoint("b").call(MaxOffset("T", 0)) == 0
+    assert told.times == 3
+    told.end()
+    a.create_topic("V")
+    assert told.times == 3
+    with pytest.raises(NoRouteError, match="a, b"):
+        routes.endpoint("c")
+
+
+def test_a_closed_broker_stays_in_the_route_for_up_to_30_s() -> None:
+    runner, files = ManualRunner(), MemoryFiles()
+    a, b = broker("a", runner), broker("b", runner, files)
+    routes = RouteTable(a, b)
+    for one in (a, b):
+        one.create_topic("T", 2)
+    runner.advance(1_000)
+    told = Told(routes)
+    b.close()
+    assert (names(routes), routes.broker_names(), told.times) == (["a", "b"], ("a",), 1)
+    with pytest.raises(BrokerUnreachableError):
+        routes.endpoint("b").call(MaxOffset("T", 0))
+    runner.advance(28_999)
+    assert (names(routes), told.times) == (["a", "b"], 1)
+    runner.advance(1)
+    assert (names(routes), told.times) == (["a"], 2)
+    again = broker("b", runner, files)
+    routes.add(again)
+    assert routes.endpoint("b").call(MaxOffset("T", 0)) == 0
+    assert names(routes) == ["a"]
+    runner.advance(30_000)
+    assert (names(routes), routes.broker_names()) == (["a", "b"], ("a", "b"))
+    assert runner.next_due_ms() is None
+
+
+def test_a_killed_broker_stays_in_the_route_for_up_to_150_s() -> None:
+    runner, files = ManualRunner(), MemoryFiles()
+    a, b = broker("a", runner), broker("b", runner, files)
+    for one in (a, b):
+        one.create_topic("T", 2)
+    routes = RouteTable(a, b)
+    runner.advance(1_000)
+    b.abandon()
+    runner.advance(148_999)
+    assert names(routes) == ["a", "b"]
+    runner.advance(1)
+    assert names(routes) == ["a"]
+
+
+def test_a_broker_that_is_back_soon_was_never_gone() -> None:
+    runner, files = ManualRunner(), MemoryFiles()
+    a, b = broker("a", runner), broker("b", runner, files)
+    for one in (a, b):
+        one.create_topic("T", 2)
+    routes = RouteTable(a, b)
+    b.abandon()
+    assert routes.broker_names() == ("a",)
+    routes.add(broker("b", runner, files))
+    assert (names(routes), routes.broker_names()) == (["a", "b"], ("a", "b"))
+    runner.advance(600_000)
+    assert names(routes) == ["a", "b"]
+
+
+def test_a_broker_out_of_reach_loses_its_clients() -> None:
+    runner = ManualRunner()
+    a = broker("a", runner)
+    routes = RouteTable(a)
+    beat(a, Subscription("T"))
+    routes.cut("a")
+    with pytest.raises(BrokerUnreachableError, match="a can't be reached"):
+        routes.endpoint("a").call(MaxOffset("T", 0))
+    assert (a.client_ids(), routes.broker_names()) == ((), ())
+    routes.restore("a")
+    assert routes.endpoint("a").call(MaxOffset("T", 0)) == 0
+    a.close()
+    routes.cut("a")
+    with pytest.raises(NoRouteError):
+        routes.cut("b")
+
+
+def test_a_new_broker_is_learnt_of_at_the_next_look() -> None:
+    runner = ManualRunner()
+    routes = RouteTable(broker("a", runner))
+    told = Told(routes)
+    new = broker("b", runner)
+    new.create_topic("T")
+    routes.add(new)
+    assert (names(routes), routes.broker_names()) == ([], ("a",))
+    runner.advance(30_000)
+    assert (names(routes), routes.broker_names()) == (["b"], ("a", "b"))
+    assert told.times == 2
+
+
+def test_what_can_not_be_a_route() -> None:
+    runner = ManualRunner()
+    with pytest.raises(ConfigError, match="at least one"):
+        RouteTable()
+    with pytest.raises(ConfigError, match="two brokers"):
+        RouteTable(broker("a", runner), broker("a", runner))
+    with pytest.raises(ConfigError, match="runner"):
+        RouteTable(broker("a", runner), broker("b", ManualRunner()))

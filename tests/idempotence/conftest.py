@@ -1,0 +1,198 @@
+"""What the tests of dedup and outbox share: servers started once, and the places where records can be."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import redis
+import sqlalchemy
+
+from librmq.idempotence.dedup_redis import RedisDedupStore
+from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
+from tests.conftest import in_ci
+from tests.idempotence.servers import STARTERS, Absent, Server
+
+STORES: Final = ("memory", "sqlite", "sql-sqlite", "sql-portable", "postgresql", "mysql", "redis")
+"""Every store, those behind one that SQLAlchemy reaches by the dialect."""
+DATABASES: Final = ("sqlite", "postgresql", "mysql")
+
+_numbers = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one server run in one process, so that each server is started once."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            name = next((name for name in STARTERS if name in item.name), "memory")
+            item.add_marker(pytest.mark.xdist_group(f"dedup-{name}"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Callable[[str], Server]]:
+    """``server("postgresql")``: it runs, from the first call to the end."""
+    running: dict[str, Server] = {}
+    absent: dict[str, str] = {}
+    with ExitStack() as stack:
+
+        def get(name: str) -> Server:
+            if name not in running and name not in absent:
+                try:
+                    running[name] = stack.enter_context(STARTERS[name]())
+                except Absent as error:
+                    absent[name] = str(error)
+            if name in absent:
+                problem = f"no {name} server: {absent[name]}"
+                if in_ci():
+                    pytest.fail(problem)
+                pytest.skip(problem)
+            return running[name]
+
+        yield get
+
+
+class Place:
+    """Where records are: `open` gives a handle, as each process would have one of its own."""
+
+    def __init__(self, name: str, folder: Path, server: Callable[[str], Server]) -> None:
+        self.name = name
+        self.server = server(name) if name in STARTERS else None
+        self._stack = ExitStack()
+        self._memory = MemoryDedupStore()
+        self.path = folder / "records.db"
+
+    def open(self) -> DedupStore:
+        """A handle; closed at the end."""
+        if self.name == "memory":
+            return self._memory
+        if self.name == "sqlite":
+            return self._stack.enter_context(SqliteDedupStore(self.path))
+        if self.name == "redis":
+            assert self.server is not None
+            return RedisDedupStore(self._stack.enter_context(closing(redis.Redis.from_url(self.server.url))))
+        url = self.server.url if self.server is not None else f"sqlite:///{self.path}"
+        store = self._stack.enter_context(SqlDedupStore(url))
+        if self.server is None:
+            sqlalchemy.event.listen(store.engine, "connect", _without_flushes)
+        if self.name == "sql-portable":
+            store.say_portably()
+        return store.create()
+
+    @cached_property
+    def handle(self) -> DedupStore:
+        """One for all who do not care."""
+        return self.open()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="session")
+def place(
+    server: Callable[[str], Server], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Place]]:
+    """``place("redis")``: one for the whole run; tests keep apart by their keys."""
+    places: dict[str, Place] = {}
+
+    def get(name: str) -> Place:
+        if name not in places:
+            places[name] = Place(name, tmp_path_factory.mktemp(name), server)
+        return places[name]
+
+    yield get
+    for each in places.values():
+        each.close()
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, place: Callable[[str], Place]) -> DedupStore:
+    """Each of the stores."""
+    return place(request.param).handle
+
+
+@pytest.fixture
+def key() -> str:
+    """A key that no other test has."""
+    return f"shop:orders:billing::{next(_numbers)}"
+
+
+# --- databases with tables for a business
+
+
+class Database:
+    """A database with librmq's tables, and two of a business: ``accounts`` and ``effects``."""
+
+    def __init__(self, name: str, url: str, engine: sqlalchemy.Engine) -> None:
+        self.name = name
+        self.url = url
+        self.engine = engine
+
+    def run(self, sql: str, **parameters: Any) -> list[tuple[Any, ...]]:
+        """One statement, committed; its rows."""
+        with self.engine.begin() as connection:
+            result = connection.execute(sqlalchemy.text(sql), parameters)
+            return [tuple(row) for row in result] if result.returns_rows else []
+
+    def connect(self) -> Any:
+        """A plain DB-API connection."""
+        if self.name == "sqlite":
+            assert self.engine.url.database is not None
+            connection = sqlite3.connect(self.engine.url.database)
+            connection.execute("PRAGMA synchronous = OFF")
+            return connection
+        if self.name == "postgresql":
+            import psycopg
+
+            return psycopg.connect(f"host=127.0.0.1 port={self.engine.url.port} user=rmq dbname=postgres")
+        import pymysql
+
+        return pymysql.connect(host="127.0.0.1", port=self.engine.url.port or 0, user="root", database="rmq")
+
+    def effects(self, name: str) -> int:
+        """How many effects of that name stand in the database."""
+        return int(self.run("SELECT COUNT(*) FROM effects WHERE name = :name", name=name)[0][0])
+
+
+def _without_flushes(connection: Any, _: object) -> None:
+    """No test takes the power away."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = OFF")
+
+
+@pytest.fixture(scope="session")
+def database(
+    server: Callable[[str], Server], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Database]]:
+    """``database("mysql")``: one for the whole run."""
+    databases: dict[str, Database] = {}
+
+    def get(name: str) -> Database:
+        if name not in databases:
+            url = server(name).url if name in STARTERS else f"sqlite:///{tmp_path_factory.mktemp('db') / 'shop.db'}"
+            engine = sqlalchemy.create_engine(url)
+            if name == "sqlite":
+                sqlalchemy.event.listen(engine, "connect", _without_flushes)
+            upgrade_tables(engine)
+            made = databases[name] = Database(name, url, engine)
+            made.run("CREATE TABLE effects (name VARCHAR(100) NOT NULL)")
+            made.run("CREATE TABLE accounts (id VARCHAR(100) NOT NULL PRIMARY KEY, balance INTEGER NOT NULL)")
+        return databases[name]
+
+    yield get
+    for each in databases.values():
+        each.engine.dispose()
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test has, for keys, effects and accounts."""
+    return f"name-{next(_numbers)}"

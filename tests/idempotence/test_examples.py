@@ -1,0 +1,91 @@
+"""The examples do what they say, on a file and on real servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import sqlalchemy
+from sqlalchemy.pool import NullPool
+
+from librmq.clock import ManualClock
+from tests.idempotence.conftest import DATABASES, Database
+from tests.reference import CHECKOUT
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engine]:
+    """``shop("mysql")``: an engine, with the tables of the example made anew."""
+
+    def make(base: str) -> sqlalchemy.Engine:
+        place = database(base)
+        for table in ("orders", "charges"):
+            place.run(f"DROP TABLE IF EXISTS {table}")
+        engine = sqlalchemy.create_engine(place.url, poolclass=NullPool)
+        example("idempotence").make_tables(engine, 3)
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_check_then_act_charges_twice(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
+    """A second of work, the duplicate 100 ms later."""
+    ways, clock = example("idempotence"), ManualClock(0)
+    assert ways.deliver_twice(shop(base), ways.check_then_act, 0, clock) == 2
+    assert clock.now_ms() == 1100
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_a_conditional_update_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
+    ways, clock = example("idempotence"), ManualClock(0)
+    assert ways.deliver_twice(shop(base), ways.conditional_update, 0, clock) == 1
+    assert clock.now_ms() == 1100
+
+
+@pytest.mark.parametrize("base", DATABASES[1:])
+def test_a_lock_that_refuses_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
+    ways, clock = example("idempotence"), ManualClock(0)
+    assert ways.deliver_twice(shop(base), ways.select_for_update_nowait, 0, clock) == 1
+    assert clock.now_ms() == 10_100  # the duplicate was refused, and came again
+
+
+@pytest.mark.parametrize("base", DATABASES[1:])
+def test_a_lock_that_waits_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
+    """The duplicate stands at the lock, or comes when it is free: either way it finds the order paid."""
+    ways, engine = example("idempotence"), shop(base)
+    with engine.connect() as one, engine.connect() as two:
+        first = ways.select_for_update(one, 0)
+        assert next(first) == 1.0  # it has the lock, and works
+        duplicate = threading.Thread(target=lambda: list(ways.select_for_update(two, 0)))
+        duplicate.start()
+        assert list(first) == []
+        duplicate.join()
+    with engine.connect() as connection:
+        assert connection.execute(sqlalchemy.text("SELECT COUNT(*) FROM charges")).scalar_one() == 1
+
+
+def test_the_ways_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example("idempotence").main(f"sqlite:///{tmp_path / 'x.db'}")
+    assert "check_then_act: charged 2 times\nconditional_update: charged 1 times\n" in capsys.readouterr().out
+
+
+def test_from_one_database_to_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example("exactly_once").main(tmp_path)
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 messages sent\n")
+    assert shown.count("mail: ") == 2
+    assert shown.endswith("invoice for order-1: 40\ninvoice for order-2: 25\n")

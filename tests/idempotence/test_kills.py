@@ -1,0 +1,130 @@
+"""Several processes at one store, killed at any moment; effects are counted in a database."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from librmq.clock import ManualClock, SystemClock
+from librmq.idempotence.outbox import Outbox
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.message.message import Message
+from tests.conftest import SlowBudget
+from tests.idempotence.conftest import DATABASES, Database, Place
+from tests.idempotence.worker import MODES
+
+WORKERS = 3
+COUNT = 40
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform == 'win32'", reason="kills"), pytest.mark.platform]
+
+_groups = itertools.count()
+
+
+def hammer(mode: str, store: str, url: str, effects: Path, group: str, seed: int) -> int:
+    """Let some processes work, kill each at a moment of its own, and do the rest; how many were killed.
+
+    The rest is done in this process, by a clock that is ahead of all claims.
+    """
+    script = Path(__file__).with_name("worker.py")
+    words = [mode, store, url, str(effects), group]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, *words, str(seed + number), str(COUNT)], stdout=subprocess.PIPE, text=True
+        )
+        for number in range(WORKERS)
+    ]
+    moments = random.Random(seed)
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            for _ in range(moments.randrange(1, COUNT)):
+                assert process.stdout.readline()
+            process.kill()
+    finally:
+        for process in processes:
+            process.kill()
+            with process:
+                pass
+    clock = ManualClock(SystemClock().now_ms())
+    clock.advance(minutes=10)
+    with closing(MODES[mode](store, url, str(effects), group, clock)) as consumer:
+        for number in range(COUNT):
+            consumer.deliver(str(number))
+    return len(processes)
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Path:
+    """The file of effects."""
+    path = tmp_path / "effects.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE effects (grp TEXT, name TEXT)")
+    return path
+
+
+def names(effects: Path, group: str) -> list[str]:
+    with closing(sqlite3.connect(effects)) as connection:
+        found = connection.execute("SELECT name FROM effects WHERE grp = ? ORDER BY rowid", (group,))
+        return [name for (name,) in found]
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql", "redis"])
+def test_each_kill_costs_at_most_one_effect_too_many(
+    place: Callable[[str], Place], name: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    """Each is there, and twice only if its process was killed between effect and mark."""
+    where = place(name)
+    where.handle  # noqa: B018 (makes the table)
+    url = where.server.url if where.server is not None else str(where.path)
+    for seed in slow_budget.rounds(20, "rounds of three killed processes"):
+        group = f"kills-{next(_groups)}"
+        kills = hammer("guarded", name, url, effects, group, seed)
+        counted = Counter(names(effects, group))
+        assert sorted(counted, key=int) == [str(number) for number in range(COUNT)]
+        assert counted.total() - COUNT <= kills
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_no_kill_costs_anything_in_one_transaction(
+    database: Callable[[str], Database], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    where = database(base)
+    for seed in slow_budget.rounds(20, "rounds of three killed processes"):
+        group = f"kills-{next(_groups)}"
+        hammer("transactional", "", where.url, effects, group, seed)
+        rows = where.run("SELECT name, COUNT(*) FROM effects WHERE name LIKE :like GROUP BY name", like=f"{group}/%")
+        assert {name: int(count) for name, count in rows} == {f"{group}/{number}": 1 for number in range(COUNT)}
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_senders_that_are_killed_send_all_in_order(
+    database: Callable[[str], Database], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    """Each message of an outbox at least once, again at most once a kill, those of a key first in their order."""
+    where = database(base)
+    for seed in slow_budget.rounds(20, "rounds of three killed senders"):
+        group = f"kills_{base}_{next(_groups)}"
+        upgrade_tables(where.engine, dedup=None, messages=None, outbox=group)
+        outbox, total = Outbox(table=group), 4 * COUNT
+        with where.engine.begin() as connection:
+            for number in range(total):
+                order_key = f"key-{number % 40}" if number % 3 else None
+                outbox.add(connection, Message("orders", str(number).encode()), order_key=order_key)
+        kills = hammer("outbox", "", where.url, effects, group, seed)
+        sent = list(map(int, names(effects, group)))
+        assert set(sent) == set(range(total))
+        assert len(sent) - total <= kills
+        for key in range(40):
+            firsts = list(dict.fromkeys(number for number in sent if number % 40 == key and number % 3))
+            assert firsts == sorted(firsts)

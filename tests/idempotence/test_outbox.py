@@ -1,0 +1,462 @@
+"""The outbox: what commits is sent, at least once, by one sender at a time, in order where asked."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+from librmq.clock import ManualClock
+from librmq.errors import ConfigError, MessageIllegalError
+from librmq.idempotence.outbox import Outbox, OutboxSender
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.message.message import Message
+from librmq.protocol import SendStatus
+from tests.idempotence.conftest import DATABASES, Database
+
+
+class Result:
+    def __init__(self, status: object) -> None:
+        self.status = status
+
+
+class Recorder:
+    """A producer that keeps what it sends; ``then`` is called after each, and gives the status."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.then: Callable[[Message], object] = lambda message: SendStatus.SEND_OK
+
+    def send(self, message: Message) -> Result:
+        self.sent.append(message)
+        return Result(self.then(message))
+
+    @property
+    def bodies(self) -> list[str]:
+        return [message.body.decode() for message in self.sent]
+
+
+class Post:
+    """An outbox of its own in a database, with a clock and a sender."""
+
+    def __init__(self, place: Database, table: str) -> None:
+        self.engine = place.engine
+        self.place = place
+        self.table = table
+        self.clock = ManualClock()
+        self.outbox = Outbox(table=table, clock=self.clock)
+        self.producer = Recorder()
+        upgrade_tables(self.engine, dedup=None, messages=None, outbox=table)
+
+    def add(self, *bodies: str, order_key: str | None = None) -> None:
+        with self.engine.begin() as connection:
+            for body in bodies:
+                self.outbox.add(connection, Message("orders", body.encode()), order_key=order_key)
+
+    def sender(self, producer: object = None, **settings: Any) -> OutboxSender:
+        settings = {"table": self.table, "clock": self.clock, "claim_timeout": 60, **settings}
+        return OutboxSender(self.engine, producer or self.producer, **settings)  # type: ignore[arg-type]
+
+    def run(self, sender: OutboxSender) -> int:
+        return sender.run_due(self.clock.now_ms()) - self.clock.now_ms()
+
+    def rows(self, state: int) -> int:
+        return int(self.place.run(f"SELECT COUNT(*) FROM {self.table} WHERE state = {state}")[0][0])
+
+
+@pytest.fixture(params=DATABASES)
+def post(request: pytest.FixtureRequest, database: Callable[[str], Database], name: str) -> Post:
+    return Post(database(request.param), "box_" + name.replace("-", "_"))
+
+
+@pytest.fixture
+def embedded(database: Callable[[str], Database], name: str) -> Post:
+    """On SQLite alone, for what has nothing to do with the database."""
+    return Post(database("sqlite"), "box_" + name.replace("-", "_"))
+
+
+# --- what is added
+
+
+def test_what_commits_is_sent_and_what_does_not_is_not(post: Post, name: str) -> None:
+    sender = post.sender()
+    with Session(post.engine) as session:
+        session.execute(sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)"), {"name": name})
+        post.outbox.add(session, Message("orders", b"kept"))
+        assert post.run(post.sender()) == 1000  # nothing yet; looks again after a second
+        session.commit()
+        post.outbox.add(session, Message("orders", b"undone"))
+        session.rollback()
+    with closing(post.place.connect()) as connection:
+        post.outbox.add(connection, Message("orders", b"plain"))
+        connection.commit()
+        post.outbox.add(connection, Message("orders", b"plain, undone"))
+        connection.rollback()
+    post.run(sender)
+    assert post.producer.bodies == ["kept", "plain"]
+    post.run(sender)
+    assert post.producer.bodies == ["kept", "plain"]
+    assert (sender.sent, sender.failed, sender.lost) == (2, 0, 0)
+    assert (post.rows(0), post.rows(1)) == (0, 2)
+
+
+def test_a_message_arrives_as_it_was_added(post: Post) -> None:
+    message = Message(
+        "orders", bytes(range(256)) * 300, tags="paid", keys=["a", "b"], delay_level=3, flag=-7,
+        properties={"größe": "大 \U0001f600", "quote": "it's \"%s\" :name \\"},
+    )  # fmt: skip
+    with post.engine.begin() as connection:
+        post.outbox.add(connection, message)
+    assert len(message.properties["UNIQ_KEY"]) == 32
+    post.run(post.sender())
+    assert post.producer.sent == [message]
+    assert list(post.producer.sent[0].properties) == list(message.properties)
+
+
+def test_a_unique_id_is_kept(embedded: Post) -> None:
+    with embedded.engine.begin() as connection:
+        embedded.outbox.add(connection, Message("orders", b"one", unique_key="MINE"))
+    embedded.run(embedded.sender())
+    assert embedded.producer.sent[0].properties["UNIQ_KEY"] == "MINE"
+
+
+def test_adding_to_an_async_session(embedded: Post) -> None:
+    async def add() -> None:
+        engine = create_async_engine(embedded.engine.url.set(drivername="sqlite+aiosqlite"), poolclass=NullPool)
+        async with AsyncSession(engine) as session:
+            await embedded.outbox.add_async(session, Message("orders", b"kept"))
+            await session.commit()
+            await embedded.outbox.add_async(session, Message("orders", b"undone"))
+        await engine.dispose()
+
+    asyncio.run(add())
+    embedded.run(embedded.sender())
+    assert embedded.producer.bodies == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("topic", "size"),
+    [("", 1), ("a b", 1), ("t" * 128, 1), ("SCHEDULE_TOPIC_XXXX", 1), ("orders", 0), ("orders", (4 << 20) + 1)],
+)
+def test_what_no_broker_would_take_is_refused(embedded: Post, topic: str, size: int) -> None:
+    message = Message(topic, bytes(size))
+    with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError):
+        embedded.outbox.add(connection, message)
+    assert embedded.rows(0) == 0
+
+
+@pytest.mark.parametrize("order_key", ["", "k" * 256])
+def test_an_order_key_has_its_length(embedded: Post, order_key: str) -> None:
+    with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError, match="order key"):
+        embedded.outbox.add(connection, Message("orders", b"one"), order_key=order_key)
+
+
+# --- at least once
+
+
+@pytest.mark.parametrize("refusal", ["timeout", "status", "not ok"])
+def test_it_is_sent_until_it_is_taken(post: Post, refusal: str, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(message: Message) -> object:
+        if refusal == "timeout":
+            raise TimeoutError("no answer")
+        return SendStatus.FLUSH_DISK_TIMEOUT if refusal == "status" else "NOT_OK"
+
+    post.producer.then = refuse
+    post.add("one")
+    sender = post.sender()
+    waits = []
+    for _ in range(8):
+        before = len(post.producer.sent)
+        seconds = 0
+        while len(post.producer.sent) == before:
+            post.run(sender)
+            post.clock.advance(seconds=1)
+            seconds += 1
+        waits.append(seconds)
+    assert waits == [1, 1, 2, 4, 8, 16, 32, 60]  # the first at once
+    assert sender.failed == 8
+    assert "row 1 to orders was not sent, attempt 8" in caplog.text
+    post.producer.then = lambda message: SendStatus.SEND_OK
+    post.clock.advance(seconds=60)
+    post.run(sender)
+    assert (sender.sent, post.rows(0)) == (1, 0)
+    assert len({message.properties["UNIQ_KEY"] for message in post.producer.sent}) == 1
+
+
+def test_a_sender_that_dies_after_sending_leaves_it_to_another(post: Post) -> None:
+    def die(message: Message) -> object:
+        raise SystemExit
+
+    post.producer.then = die
+    post.add("one", "two")
+    with pytest.raises(SystemExit):
+        post.run(post.sender())
+    post.producer.then = lambda message: SendStatus.SEND_OK
+    other = post.sender()
+    post.run(other)
+    assert post.producer.bodies == ["one"]  # both are claimed
+    post.clock.advance(ms=59_999)
+    post.run(other)
+    assert post.producer.bodies == ["one"]
+    post.clock.advance(ms=1)
+    post.run(other)
+    assert post.producer.bodies == ["one", "one", "two"]
+    assert post.producer.sent[0] == post.producer.sent[1]  # its unique id too
+    assert other.sent == 2
+
+
+def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytest.LogCaptureFixture) -> None:
+    other = post.sender()
+
+    def sleep(message: Message) -> object:
+        post.producer.then = lambda message: SendStatus.SEND_OK
+        post.clock.advance(seconds=60)
+        post.run(other)
+        return SendStatus.SEND_OK
+
+    post.producer.then = sleep
+    post.add("one", "two")
+    sender = post.sender()
+    post.run(sender)
+    assert post.producer.bodies == ["one", "one", "two"]  # and what it had not begun is left to the other
+    assert (sender.sent, sender.lost, other.sent) == (0, 1, 2)
+    assert "row 1 was sent after its claim had expired" in caplog.text
+
+
+# --- several senders
+
+
+def test_nothing_is_claimed_twice(post: Post) -> None:
+    second = Recorder()
+    other = post.sender(second)
+
+    def meanwhile(message: Message) -> object:
+        post.run(other)
+        return SendStatus.SEND_OK
+
+    post.producer.then = meanwhile
+    post.add(*map(str, range(150)))
+    post.run(post.sender())
+    assert sorted(map(int, post.producer.bodies + second.bodies)) == list(range(150))
+    assert second.bodies == list(map(str, range(100, 150)))  # of the first hundred none
+
+
+def test_of_senders_that_saw_the_same_rows_one_gets_each(post: Post) -> None:
+    post.add(*map(str, range(40)))
+    senders = [post.sender(Recorder()) for _ in range(3)]
+    barrier = threading.Barrier(len(senders))
+
+    def run(sender: OutboxSender) -> None:
+        barrier.wait()
+        for _ in range(20):
+            post.run(sender)
+
+    threads = [threading.Thread(target=run, args=(sender,)) for sender in senders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sent = [body for sender in senders for body in sender._producer.bodies]  # type: ignore[attr-defined]
+    assert sorted(map(int, sent)) == list(range(40))
+    assert sum(sender.sent for sender in senders) == 40
+
+
+# --- order
+
+
+def test_rows_go_in_the_order_in_which_they_were_added(embedded: Post) -> None:
+    embedded.add(*map(str, range(250)))
+    embedded.run(embedded.sender())
+    assert embedded.producer.bodies == list(map(str, range(250)))
+
+
+def test_rows_of_a_key_wait_for_each_other(post: Post) -> None:
+    post.add("a1", "a2", order_key="a")
+    post.add("b1", "b2", order_key="b")
+    post.add("free")
+    post.add("a3", order_key="a")
+    refused = {"a1"}
+    post.producer.then = lambda message: (
+        SendStatus.FLUSH_DISK_TIMEOUT if message.body.decode() in refused else SendStatus.SEND_OK
+    )
+    sender = post.sender()
+    post.run(sender)
+    assert post.producer.bodies == ["a1", "b1", "free", "b2"]
+    refused.clear()
+    post.clock.advance(seconds=1)
+    post.run(sender)
+    assert post.producer.bodies[4:] == ["a1", "a2", "a3"]
+
+
+def test_rows_of_a_key_wait_for_another_sender_too(post: Post) -> None:
+    second = Recorder()
+    other = post.sender(second)
+
+    def meanwhile(message: Message) -> object:
+        post.run(other)
+        return SendStatus.SEND_OK
+
+    post.producer.then = meanwhile
+    post.add("a1", "a2", "a3", order_key="a")
+    post.run(post.sender())
+    assert second.bodies == []
+    assert post.producer.bodies == ["a1", "a2", "a3"]
+
+
+def test_rows_with_a_key_can_be_sent_by_it(embedded: Post) -> None:
+    ordered = []
+
+    def send_ordered(message: Message, order_key: str) -> None:
+        ordered.append((message.body, order_key))
+
+    embedded.add("free")
+    embedded.add("a1", order_key="a")
+    sender = embedded.sender(send_ordered=send_ordered)
+    embedded.run(sender)
+    assert (embedded.producer.bodies, ordered, sender.sent) == (["free"], [(b"a1", "a")], 2)
+
+
+# --- producers
+
+
+@pytest.mark.parametrize("status", [None, "SEND_OK", "OK", SendStatus.SEND_OK])
+def test_what_counts_as_sent(embedded: Post, status: object) -> None:
+    class Foreign:
+        def send(self, message: Message) -> object:
+            result = Result(None)
+            del result.status
+            result.send_status = status  # type: ignore[attr-defined]
+            return result
+
+    embedded.add("one")
+    sender = embedded.sender(Foreign())
+    embedded.run(sender)
+    assert (sender.sent, sender.failed) == (1, 0)
+
+
+def test_a_producer_that_does_not_wait_is_none(embedded: Post, caplog: pytest.LogCaptureFixture) -> None:
+    class Later:
+        async def send(self, message: Message) -> None:
+            raise AssertionError
+
+    embedded.add("one")
+    sender = embedded.sender(Later())
+    embedded.run(sender)
+    assert (sender.sent, sender.failed) == (0, 1)
+    assert "needs a producer that waits" in caplog.text
+
+
+def test_settings_that_make_no_sense_are_refused(embedded: Post) -> None:
+    with pytest.raises(ConfigError, match="a producer with send"):
+        embedded.sender(object())
+    with pytest.raises(ConfigError, match="claim_timeout"):
+        embedded.sender(claim_timeout=0)
+    with pytest.raises(ConfigError, match="table"):
+        embedded.sender(table="a b")
+    with pytest.raises(ConfigError, match="table"):
+        Outbox(table="a b")
+
+
+# --- the sender's life
+
+
+def test_a_thread_sends(embedded: Post, tmp_path: Path) -> None:
+    """On plain connections of a driver, made by a function; with the machine's clock."""
+    path = tmp_path / "x.db"
+    with closing(sqlite3.connect(path)) as connection:
+        upgrade_tables(connection)
+        sent = threading.Event()
+
+        class Told(Recorder):
+            def send(self, message: Message) -> Result:
+                result = super().send(message)
+                sent.set()
+                return result
+
+        producer = Told()
+        with OutboxSender(lambda: sqlite3.connect(path), producer).start() as sender:
+            assert sender.start() is sender
+            Outbox().add(connection, Message("orders", b"one"))
+            connection.commit()
+            sender.wake()
+            assert sent.wait(30)
+        assert producer.bodies == ["one"]
+        assert (sender.sent, connection.execute("SELECT state FROM rmq_outbox").fetchall()) == (1, [(1,)])
+
+
+def test_closing_gives_back_what_was_not_begun(post: Post) -> None:
+    sender = post.sender()
+
+    def close(message: Message) -> object:
+        sender.close()
+        return SendStatus.SEND_OK
+
+    post.producer.then = close
+    post.add("one", "two")
+    post.run(sender)
+    assert post.producer.bodies == ["one"]
+    post.producer.then = lambda message: SendStatus.SEND_OK
+    post.run(post.sender())
+    assert post.producer.bodies == ["one", "two"]
+
+
+def test_what_was_sent_is_kept_for_a_while(embedded: Post) -> None:
+    sender = embedded.sender(keep_sent=60)
+    embedded.add("one")
+    embedded.run(sender)
+    embedded.clock.advance(ms=59_999)
+    embedded.run(sender)
+    assert embedded.rows(1) == 1
+    embedded.clock.advance(ms=1)
+    embedded.run(sender)
+    assert embedded.rows(1) == 0
+
+
+def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path: Path) -> None:
+    """Instead of trying again for ever."""
+    with pytest.raises(ConfigError, match=r"table nowhere can't be read \(upgrade_tables .* no such table"):
+        embedded.sender(table="nowhere").start()
+    with pytest.raises(ConfigError, match="no such table: nowhere"):
+        embedded.run(embedded.sender(table="nowhere"))
+    (tmp_path / "text.db").write_text("no database at all " * 100)
+    with pytest.raises(ConfigError, match="not a database"):
+        OutboxSender(lambda: sqlite3.connect(tmp_path / "text.db"), embedded.producer).start()
+    with pytest.raises(ConfigError, match="expected a session or connection, found str"):
+        OutboxSender(lambda: "shop.db", embedded.producer).start()
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+        for wrong, said in (
+            ("sqlite:///shop.db", "an Engine or a function that opens a connection, found .sqlite"),
+            (connection, "found Connection"),
+            (create_async_engine("sqlite+aiosqlite://"), "synchronous Engine"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                OutboxSender(wrong, embedded.producer)
+
+
+def test_a_database_out_of_reach_is_told_once_and_asked_again(
+    embedded: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "later" / "shop.db"
+    sender = OutboxSender(lambda: sqlite3.connect(path), embedded.producer, clock=embedded.clock, poll_interval=5)
+    for _ in range(3):
+        assert embedded.run(sender) == 5000
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "rmq_outbox: the database could not be asked, it is asked again" in caplog.text
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as connection:
+        upgrade_tables(connection)
+        Outbox(clock=embedded.clock).add(connection, Message("orders", b"x"))
+        connection.commit()
+    embedded.run(sender)
+    assert embedded.producer.bodies == ["x"]
+    assert "can be asked again" in caplog.text

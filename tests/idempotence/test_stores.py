@@ -1,0 +1,659 @@
+"""What every store does, the real servers included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import sqlalchemy
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from librmq.clock import ManualClock
+from librmq.dedup import DedupCounts, DedupListener
+from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
+from librmq.idempotence import sqltables
+from librmq.idempotence.dedup_redis import RedisDedupStore
+from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.stores import (
+    Claim,
+    DedupRecord,
+    DedupStore,
+    MemoryDedupStore,
+    SqliteDedupStore,
+    dedup_key,
+    purge_step,
+)
+from tests.idempotence.conftest import STORES, Place
+from tests.idempotence.test_listener import delivery
+from tests.reference import CHECKOUT
+
+NOW = 1_700_000_000_000
+UNTIL = NOW + 600_000
+KEPT = NOW + 72 * 3_600_000
+
+
+# --- the contract
+
+
+def test_a_key_is_claimed_once(store: DedupStore, key: str) -> None:
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert store.claim(key, "b1", NOW + 1, UNTIL + 1) is Claim.CONSUMING
+    assert store.look(key, NOW + 1) == DedupRecord(False, "a1", UNTIL)
+
+
+def test_a_finished_key_is_consumed(store: DedupStore, key: str) -> None:
+    store.claim(key, "a1", NOW, UNTIL)
+    assert store.finish(key, "a1", NOW + 1, KEPT)
+    assert store.claim(key, "b1", NOW + 2, UNTIL) is Claim.CONSUMED
+    assert store.look(key, NOW + 2) == DedupRecord(True, "a1", KEPT)
+
+
+def test_a_released_key_is_new(store: DedupStore, key: str) -> None:
+    store.claim(key, "a1", NOW, UNTIL)
+    assert store.release(key, "a1", NOW + 1)
+    assert store.look(key, NOW + 1) is None
+    assert store.claim(key, "b1", NOW + 2, UNTIL) is Claim.NEW
+
+
+def test_an_expired_claim_is_taken_over(store: DedupStore, key: str) -> None:
+    store.claim(key, "a1", NOW, UNTIL)
+    assert store.claim(key, "b1", UNTIL - 1, UNTIL + 600_000) is Claim.CONSUMING
+    assert store.claim(key, "b1", UNTIL, UNTIL + 600_000) is Claim.TAKEN_OVER
+    assert store.look(key, UNTIL) == DedupRecord(False, "b1", UNTIL + 600_000)
+    assert store.finish(key, "b1", UNTIL + 1, KEPT)
+
+
+def test_a_consumed_key_is_forgotten_when_it_expires(store: DedupStore, key: str) -> None:
+    store.claim(key, "a1", NOW, UNTIL)
+    store.finish(key, "a1", NOW, KEPT)
+    assert store.claim(key, "b1", KEPT - 1, KEPT + 1) is Claim.CONSUMED
+    assert store.look(key, KEPT) is None
+    assert store.claim(key, "b1", KEPT, KEPT + 600_000) is Claim.TAKEN_OVER
+    assert store.look(key, KEPT) == DedupRecord(False, "b1", KEPT + 600_000)
+
+
+def test_whoever_slept_through_its_claim_can_neither_finish_nor_release(store: DedupStore, key: str) -> None:
+    """Paused until the claim has expired, and resumed: before a successor, beside one, and after one."""
+    store.claim(key, "a1", NOW, UNTIL)
+    assert not store.finish(key, "a1", UNTIL, KEPT)
+    assert not store.release(key, "a1", UNTIL)
+
+    store.claim(key, "b1", UNTIL, UNTIL + 600_000)
+    assert not store.finish(key, "a1", UNTIL + 1, KEPT)
+    assert not store.release(key, "a1", UNTIL + 1)
+    assert store.look(key, UNTIL + 1) == DedupRecord(False, "b1", UNTIL + 600_000)
+
+    assert store.finish(key, "b1", UNTIL + 2, KEPT)
+    assert not store.finish(key, "a1", UNTIL + 3, KEPT + 5)
+    assert not store.release(key, "a1", UNTIL + 3)
+    assert store.look(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
+
+
+@pytest.mark.parametrize("meanwhile", ["nobody", "a successor"])
+def test_a_listener_that_is_paused_until_its_claim_has_expired_fails_its_mark(
+    store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, seen = ManualClock(), []
+    settings: dict[str, Any] = {"group": name, "clock": clock, "consuming_timeout": 60}
+    successor = DedupListener(lambda message: seen.append("successor"), store, **settings)
+
+    def paused(message: Any) -> None:
+        clock.advance(seconds=60)
+        if meanwhile == "a successor":
+            successor(message)
+        seen.append("paused")
+
+    guard = DedupListener(paused, store, **settings)
+    guard(delivery(1))
+    assert guard.counts == DedupCounts(lost=1)
+    if meanwhile == "a successor":
+        assert seen == ["successor", "paused"]
+        assert successor.counts == DedupCounts(consumed=1, taken_over=1)
+        assert "another has consumed it too" in caplog.text
+        assert successor(delivery(1)) is True  # its mark stands
+        assert successor.counts.duplicates == 1
+    else:
+        assert "nobody has taken it over so far" in caplog.text
+
+
+def test_a_call_that_is_repeated_since_its_answer_was_lost_gives_the_same(store: DedupStore, key: str) -> None:
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
+    assert store.finish(key, "a1", NOW + 1, KEPT)
+    assert store.finish(key, "a1", NOW + 1, KEPT)
+    assert store.look(key, NOW + 1) == DedupRecord(True, "a1", KEPT)
+
+
+def test_what_is_consumed_is_not_released(store: DedupStore, key: str) -> None:
+    store.claim(key, "a1", NOW, UNTIL)
+    store.finish(key, "a1", NOW, KEPT)
+    assert not store.release(key, "a1", NOW)
+    assert store.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMED
+
+
+def test_nobody_finishes_what_nobody_claimed(store: DedupStore, key: str) -> None:
+    assert not store.finish(key, "a1", NOW, KEPT)
+    assert not store.release(key, "a1", NOW)
+    assert store.look(key, NOW) is None
+
+
+def test_keys_differ_by_every_character(store: DedupStore, key: str) -> None:
+    long = key + ":" + "x" * (255 - len(key) - 1)
+    keys = [key + "A", key + "a", key + "a:", key + ".", key + "'", key + '"', key + "\\", key + "$", key + "?", long]
+    keys.append(dedup_key("shop", key, "billing", "t", "größe 大 ".ljust(400)))
+    keys.append(dedup_key("shop", key, "billing", "t", "größe 大 ".ljust(401)))
+    for each in keys:
+        assert store.claim(each, "a1", NOW, UNTIL) is Claim.NEW, each
+    for each in keys:
+        assert store.claim(each, "b1", NOW, UNTIL) is Claim.CONSUMING, each
+
+
+def test_purging_deletes_what_has_expired_and_nothing_else(store: DedupStore, key: str) -> None:
+    store.purge(KEPT, 1000)
+    for number in range(5):
+        store.claim(f"{key}.{number}", "a1", NOW, UNTIL + number)
+    store.finish(f"{key}.0", "a1", NOW, KEPT)
+    purged = store.purge(UNTIL + 3, 1000)
+    assert purged == (0 if isinstance(store, RedisDedupStore) else 3)
+    assert store.claim(f"{key}.0", "b1", UNTIL + 3, KEPT) is Claim.CONSUMED
+    assert store.claim(f"{key}.4", "b1", UNTIL + 3, KEPT) is Claim.CONSUMING
+    again = store.claim(f"{key}.1", "b1", UNTIL + 3, KEPT)
+    assert again is (Claim.TAKEN_OVER if isinstance(store, RedisDedupStore) else Claim.NEW)
+
+
+def test_purging_takes_slices(place: Callable[[str], Place], key: str) -> None:
+    for name in ("memory", "sqlite"):
+        store = place(name).open()
+        store.purge(KEPT * 2, 1 << 30)
+        for number in range(5):
+            store.claim(f"{key}.{number}", "a1", NOW, UNTIL)
+        assert [store.purge(UNTIL, 2) for _ in range(4)] == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_of_many_that_claim_at_the_same_time_one_gets_it(place: Callable[[str], Place], name: str, key: str) -> None:
+    handles = [place(name).open() for _ in range(4)]
+    for round_ in range(5):
+        barrier = threading.Barrier(len(handles))
+        outcomes: list[Claim] = []
+
+        def claim(handle: DedupStore, owner: str, barrier: threading.Barrier, outcomes: list[Claim], key: str) -> None:
+            barrier.wait()
+            outcomes.append(handle.claim(key, owner, NOW, UNTIL))
+
+        threads = [
+            threading.Thread(target=claim, args=(handle, f"a{number}", barrier, outcomes, f"{key}.{round_}"))
+            for number, handle in enumerate(handles)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(outcomes) == [Claim.NEW, Claim.CONSUMING, Claim.CONSUMING, Claim.CONSUMING]
+
+
+# --- each call is one statement or script: the server says so
+
+
+@contextmanager
+def asked(place: Place, store: DedupStore) -> Iterator[list[str]]:
+    """What the server says that it was asked, filled at the end of the block."""
+    seen: list[str] = []
+    if place.name == "sqlite":
+        assert isinstance(store, SqliteDedupStore)
+        assert store._connection is not None
+        store._connection.set_trace_callback(seen.append)
+        yield seen
+        store._connection.set_trace_callback(None)
+        return
+    assert place.server is not None
+    if place.name == "redis":
+        with redis.Redis.from_url(place.server.url) as client, client.monitor() as monitor:
+            yield seen
+            assert isinstance(store, RedisDedupStore)
+            store.client.echo("the end")
+            for command in monitor.listen():
+                if command["client_type"] == "lua":
+                    continue  # what a script does inside
+                if command["command"] == "ECHO the end":
+                    return
+                seen.append(command["command"])
+        return
+    begin = place.server.log.stat().st_size
+    yield seen
+    with place.server.log.open(encoding="utf-8", errors="replace") as log:
+        log.seek(begin)
+        mark = "LOG:  " if place.name == "postgresql" else "\t"
+        seen += [line.partition(mark)[2].strip() for line in log if mark in line]
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql", "redis"])
+def test_each_call_is_one_statement_or_script(place: Callable[[str], Place], name: str, key: str) -> None:
+    where = place(name)
+    store = where.open()
+    store.claim(key, "a0", NOW, UNTIL)  # connected, and its scripts loaded
+    store.finish(key, "a0", NOW, KEPT)
+    store.release(key, "a0", NOW)
+    calls: dict[str, Callable[[], object]] = {
+        "new": lambda: store.claim(key + ".1", "a1", NOW, UNTIL),
+        "busy": lambda: store.claim(key + ".1", "b1", NOW, UNTIL),
+        "taken over": lambda: store.claim(key + ".1", "b1", UNTIL, KEPT),
+        "finished": lambda: store.finish(key + ".1", "b1", UNTIL, KEPT),
+        "refused": lambda: store.finish(key + ".1", "a1", UNTIL, KEPT),
+        "consumed": lambda: store.claim(key + ".1", "c1", UNTIL, KEPT),
+        "claimed": lambda: store.claim(key + ".2", "c1", UNTIL, KEPT),
+        "released": lambda: store.release(key + ".2", "c1", UNTIL),
+    }
+    for what, call in calls.items():
+        with asked(where, store) as seen:
+            call()
+        assert len(seen) == 1, (what, seen)
+        assert key in seen[0] or "$1" in seen[0], (what, seen)
+
+
+# --- keys
+
+
+def test_keys_of_different_scopes_differ() -> None:
+    parts = ["a", "b", "a:b", "a:", ":b", "", "a%3Ab", "A", " ", "ä", "\ud800", "a#b"]
+    keys = {
+        dedup_key(application, topic, group, tag, key)
+        for application in parts[:6]
+        for topic in parts
+        for group in parts[:5]
+        for tag in ("x", "x:y", None)
+        for key in parts
+    }
+    assert len(keys) == 6 * len(parts) * 5 * 3 * len(parts)
+    assert all(key.isascii() and key.isprintable() and " " not in key for key in keys)
+
+
+def test_a_key_can_be_read() -> None:
+    assert dedup_key("shop", "orders", "billing", "paid", "invoice/7:2") == "shop:orders:billing:paid:invoice/7:2"
+
+
+def test_a_long_key_is_hashed_below_the_limit() -> None:
+    short = dedup_key("shop", "orders", "billing", None, "k" * 234)
+    long = dedup_key("shop", "orders", "billing", None, "k" * 235)
+    assert (len(short), len(long)) == (255, 255)
+    assert short.endswith("kkk")
+    assert long.startswith("shop:orders:billing::kkk")
+    assert "#" in long
+    assert "#" not in dedup_key("shop", "orders", "billing", None, "k#" * 40)
+    assert long != dedup_key("shop", "orders", "billing", None, "k" * 236)
+    assert len(dedup_key("shop", "t" * 400, "billing", None, "k", limit=100)) == 100
+
+
+# --- what can't be reached
+
+
+def test_a_server_that_is_not_there_is_told(key: str) -> None:
+    nobody: list[DedupStore] = [
+        RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0))),
+        SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"),
+        SqlDedupStore("mysql+pymysql://127.0.0.1:1/x"),
+    ]
+    for store in nobody:
+        with pytest.raises(DedupStoreError):
+            store.claim(key, "a1", NOW, UNTIL)
+        with pytest.raises(DedupStoreError):
+            store.finish(key, "a1", NOW, UNTIL)
+        with pytest.raises(DedupStoreError):
+            store.release(key, "a1", NOW)
+        with pytest.raises(DedupStoreError):
+            store.look(key, NOW)
+    with pytest.raises(DedupStoreError):
+        SqlDedupStore("nothing://x")
+    with pytest.raises(DedupStoreError):
+        SqlDedupStore("mysql+pymysql://127.0.0.1:1/x").create()
+
+
+def test_a_table_that_is_not_there_is_told(tmp_path: Path, key: str) -> None:
+    with SqlDedupStore(f"sqlite:///{tmp_path / 'x.db'}") as store:
+        with pytest.raises(DedupStoreError, match="no such table"):
+            store.claim(key, "a1", NOW, UNTIL)
+        with pytest.raises(DedupStoreError, match="no such table"):
+            store.purge(NOW, 1)
+
+
+def test_a_file_that_is_locked_is_told(tmp_path: Path, key: str) -> None:
+    with SqliteDedupStore(tmp_path / "x.db", timeout=0) as store, SqliteDedupStore(tmp_path / "x.db") as other:
+        assert other._connection is not None
+        other._connection.execute("BEGIN IMMEDIATE")
+        calls: list[Callable[[], object]] = [
+            lambda: store.claim(key, "a1", NOW, UNTIL),
+            lambda: store.finish(key, "a1", NOW, UNTIL),
+            lambda: store.purge(NOW, 1),
+        ]
+        for call in calls:
+            with pytest.raises(DedupStoreError, match="locked"):
+                call()
+        other._connection.execute("ROLLBACK")
+        assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+
+
+def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.db").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(DedupStoreError, match="not a database"):
+        SqliteDedupStore(tmp_path / "x.db")
+    with pytest.raises(DedupStoreError):
+        SqliteDedupStore(tmp_path / "no" / "folder.db")
+
+
+def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place], key: str) -> None:
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    store.client.set(store.prefix + key, "mine")
+    calls: list[Callable[[], object]] = [
+        lambda: store.claim(key, "a1", NOW, UNTIL),
+        lambda: store.finish(key, "a1", NOW, UNTIL),
+        lambda: store.look(key, NOW),
+    ]
+    for call in calls:
+        with pytest.raises(DedupStoreError, match="no record"):
+            call()
+    store.client.delete(store.prefix + key)
+    store.client.lpush(store.prefix + key, "mine")
+    with pytest.raises(DedupStoreError):
+        store.claim(key, "a1", NOW, UNTIL)
+
+
+# --- each by itself
+
+
+def test_a_closed_handle_is_told(tmp_path: Path, key: str) -> None:
+    store = SqliteDedupStore(tmp_path / "x.db")
+    store.close()
+    store.close()
+    with pytest.raises(StoreClosedError, match="closed"):
+        store.claim(key, "a1", NOW, UNTIL)
+
+
+@pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
+@pytest.mark.platform
+def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
+    """Threads of the parent use the stores at each fork: a file's handle says so, a store in memory goes on."""
+    program = """if True:
+    import os, sys, threading
+    from librmq.idempotence import MemoryDedupStore, SqliteDedupStore
+    from librmq.errors import StoreClosedError
+
+    memory, file = MemoryDedupStore(), SqliteDedupStore(sys.argv[1])
+    ended = threading.Event()
+
+    def claim_all_the_time(number):
+        count = 0
+        while not ended.is_set():
+            count += 1
+            for store in (memory, file):
+                store.claim(f"{number}-{count}", "a1", 1, 2)
+
+    threads = [threading.Thread(target=claim_all_the_time, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    statuses = []
+    for _ in range(20):
+        child = os.fork()
+        if not child:
+            memory.claim("k", "b1", 1, 2)
+            try:
+                file.claim("k", "b1", 1, 2)
+            except StoreClosedError as error:
+                assert "before a fork" in str(error), error
+                file.close()
+                os._exit(7)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ended.set()
+    sys.exit(statuses != [7] * 20)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(tmp_path / "x.db")]
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
+
+
+def test_a_record_in_a_file_survives_its_process(tmp_path: Path, key: str) -> None:
+    for durability, mode in (("async", 1), ("sync", 2)):
+        path = tmp_path / f"{durability}.db"
+        with SqliteDedupStore(path, durability=durability) as store:  # type: ignore[arg-type]
+            assert store._connection is not None
+            assert store._connection.execute("PRAGMA synchronous").fetchone() == (mode,)
+            assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            store.claim(key, "a1", NOW, UNTIL)
+            store.finish(key, "a1", NOW, KEPT)
+        with SqliteDedupStore(path) as store:
+            assert store.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMED
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="durability"):
+        SqliteDedupStore(tmp_path / "x.db", durability="maybe")  # type: ignore[arg-type]
+    for table in ("", "a b", "x;y", "a.b.c", "1x", "x" * 70, 'a"b'):
+        with pytest.raises(ConfigError, match="table"):
+            SqliteDedupStore(tmp_path / "x.db", table=table)
+
+
+def test_redis_clears_away_what_has_expired(place: Callable[[str], Place], key: str) -> None:
+    """A minute after its time, so that clocks may differ: until then the time in the record decides."""
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    store.claim(key, "a1", NOW, UNTIL)
+    assert 600_000 < store.client.pttl(store.prefix + key) <= 660_000
+    store.finish(key, "a1", NOW, KEPT)
+    assert 259_200_000 < store.client.pttl(store.prefix + key) <= 259_260_000
+    store.client.pexpire(store.prefix + key, 1)
+    while store.client.exists(store.prefix + key):
+        pass
+    assert store.claim(key, "b1", NOW, UNTIL) is Claim.NEW
+
+
+def test_redis_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Place], key: str) -> None:
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    store.client.script_flush()
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    store.client.script_flush()
+    assert store.finish(key, "a1", NOW, KEPT)
+
+
+def test_a_list_costs_redis_two_round_trips(
+    place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One for all claims and one for all marks; each call is as atomic as by itself."""
+    sends = []
+    send: Any = redis.connection.AbstractConnection.send_packed_command
+
+    def counted(self: Any, command: Any, check_health: bool = True) -> None:
+        sends.append(command)
+        send(self, command, check_health)
+
+    store = place("redis").handle
+    assert isinstance(store, RedisDedupStore)
+    guard = DedupListener(
+        lambda messages: None, store, group=name, key=lambda message: message.keys[0], batch=True, clock=ManualClock()
+    )
+    guard([delivery(98), delivery(99)])  # connected, scripts loaded
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    assert guard([delivery(number) for number in range(20)]) is True
+    assert len(sends) == 2
+    assert guard([delivery(number) for number in range(21)]) is True
+    assert len(sends) == 4
+    assert guard.counts == DedupCounts(consumed=23, duplicates=20)
+
+
+def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[str], Place], key: str) -> None:
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    store.client.set(f"{store.prefix}{key}.x", "mine")
+    store.claim(f"{key}.busy", "b1", NOW, UNTIL)
+    store.client.script_flush()
+    for again in range(2):  # without the scripts, and with them
+        answers = store.many(
+            [
+                ("claim", (f"{key}.new", "a1", NOW, UNTIL)),
+                ("claim", (f"{key}.busy", "a1", NOW, UNTIL)),
+                ("claim", (f"{key}.x", "a1", NOW, UNTIL)),
+                ("look", (f"{key}.x", NOW)),
+                ("look", (f"{key}.busy", NOW)),
+                ("finish", (f"{key}.busy", "b1", NOW, KEPT)),
+                ("release", (f"{key}.new", "a1", NOW)),
+            ]
+        )
+        assert answers[:2] == [Claim.NEW, Claim.CONSUMED if again else Claim.CONSUMING]
+        assert [type(answer) for answer in answers[2:4]] == [DedupStoreError, DedupStoreError]
+        assert isinstance(answers[4], DedupRecord)
+        assert answers[5:] == [True, True]
+    nobody = RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
+    with pytest.raises(DedupStoreError):
+        nobody.many([("claim", (key, "a1", NOW, UNTIL))])
+
+
+def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:
+    ours = place("redis").open()
+    assert isinstance(ours, RedisDedupStore)
+    theirs = RedisDedupStore(ours.client, prefix="OTHER:")
+    assert ours.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert theirs.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert ours.client.exists(f"MSGDEDUP:{key}", f"OTHER:{key}") == 2
+    with SqliteDedupStore(tmp_path / "x.db") as one, SqliteDedupStore(tmp_path / "x.db", table="other") as two:
+        assert one.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+        assert two.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+
+
+@pytest.mark.parametrize("name", ["postgresql", "mysql"])
+def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], name: str, key: str) -> None:
+    """One that commits transactions, with a pool that resets its connections."""
+    where = place(name)
+    assert where.server is not None
+    engine = sqlalchemy.create_engine(where.server.url)
+    store = SqlDedupStore(engine).create()
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert where.handle.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMING
+    store.close()  # which leaves the engine alone
+    assert store.finish(key, "a1", NOW, KEPT)
+    with engine.connect() as connection:  # and its connections commit transactions as before
+        connection.execute(sqlalchemy.text("UPDATE rmq_dedup SET owner = 'x' WHERE dedup_key = :key"), {"key": key})
+        connection.rollback()
+    assert store.look(key, NOW) == DedupRecord(True, "a1", KEPT)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["postgresql", "mysql"])
+def test_a_connection_that_broke_is_made_anew(place: Callable[[str], Place], name: str, key: str) -> None:
+    where = place(name)
+    store = where.open()
+    assert isinstance(store, SqlDedupStore)
+    store.claim(key, "a1", NOW, UNTIL)
+    pooled = store.engine.raw_connection()
+    driver: Any = pooled.dbapi_connection
+    number = driver.info.backend_pid if name == "postgresql" else driver.thread_id()
+    pooled.close()
+    assert where.server is not None
+    engine = sqlalchemy.create_engine(where.server.url)
+    with engine.connect() as connection:
+        kill = "SELECT pg_terminate_backend({})" if name == "postgresql" else "KILL {}"
+        connection.execute(sqlalchemy.text(kill.format(number)))
+    engine.dispose()
+    with pytest.raises(DedupStoreError):
+        store.finish(key, "a1", NOW, KEPT)
+    assert store.finish(key, "a1", NOW, KEPT)
+
+
+def test_a_memory_store_forgets_what_was_released(key: str) -> None:
+    store = MemoryDedupStore()
+    store.claim(key, "a1", NOW, UNTIL)
+    assert len(store) == 1
+    store.release(key, "a1", NOW)
+    assert len(store) == 0
+    assert store.purge(UNTIL, 10) == 0
+
+
+# --- purging by the clock
+
+
+def test_purging_is_due_every_minute_and_at_once_while_there_is_more() -> None:
+    store = MemoryDedupStore()
+    for number in range(1500):
+        store.claim(f"k{number}", "a1", NOW, UNTIL)
+    run_due = purge_step(store)
+    assert run_due(NOW) == NOW + 60_000
+    assert len(store) == 1500
+    assert run_due(UNTIL) == UNTIL
+    assert len(store) == 500
+    assert run_due(UNTIL) == UNTIL + 60_000
+    assert len(store) == 0
+
+
+def test_a_store_that_can_not_be_purged_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    run_due = purge_step(SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"), every=5)
+    assert run_due(NOW) == NOW + 5_000
+    assert "could not be purged" in caplog.text
+
+
+# --- schema
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
+def test_tables_are_made_once(place: Callable[[str], Place], tmp_path: Path, name: str) -> None:
+    server = place(name).server
+    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+    names = {"dedup": "d1", "messages": "m1", "outbox": "o1", "versions": "v1"}
+    try:
+        assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
+        assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
+        with engine.begin() as connection:
+            connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
+        with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
+            upgrade_tables(engine, **names)
+    finally:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
+def test_tables_are_brought_up_to_date_by_one_of_many(
+    place: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Several start at the same time; a version that comes later is reached from the one that is there."""
+    server = place(name).server
+    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+    names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
+    problems: list[BaseException] = []
+
+    def start(barrier: threading.Barrier) -> None:
+        barrier.wait()
+        try:
+            upgrade_tables(engine, **names)
+        except BaseException as error:
+            problems.append(error)
+
+    def all_start() -> None:
+        barrier = threading.Barrier(3)
+        threads = [threading.Thread(target=start, args=(barrier,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+
+    try:
+        all_start()
+        with SqlDedupStore(str(engine.url), table="d2") as store:
+            store.claim("k", "a1", NOW, UNTIL)
+        further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
+        monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
+        all_start()
+        assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "o2": 1}
+        with engine.connect() as connection:
+            found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
+            assert [tuple(row) for row in found] == [("k", None)]
+    finally:
+        engine.dispose()

@@ -1,0 +1,245 @@
+"""What README and docs show is run: every Python snippet, every command with its output, every example, every link."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import librmq
+from tests.reference import CHECKOUT, COMPACT, unpack_compact
+
+DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+RUN_BY_TESTS = [pytest.param(path, marks=[pytest.mark.spark] * (path.name == "spark.md")) for path in DOCUMENTS]
+EXAMPLES = CHECKOUT / "examples"
+ANYTHING = re.compile(r"…|\.\.\.")
+
+POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    kind: str
+    line: int
+    text: str
+
+
+def blocks(document: Path) -> list[Block]:
+    text = document.read_text("utf-8")
+    return [
+        Block(found[1], text.count("\n", 0, found.start()) + 2, found[2])
+        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def commands(block: Block) -> list[tuple[str, str]]:
+    """The commands of a console block, each with the output that is shown for it."""
+    parts = re.split(r"^\$ (.*)\n", block.text, flags=re.MULTILINE)
+    assert not parts[0], f"line {block.line}: output before the first command"
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def shows(shown: str, real: str) -> bool:
+    """Whether output is as shown: an ellipsis stands for anything, blank lines and ends of lines for nothing."""
+
+    def plain(text: str) -> str:
+        return "\n".join(line.rstrip() for line in text.split("\n") if line.strip())
+
+    pattern = ".*".join(map(re.escape, ANYTHING.split(plain(shown))))
+    return re.fullmatch(pattern, plain(real), re.DOTALL) is not None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a broker's store in ``store``, and the ``librmq`` under test as command."""
+    assert librmq.__file__ is not None
+    unpack_compact(COMPACT, tmp_path / "data")
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "data" / "store-basic" / "store").rename(work / "store")
+    command = tmp_path / "bin" / "librmq"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom librmq.cli import main\n\nsys.exit(main())\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(command.parent), os.environ["PATH"])))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(librmq.__file__).parent.parent), str(EXAMPLES))))
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.chdir(work)
+    return work
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+@pytest.mark.parametrize("document", RUN_BY_TESTS, ids=lambda path: path.name)
+def test_python_snippets_run(document: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": document.stem}
+    for block in blocks(document):
+        if block.kind == "python":
+            place = "\n" * (block.line - 1)  # so that an error names the document's line
+            exec(compile(place + block.text, str(document), "exec"), names)
+
+
+@POSIX
+@pytest.mark.platform
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_print_what_is_shown(document: Path, folder: Path) -> None:
+    wrong = []
+    for block in blocks(document):
+        if block.kind == "console":
+            for command, shown in commands(block):
+                real = run("/bin/sh", "-c", command).stdout
+                if not shows(shown, real):
+                    wrong.append(f"{document.name}:{block.line}\n$ {command}\n{real}\nshown is\n{shown}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "same"),
+    [
+        ("a\n", "a\n", True),
+        ("\na…c\n", "a  \nb\nc\n", True),
+        ("a", "ab", False),
+        ("a.c", "abc", False),
+        ("a…d", "abc", False),
+    ],
+)
+def test_shown_output_is_compared(shown: str, real: str, same: bool) -> None:
+    assert shows(shown, real) is same
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        name, _, heading = target.partition("#")
+        if "://" in name:
+            continue
+        other = document.parent / name if name else document
+        assert other.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", other.read_text("utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], target
+
+
+def test_every_document_is_listed() -> None:
+    for place, folder in ((CHECKOUT / "README.md", "docs/"), (CHECKOUT / "docs" / "index.md", "")):
+        text = place.read_text("utf-8").partition("## Further")[2] or place.read_text("utf-8")
+        names = {path.name for path in (CHECKOUT / "docs").glob("*.md")} - {place.name}
+        assert {name for name in names if f"]({folder}{name})" not in text} == set(), place
+
+
+def test_the_map_is_that_of_the_folder() -> None:
+    """Each module is in one row, and the rows are in the order of the layers that import-linter checks."""
+    text = (CHECKOUT / "docs" / "design.md").read_text("utf-8")
+    table = text.partition("| layer |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in row]
+    assert librmq.__file__ is not None
+    package = Path(librmq.__file__).parent
+    modules = [path.stem for path in package.glob("*.py")] + [
+        path.parent.name for path in package.glob("*/__init__.py")
+    ]
+    assert sorted(names) == sorted(name for name in modules if name != "__init__")
+    with (CHECKOUT / "pyproject.toml").open("rb") as file:
+        (contract,) = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    height = {name: number for number, layer in enumerate(layers) for name in layer}
+    assert height.keys() == set(names)
+    assert [height[name] for name in names] == sorted(height.values())
+
+
+# ---------------------------------------------------------------------------------------------------- examples
+
+
+def test_every_example_is_run() -> None:
+    here = {"demo_screen.py", "demo_spark.py", "demo_store.py", "embed_log.py", "find_message.py"}
+    by_test_examples = {
+        "broadcast_cache.py",
+        "embed_broker.py",
+        "fastapi_app.py",
+        "order_stock.py",
+        "order_timeout.py",
+        "ordered_orders.py",
+        "test_message_logic.py",
+    }
+    names = here | by_test_examples | {"exactly_once.py", "idempotence.py"}  # by tests/idempotence/test_examples.py
+    assert {path.name for path in EXAMPLES.glob("*.py")} == names
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    child = run(sys.executable, EXAMPLES / "demo_store.py")
+    assert child.returncode == 0, child.stdout
+    assert " NO " not in child.stdout
+    assert child.stdout.count(" yes ") == 5
+    too_long = [line for line in child.stdout.splitlines() if len(line) > width and "bin" not in line]
+    assert too_long == []
+    assert {path.name for path in (folder / "demo-output").iterdir()} == {
+        "README.txt",
+        "broker",
+        "continued",
+        "damaged",
+    }
+    from librmq.store.recovery.verify import verify
+
+    assert [verify(str(folder / "demo-output" / name)).sound for name in ("broker", "continued", "damaged")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def mark_of_the_demo() -> str:
+    found = re.search(r'^ABOUT = "(.*)"$', (EXAMPLES / "demo_store.py").read_text("utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_demo_makes_its_folder_anew_and_leaves_others_alone(folder: Path) -> None:
+    mine = folder / "mine"
+    mine.mkdir()
+    (mine / "README.txt").write_text("not to be lost", encoding="utf-8")
+    child = run(sys.executable, EXAMPLES / "demo_store.py", mine)
+    assert (child.returncode, child.stdout.strip()) == (
+        2,
+        f"{mine} holds something else: name a folder that is empty or does not exist.",
+    )
+    assert [path.name for path in mine.iterdir()] == ["README.txt"]
+    assert run(sys.executable, EXAMPLES / "demo_store.py", mine / "README.txt").returncode == 2
+    own = folder / "own"
+    own.mkdir()
+    (own / "README.txt").write_text(mark_of_the_demo(), encoding="utf-8")
+    (own / "old").touch()
+    assert run(sys.executable, EXAMPLES / "demo_store.py", own).returncode == 0
+    assert not (own / "old").exists()
+
+
+def test_the_embedded_log_goes_on(folder: Path) -> None:
+    first, second = (run(sys.executable, EXAMPLES / "embed_log.py", "log").stdout for _ in range(2))
+    assert "invoice-1: 1 found, the last is number 1" in first
+    assert "invoice-1: 2 found, the last is number 4" in second
+
+
+def test_a_message_is_found(folder: Path) -> None:
+    child = run(sys.executable, EXAMPLES / "find_message.py", "store", "OrderTopic", "key14")
+    assert child.returncode == 0, child.stdout
+    assert child.stdout.endswith("5 found\n")
+    child = run(sys.executable, EXAMPLES / "find_message.py", folder / "nothing", "OrderTopic", "key14")
+    assert (child.returncode, child.stdout) == (1, f"{folder / 'nothing'}: no store: it has no folder commitlog\n")

@@ -1,0 +1,87 @@
+"""``librmq spark``, ``report``, ``doctor``: on the shared session, in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.cli import main
+
+pytest.importorskip("pyspark")
+
+from tests.spark_session import shared_session
+
+START_MS = 1_700_000_000_000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock) as opened:
+        for number in range(30):
+            clock.advance(ms=1000)
+            opened.append(Message("%DLQ%g" if number % 10 == 0 else "T", b"secret body", keys=f"k{number % 7}"), 0)
+    config = tmp_path / "store" / "config"
+    config.mkdir(exist_ok=True)
+    (config / "consumerOffset.json").write_text('{"offsetTable":{"T@g":{0:20}}}')
+    return tmp_path / "store"
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.spark
+def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared_session()
+    assert main(["spark", "run", "backlog", str(store)]) == 0
+    (row,) = rows(capsys)
+    assert (row["group"], row["topic"], row["lag"], row["oldest"]) == ("g", "T", 7, "2023-11-14T22:13:44.000Z")
+    out = tmp_path / "out"
+    words = ["spark", "run", "duplicates", str(store), "--set", "window=7.5", "--out", str(out)]
+    assert main(words) == 0
+    assert rows(capsys)[0]["rows"] > 0
+    assert list(out.glob("*.parquet"))
+    assert main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    for bad, text in (
+        (["spark", "run", "backlogs", str(store)], "did you mean backlog"),
+        (["spark", "run", "backlog", str(store), "--set", "x=1"], "no setting 'x'"),
+        (["spark", "run", "backlog", str(tmp_path)], "no store"),
+    ):
+        assert main(bad) == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.spark
+def test_the_report(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    shared_session()
+    page = tmp_path / "page.html"
+    assert main(["report", str(store), "--out", str(page)]) == 0
+    html = page.read_text()
+    assert "<svg" in html
+    assert "Dead letters" in html
+    assert "secret body" not in html
+    assert "://" not in html
+
+
+def test_list_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["spark", "list"]) == 0
+    assert {row["pipeline"] for row in rows(capsys)} >= {"backlog", "reconcile", "retention"}
+    main(["doctor"])
+    assert {row["check"] for row in rows(capsys)} >= {"python", "pyspark"}
+    from librmq.errors import MissingExtraError
+
+    def absent() -> None:
+        raise MissingExtraError("Spark from Python lacks the package pyspark and", "spark")
+
+    monkeypatch.setattr(sys.modules["librmq.spark.session"], "require", absent)
+    assert main(["doctor"]) == 2
+    assert "librmq[spark]" in capsys.readouterr().err

@@ -1,0 +1,264 @@
+"""The data source: options, projection, filters, damage, and a store that is being written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+
+pytestmark = pytest.mark.spark
+pytest.importorskip("pyspark")
+
+from pyspark.errors import PySparkException  # noqa: E402
+
+from tests.spark_session import shared_session  # noqa: E402
+
+START_MS = 1_700_000_000_000
+COUNT = 300
+
+
+def fill(store: MessageStore, clock: ManualClock, count: int = COUNT, first: int = 0) -> None:
+    """Messages a second apart, over two topics of two queues, every tenth delayed."""
+    for number in range(first, first + count):
+        clock.advance(ms=1000)
+        store.append(
+            Message(
+                "Orders" if number % 3 else "Refunds",
+                b"body %d" % number,
+                tags=("vip", "plain")[number % 2],
+                keys=f"k{number}",
+                properties={"amount": str(number), "region": ("eu", "us")[number % 2]},
+                delay_level=1 if number % 10 == 0 else 0,
+            ),
+            number // 3 % 2,
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stores") / "a"
+    clock = ManualClock(START_MS)
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192), clock=clock) as s:
+        fill(s, clock)
+    return path
+
+
+def read(path: Path | list[str], schema: str | None = None, **options: str) -> Any:
+    reader = shared_session().read.format("rocketmq").options(**options)
+    if schema is not None:
+        reader = reader.schema(schema)
+    return reader.load(str(path) if isinstance(path, Path) else path)
+
+
+def numbers(frame: Any) -> list[int]:
+    return sorted(int(bytes(row[0]).split()[1]) for row in frame.select("body").collect())
+
+
+PLAIN = [number for number in range(COUNT) if number % 10]
+
+
+def test_messages_without_internal_topics(folder: Path) -> None:
+    frame = read(folder)
+    assert numbers(frame) == PLAIN
+    assert SCHEDULE_TOPIC not in {row[0] for row in frame.select("topic").distinct().collect()}
+    assert len(numbers(read(folder, topic=SCHEDULE_TOPIC))) == COUNT - len(PLAIN)
+    assert read(folder, view="log").count() == COUNT
+
+
+def test_partitions_share_the_log(folder: Path) -> None:
+    frame = read(folder, minPartitions="4")
+    assert frame.rdd.getNumPartitions() == 4
+    assert numbers(frame) == PLAIN
+    sizes = frame.rdd.glom().map(len).collect()
+    assert max(sizes) < 2 * min(sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"topic": "Refunds"}, [n for n in PLAIN if n % 3 == 0]),
+        ({"topicPattern": "Ref.*|%DLQ%.*"}, [n for n in PLAIN if n % 3 == 0]),
+        ({"topic": "Orders,Refunds", "queueId": "1"}, [n for n in PLAIN if n // 3 % 2]),
+        ({"tags": "vip"}, [n for n in PLAIN if n % 2 == 0]),
+        ({"tags": "vip || plain"}, PLAIN),
+        ({"selector": "amount > 50 AND region = 'eu'"}, [n for n in PLAIN if n > 50 and n % 2 == 0]),
+        ({"selector": "amount BETWEEN 5 AND 7", "tags": "plain"}, [5, 7]),
+        ({"startingTimestamp": str(START_MS + 101_000)}, [n for n in PLAIN if n >= 100]),
+        ({"endingTimestamp": str(START_MS + 11_000)}, [n for n in PLAIN if n < 10]),
+    ],
+)
+def test_options_choose(folder: Path, options: dict[str, str], wanted: list[int]) -> None:
+    both = read(folder, **options).union(read(folder, view="log", **options).where(f"topic != '{SCHEDULE_TOPIC}'"))
+    assert numbers(both) == sorted(wanted * 2)
+
+
+def test_offsets_of_queues(folder: Path) -> None:
+    starting = json.dumps({"Refunds": {"0": 3, "1": -1}})
+    ending = json.dumps({"Refunds": {"0": 5}})
+    frame = read(folder, "queueId int, queueOffset bigint", topic="Refunds", startingOffsets=starting,
+                 endingOffsets=ending)  # fmt: skip
+    assert sorted(map(tuple, frame.collect())) == [(0, 3), (0, 4)]
+
+
+def test_a_schema_is_the_projection(folder: Path) -> None:
+    frame = read(folder, "tags string, queueOffset bigint, store string", topic="Refunds")
+    assert frame.columns == ["tags", "queueOffset", "store"]
+    assert {row.store for row in frame.collect()} == {str(folder)}
+
+
+def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "s1")
+    shutil.copytree(folder, tmp_path / "s2")
+    for path in ([str(tmp_path / "s1"), str(tmp_path / "s2")], tmp_path / "s?"):
+        counts = {row["store"]: row["count"] for row in read(path).groupBy("store").count().collect()}
+        assert counts == {str(tmp_path / "s1"): len(PLAIN), str(tmp_path / "s2"): len(PLAIN)}
+
+
+@pytest.mark.parametrize(
+    ("options", "schema", "text"),
+    [
+        ({"topics": "x"}, None, "did you mean topic"),
+        ({"view": "message"}, None, "did you mean messages"),
+        ({"selector": "a >< 5"}, None, "^"),
+        ({"mode": "fast"}, None, "FAILFAST"),
+        ({"startingOffsets": "{]"}, None, "earliest, latest"),
+        ({"startingOffsets": '{"Nowhere": {"0": 5}}'}, None, "has no queue 0 of topic 'Nowhere'"),
+        ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "failOnDataLoss"),
+        ({"minPartitions": "0"}, None, "at least 1"),
+        ({}, "tag string", "did you mean tags"),
+        ({}, "queueId string", "expected type int, found string"),
+        ({"view": "queues"}, "body binary", "no column 'body'"),
+    ],
+)
+def test_what_is_wrong_is_told_on_the_driver(
+    folder: Path, options: dict[str, str], schema: str | None, text: str
+) -> None:
+    with pytest.raises(PySparkException) as told:
+        read(folder, schema, **options).rdd.getNumPartitions()
+    assert text in str(told.value)
+
+
+def test_no_store(tmp_path: Path) -> None:
+    with pytest.raises(PySparkException, match="no store"):
+        read(tmp_path).count()
+
+
+def test_damage(folder: Path, tmp_path: Path) -> None:
+    """A record's frame and another one's body, in a file that opening does not look into."""
+    path = tmp_path / "damaged"
+    shutil.copytree(folder, path)
+    with MessageStore.open(path, read_only=True) as store:
+        messages = [message for message in store if message.topic == "Orders"]
+    frame, body = messages[2], messages[5]
+    with (path / "commitlog" / f"{0:020d}").open("r+b") as file:
+        file.seek(frame.physical_offset + 84)
+        file.write(b"\x7f")
+        file.seek(body.physical_offset + 89)
+        file.write(b"!")
+    for view in ("messages", "log"):
+        with pytest.raises(PySparkException, match=f"{0:020d}: at {frame.physical_offset}: "):
+            read(path, view=view).collect()
+        rows = read(path, view=view, mode="PERMISSIVE").where("_corrupt_record is not null").collect()
+        assert sorted(row["physicalOffset"] for row in rows) == [frame.physical_offset, body.physical_offset]
+        assert any("body checksum" in row["_corrupt_record"] for row in rows)
+        assert all(row["body"] is None for row in rows)
+        good = numbers(read(path, view=view, mode="DROPMALFORMED").where(f"topic != '{SCHEDULE_TOPIC}'"))
+        assert len(good) == len(PLAIN) - 2
+    assert len(numbers(read(path, mode="PERMISSIVE", checksums="false").where("_corrupt_record is null"))) == (
+        len(PLAIN) - 1
+    )
+
+
+def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
+    spark = shared_session()
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        frame = read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
+        plan = frame._jdf.queryExecution().executedPlan().toString()
+        left = plan.partition("Filter")[2].partition("\n")[0]
+        assert "tags" in left  # by its hash only
+        assert not any(name in left for name in ("topic", "queueId", "queueOffset"))
+        found = numbers(frame)
+        moment = "timestamp_millis(1700000101000)"
+        later = numbers(read(folder).where(f"storeTimestamp >= {moment}"))
+        none = read(folder, topic="Orders").where("topic = 'Refunds'").count()
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+    assert found == numbers(
+        read(folder).where("topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'")
+    )
+    assert later == [n for n in PLAIN if n >= 100]
+    assert none == 0
+
+
+def test_a_store_that_is_being_written(tmp_path: Path) -> None:
+    """Every acknowledged message is read, those too whose entries stand in no file yet."""
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "live", StoreConfig.tiny(), clock=clock) as store:
+        fill(store, clock, 95)
+        assert len(numbers(read(tmp_path / "live"))) == len([n for n in range(95) if n % 10])
+        fill(store, clock, 7, first=95)
+        assert len(numbers(read(tmp_path / "live", minPartitions="3"))) == len([n for n in range(102) if n % 10])
+        store.abandon()
+    assert len(numbers(read(tmp_path / "live"))) == len([n for n in range(102) if n % 10])
+
+
+def test_parts_are_read_without_a_session(folder: Path) -> None:
+    """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
+    from librmq.columns.plan import DataLossError, Part, Slice
+    from librmq.columns.read import Reading, default_columns
+    from librmq.consumequeue import ENTRY
+    from librmq.errors import CorruptionError, NotAStoreError
+    from librmq.spark.options import parse_read_options
+    from librmq.spark.source import arrow_schema, schema_of
+
+    def rows(entry: bytes, **options: str) -> list[dict[str, Any]]:
+        read_options = parse_read_options({"path": str(folder), **options})
+        schema = arrow_schema(schema_of(default_columns(read_options)), read_options)
+        part = Part(str(folder), 16384, 4000, (Slice("Orders", 1, 7, 8, 7, entry),))
+        return [row for batch in Reading(read_options, schema).read(part) for row in batch.to_pylist()]
+
+    bad, nowhere = ENTRY.pack(-5, 100, 0), ENTRY.pack(1 << 40, 100, 0)
+    with pytest.raises(CorruptionError, match=r"consumequeue/Orders/1/0{20}: at 140: queue offset 7"):
+        rows(bad)
+    (row,) = rows(bad, mode="PERMISSIVE")
+    assert (row["topic"], row["queueId"], row["queueOffset"], row["body"]) == ("Orders", 1, 7, None)
+    assert rows(bad, mode="DROPMALFORMED") == []
+    with pytest.raises(DataLossError, match="is gone"):
+        rows(nowhere)
+    assert rows(nowhere, failOnDataLoss="false") == []
+    with pytest.raises(CorruptionError, match="expected a record of 100 bytes"):
+        rows(ENTRY.pack(0, 100, 0))
+    elsewhere = Part(f"{folder}-elsewhere", 16384, 4000, (Slice("Orders", 1, 7, 8, 7, nowhere),))
+    options = parse_read_options({"path": str(folder)})
+    schema = arrow_schema(schema_of(default_columns(options)), options)
+    with pytest.raises(NotAStoreError, match="none for this worker"):
+        list(Reading(options, schema).read(elsewhere))
+
+
+def test_a_reader_does_without_pandas(folder: Path) -> None:
+    """It takes longer to load than a part takes to be read."""
+    code = f"""
+import sys
+from librmq.spark.options import parse_read_options
+from librmq.columns.read import Reading, default_columns
+from librmq.spark.source import arrow_schema, plan_batch, schema_of
+for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
+    options = parse_read_options({{"path": {str(folder)!r}, **given}})
+    schema = arrow_schema(schema_of(default_columns(options)), options)
+    parts = plan_batch(options)
+    assert sum(batch.num_rows for part in parts for batch in Reading(options, schema).read(part)), given
+    assert "pandas" not in sys.modules or "selector" in given, given
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True
+    )

@@ -1,0 +1,364 @@
+"""Writing: what a store says of the messages, all or nothing, jobs that come again, tasks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.store.recovery.verify import verify
+
+pytest.importorskip("pyspark")
+
+import pyarrow as pa
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F  # noqa: N812
+
+from librmq.errors import ConfigError
+from librmq.message.record import decode_record
+from librmq.spark.commit import Staged, commit, job_folder
+from librmq.spark.encode import Encoder, Lane
+from librmq.spark.options import WriteOptions
+from librmq.spark.write import Writer
+from tests.reference import CHECKOUT
+from tests.spark_session import killing, shared_session
+
+START_MS = 1_700_000_000_000
+CONFIG = StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192)
+SCHEMA = (
+    "topic string, body binary, tags string, keys array<string>, uniqueKey string, properties map<string,string>, "
+    "queueId int, flag int, bornTimestamp timestamp"
+)
+
+
+def new_store(path: Path, messages: int = 3) -> Path:
+    with MessageStore.open(path, CONFIG, clock=ManualClock(START_MS)) as store:
+        for number in range(messages):
+            store.append(Message("Old", b"old %d" % number, keys=f"o{number}"))
+    return path
+
+
+def rows(count: int) -> list[tuple[Any, ...]]:
+    return [
+        (
+            ("A", "主题")[n % 2],
+            b"body %d" % n if n % 7 else b"",
+            ("t1", None, "标签")[n % 3],
+            [f"k{n}", f"k{n}b"] if n % 4 else None,
+            f"U{n:031d}" if n % 5 else None,
+            {f"p{i}": f"v{n}" for i in range(n % 4)} | ({"é": "ü"} if n % 6 == 0 else {}) if n % 9 else None,
+            n % 3,
+            n,
+            datetime.fromtimestamp((START_MS + n) / 1000, UTC),
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.spark
+def test_what_is_written_is_what_the_store_would_have_written(tmp_path: Path) -> None:
+    path, plain = new_store(tmp_path / "store"), new_store(tmp_path / "plain")
+    given = rows(300)
+    frame = shared_session().createDataFrame(given, SCHEMA).coalesce(1)
+    frame.write.format("rocketmq").mode("append").save(str(path))
+    with MessageStore.open(path, read_only=True) as store:
+        written = list(store)[3:]
+    clock = ManualClock(written[0].store_timestamp_ms)
+    with MessageStore.open(plain, clock=clock) as store:
+        for topic, body, tags, keys, unique, properties, queue_id, flag, born in given:
+            message = Message(topic, body, tags=tags, keys=keys, unique_key=unique, properties=properties, flag=flag)
+            store.append(message, queue_id, born_timestamp_ms=round(born.timestamp() * 1000))
+    with MessageStore.open(plain, read_only=True) as store:
+        assert [message.raw for message in written] == [message.raw for message in store][3:]
+        queues = {name: queue.entries().tobytes() for name, queue in store.queues.items()}
+        found = [message.physical_offset for message in store.find_by_key("A", "k2b")]
+    with MessageStore.open(path, read_only=True) as store:
+        assert {name: queue.entries().tobytes() for name, queue in store.queues.items()} == queues
+        assert [message.physical_offset for message in store.find_by_key("A", "k2b")] == found
+    assert verify(str(path)).sound
+    assert not list((path / "librmq" / "spark").iterdir())
+
+
+@pytest.mark.spark
+def test_order_and_defaults(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    frame = shared_session().range(40, numPartitions=4).select(
+        F.concat(F.lit("b"), F.col("id").cast("string")).alias("body"), (F.col("id") * 7 % 40).alias("rank")
+    )  # fmt: skip
+    frame.write.format("rocketmq").mode("append").options(topic="New", orderBy="rank", queues="2").save(str(path))
+    with MessageStore.open(path, read_only=True) as store:
+        bodies = [message.body for message in store if message.topic == "New"]
+        assert bodies == [b"b%d" % n for n in sorted(range(40), key=lambda n: n * 7 % 40)]
+        assert {name[1] for name in store.queues if name[0] == "New"} == {0, 1}
+
+
+@pytest.mark.spark
+def test_a_job_that_comes_again_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    frame = shared_session().createDataFrame([(b"x",), (b"y",)], "body binary")
+    for _ in range(2):
+        frame.write.format("rocketmq").mode("append").options(topic="T", jobId="nightly-7").save(str(path))
+    with MessageStore.open(path, read_only=True) as store:
+        assert sorted(message.body for message in store) == [b"x", b"y"]
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("column", "options", "text"),
+    [
+        ("tag string", {}, "did you mean tags"),
+        ("tags int", {}, "expected type string, found int"),
+        ("tags string", {"orderBy": "tag"}, "no column 'tag'"),
+        ("tags string", {"topics": "x"}, "did you mean topic"),
+    ],
+)
+def test_what_is_wrong_is_told_on_the_driver(tmp_path: Path, column: str, options: dict[str, str], text: str) -> None:
+    path = new_store(tmp_path / "store")
+    frame = shared_session().createDataFrame([], f"topic string, body binary, {column}")
+    with pytest.raises(PySparkException, match=text):
+        frame.write.format("rocketmq").mode("append").options(**options).save(str(path))
+
+
+@pytest.mark.spark
+def test_a_failed_job_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    before = {one: one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+    frame = shared_session().range(30, numPartitions=3).select(
+        F.lit("T").alias("topic"), F.lit("body").alias("body"),
+        F.when(F.col("id") == 25, F.lit("a\x01b")).otherwise("fine").alias("tags"),
+    )  # fmt: skip
+    with pytest.raises(PySparkException, match="01 and 02 separate properties"):
+        frame.write.format("rocketmq").mode("append").save(str(path))
+    assert {one: one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()} == before
+
+
+@pytest.mark.spark
+def test_a_worker_that_is_killed_writes_nothing_twice(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    frame = shared_session().range(3000, numPartitions=3).select(F.col("id").cast("string").alias("body"))
+    with killing(tmp_path / "killed"):
+        frame.write.format("rocketmq").mode("append").options(topic="New").save(str(path))
+    with MessageStore.open(path, read_only=True) as store:
+        assert [message.body for message in store][3:] == [b"%d" % number for number in range(3000)]
+    assert not list((path / "librmq" / "spark").iterdir())
+
+
+# ------------------------------------------------------------------------------------------- commit, without a session
+
+
+def test_a_task_that_is_tried_again_writes_once(tmp_path: Path) -> None:
+    """Only what the attempt wrote whose message reached the driver is brought in."""
+    from pyspark.sql.types import BinaryType, StructField, StructType
+
+    path = new_store(tmp_path / "store", 0)
+    writer = Writer(WriteOptions(str(path), topic="T"), StructType([StructField("body", BinaryType())]))
+    batch = pa.RecordBatch.from_pydict({"body": pa.array([b"one", b"two"])})
+
+    def failing() -> Iterator[pa.RecordBatch]:
+        yield batch
+        raise RuntimeError("the task was killed")
+
+    with pytest.raises(RuntimeError):
+        writer.write(failing())
+    writer.write(iter([batch]))  # an attempt whose message was lost
+    writer.commit([writer.write(iter([batch])), None])
+    with MessageStore.open(path, read_only=True) as store:
+        assert [message.body for message in store] == [b"one", b"two"]
+    assert not list((path / "librmq" / "spark").iterdir())
+
+
+def test_texts_with_wide_offsets_are_the_same_texts() -> None:
+    """As Spark gives them with spark.sql.execution.arrow.useLargeVarTypes."""
+    found = []
+    for text, binary in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
+        batch = pa.RecordBatch.from_pydict(
+            {
+                "topic": pa.array(["A", "B", "A"], text),
+                "body": pa.array([b"a", None, b"c"], binary),
+                "tags": pa.array(["t", None, "u"], text),
+                "keys": pa.array([["a", "b"], None, ["c"]], pa.list_(text)),
+                "uniqueKey": pa.array(["U1", "U2", "U3"], text),
+                "properties": pa.array([[("x", "y")], None, [("é", "ü"), ("p", "q")]], pa.map_(text, text)),
+            }
+        )
+        encoded = Encoder(None, None, 1, "127.0.0.1:10911", 8192, 16376).encode(batch, 0, START_MS)
+        found.append((encoded.data.to_pybytes(), encoded.key_hashes.tolist(), encoded.lanes))
+    assert found[0] == found[1]
+
+
+@pytest.mark.spark
+def test_a_session_with_wide_offsets_writes_and_reads(tmp_path: Path) -> None:
+    path, spark = tmp_path / "store", shared_session()
+    spark.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    try:
+        frame = spark.createDataFrame(
+            [("T", b"one", "t1", ["k1", "k2"])], "topic string, body binary, tags string, keys array<string>"
+        )
+        frame.write.format("rocketmq").mode("append").save(str(path))
+        (row,) = spark.read.format("rocketmq").load(str(path)).select("topic", "body", "tags", "keys").collect()
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
+    assert (row.topic, bytes(row.body), row.tags) == ("T", b"one", "t1")
+
+
+def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
+    """Files as tasks make them."""
+    import numpy as np
+
+    folder = Path(job_folder(str(path), job, None))
+    folder.mkdir(parents=True)
+    encoder = Encoder("N", 0, 1, "127.0.0.1:10911", 8192, 16376)
+    made = []
+    for task in range(tasks):
+        bodies = [b"%d" % (task * records + n) * 40 for n in range(records)]
+        batch = pa.RecordBatch.from_pydict(
+            {"body": pa.array(bodies), "keys": pa.array([f"k{b[:4]!r}" for b in bodies])}
+        )
+        encoded = encoder.encode(batch, 0, START_MS)
+        (folder / f"t{task}.log").write_bytes(encoded.data.to_pybytes())
+        table = pa.table(
+            {
+                "size": encoded.sizes.astype(np.int32), "lane": encoded.lane, "tagsCode": encoded.tags_code,
+                "keys": pa.ListArray.from_arrays(pa.array(np.arange(records + 1, dtype=np.int32)),
+                                                 pa.array(encoded.key_hashes)),
+            }
+        )  # fmt: skip
+        with pa.ipc.new_file(str(folder / f"t{task}.arrow"), table.schema) as file:
+            file.write_table(table)
+        made.append(Staged(f"t{task}", task, records, tuple(encoded.lanes)))
+    return made
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_job_comes_again_when_retention_has_taken_the_place_of_its_records(tmp_path: Path, died: bool) -> None:
+    """One that died before it showed a record is not done, whatever has been written and deleted there since."""
+    path = new_store(tmp_path / "store")
+    with MessageStore.open(path) as store:
+        while store.log.end < 20_000:
+            store.append(Message("Old", bytes(1000)))
+    staged = stage(path, "job", 1, 10)
+    folder, note = job_folder(str(path), "job", None), path / "librmq" / "spark" / "job.json"
+    assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 10
+    found = json.loads(note.read_bytes())
+    assert found["done"] is True
+    note.write_text(json.dumps(found | {"begin": 100, "end": 200, "done": not died}))
+    (path / "commitlog" / f"{0:020}").unlink()
+    again = stage(path, "job", 1, 10)
+    assert commit(str(path), "job", again, folder, ordered=False, keep_note=True) == (10 if died else 0)
+    with MessageStore.open(path, read_only=True) as store:
+        assert sum(message.topic == "N" for message in store) == (20 if died else 10)
+
+
+def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    folder = job_folder(str(path), "job", None)
+    for _ in range(2):
+        assert commit(str(path), "job", [], folder, ordered=False, keep_note=True) == 0
+    assert json.loads((path / "librmq" / "spark" / "job.json").read_bytes())["done"] is True
+    staged = stage(path, "job", 1, 10)
+    assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 0
+
+
+def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
+    """Workers wrote them to a folder of their own: nothing is brought in."""
+    path = new_store(tmp_path / "store")
+    staged = stage(path, "job", 2, 10)
+    folder = Path(job_folder(str(path), "job", None))
+    (folder / "t1.log").unlink()
+    (folder / "t1.arrow").unlink()
+    with pytest.raises(ConfigError, match="driver and workers must share"):
+        commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
+    with MessageStore.open(path, read_only=True) as store:
+        assert len(list(store)) == 3
+    assert verify(str(path)).sound
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ConsumeQueue
+from librmq.store import KeyIndex
+from tests.spark.test_write import stage
+from librmq.spark.commit import commit, job_folder
+
+left = [0]
+
+
+def counted(part, name):
+    method = getattr(part, name)
+
+    def call(self, *arguments):
+        if not left[0]:
+            os._exit(9)
+        left[0] -= 1
+        return method(self, *arguments)
+
+    setattr(part, name, call)
+
+
+for name in ("append_block", "patch", "flush"):
+    counted(CommitLog, name)
+counted(ConsumeQueue, "append_many")
+counted(KeyIndex, "append_block")
+for calls, path in enumerate(map(Path, sys.argv[1:])):
+    child = os.fork()
+    if not child:
+        left[0] = 1 << 30
+        staged = stage(path, "job", 2, 150)
+        left[0] = calls
+        commit(str(path), "job", staged, job_folder(str(path), "job", None), ordered=False, keep_note=True)
+        os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (7, 9), code
+    if code == 7:
+        sys.exit(0)
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
+    """All or none is there after each kill, the store is sound, and the job, come again, is there once."""
+    paths = [new_store(tmp_path / f"s{calls}") for calls in range(25)]
+    subprocess.run(
+        [sys.executable, "-c", KILLED, *map(str, paths)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
+        check=True,
+    )
+    ends = set()
+    for path in paths:
+        left = Path(job_folder(str(path), "job", None))
+        if not left.parent.exists():
+            break  # enough calls were allowed before
+        with MessageStore.open(path) as store:
+            there = sum(message.topic == "N" for message in store)
+            ends.add(there)
+        assert there in (0, 300)
+        assert verify(str(path)).sound
+        staged = [
+            Staged(f"t{n}", n, 150, (Lane("N", 0),)) for n in range(2) if (left / f"t{n}.log").exists()
+        ]  # fmt: skip
+        commit(str(path), "job", staged, str(left), ordered=False, keep_note=True)
+        with MessageStore.open(path, read_only=True) as store:
+            bodies = [message.body for message in store if message.topic == "N"]
+            assert bodies == [b"%d" % n * 40 for n in range(300)]
+            assert len(store.find_by_key("N", f"k{bodies[0][:4]!r}")) >= 1
+    assert ends == {0, 300}
+
+
+def test_ipv6_hosts() -> None:
+    encoder = Encoder("N", 0, 1, "[fe80::1]:10911", 8192, 16376)
+    batch = pa.RecordBatch.from_pydict({"body": pa.array([b"one", b"two"])})
+    encoded = encoder.encode(batch, 0, START_MS)
+    record = decode_record(encoded.data.to_pybytes(), int(encoded.sizes[0]))
+    assert record.body == b"two"
+    assert record.store_host == ("fe80:0:0:0:0:0:0:1", 10911)
