@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import librmq
-import pyspark_librmq
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 pytest.importorskip("pyspark")
 pytest.importorskip("grpc")
 
+import pyspark_librmq  # noqa: E402
 from tests.reference import CHECKOUT  # noqa: E402
 
 STEPS = '''
