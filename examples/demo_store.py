@@ -221,8 +221,8 @@ def tear(path: Path, some_record: int) -> None:
     """Put the first bytes of a record behind the log's end."""
     folder = path / "commitlog"
     size = min(folder.iterdir()).stat().st_size
-    for file in folder.iterdir():
-        os.truncate(file, size)  # the writer may have died while it made the last one
+    for made in folder.iterdir():
+        os.truncate(made, size)  # the writer may have died while it made the last one
     with CommitLog.open(str(folder), size, writable=False) as log:
         end, raw = log.end, log.read(some_record)
     assert raw is not None
