@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
 from librmq.errors import ClientError, ClientStateError
+from librmq.java.hashing import string_hash
 from librmq.message.hosts import Host, encode_host
 from librmq.message.ids import UniqueIds
 from librmq.protocol import (
@@ -120,7 +121,9 @@ class Client:
         number = next(_numbers)
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
         self.client_id = f"{host[0]}@{name}" + (f"@{unit}" if unit else "")
-        self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), number)
+        # A test's ids are the same from run to run; all others are drawn.
+        maker, first = (None, None) if identity is None else (string_hash(self.client_id), 0)
+        self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
         self.times_forgotten = 0

@@ -2,43 +2,60 @@
 
 ::
 
-    address 4 or 16 | process 2 | number of the loader 4 | ms since the month began 4 | counter 2      in hex
+    address 4 or 16 | process 2 | maker 4 | ms since the month began 4 | counter 2      in hex
 
-Mirrors ``MessageClientIDSetter``. Months begin in UTC here; the original takes its machine's time zone.
+Mirrors ``MessageClientIDSetter``. RocketMQ 4.9 fills the maker's bytes with a class loader's hash and starts the
+counter at 0; here both are drawn at random, since containers share an address and a process number. Months begin in
+UTC here; RocketMQ takes the time zone of its machine.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from librmq.errors import MalformedError
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MILLISECOND = timedelta(milliseconds=1)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 class UniqueIds:
-    """Makes ids that no other process makes. Thread-safe; a child process may go on using it.
+    """Makes ids that no other process makes. Thread-safe; a forked child may go on using it.
 
-    ``now_ms`` tells the time, ``ip`` is this machine's address in 4 or 16 bytes, and ``number`` any 32 bits
-    that tell this maker from others in the same process.
+    ``now_ms`` tells the time, ``ip`` is this machine's address in 4 or 16 bytes. ``maker`` is any 32 bits that tell
+    this object from others, and ``first`` the counter's first value; both are drawn at random unless given, and drawn
+    again in a forked child.
+
+    Raises:
+        MalformedError: ``ip`` has another length.
     """
 
-    def __init__(self, now_ms: Callable[[], int], ip: bytes, number: int) -> None:
+    def __init__(
+        self, now_ms: Callable[[], int], ip: bytes, maker: int | None = None, *, first: int | None = None
+    ) -> None:
         if len(ip) not in (4, 16):
-            raise MalformedError(f"expected an address of 4 or 16 bytes, found {ip!r}")
+            raise MalformedError(f"ip: expected an address of 4 or 16 bytes, found {ip!r}")
         self._now_ms = now_ms
         self._ip = ip
-        self._number = (number & 0xFFFFFFFF).to_bytes(4, "big")
-        self._count = count().__next__  # counting is one step for the interpreter
+        self._given = maker, first
+        self._begin()
+        _live.add(self)
+
+    def _begin(self) -> None:
+        """Draw what is not given."""
+        maker, first = self._given
+        self._maker = os.urandom(4) if maker is None else (maker & 0xFFFFFFFF).to_bytes(4, "big")
+        start = int.from_bytes(os.urandom(2)) if first is None else first
+        self._count = count(start).__next__  # counting is one step for the interpreter
         self._latest = (-1, "")  # a millisecond and what ids begin with in it
 
     def next(self) -> str:
-        """A new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct."""
+        """Return a new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct."""
         now_ms = self._now_ms()
         at_ms, prefix = self._latest
         if at_ms != now_ms:
@@ -47,26 +64,43 @@ class UniqueIds:
         return f"{prefix}{self._count() & 0xFFFF:04X}"
 
     def _prefix(self, now_ms: int) -> str:
-        process = (os.getpid() & 0xFFFF).to_bytes(2, "big")  # asked again, for it changes in a fork
+        process = (os.getpid() & 0xFFFF).to_bytes(2, "big")
         since_ms = (now_ms - _month_begin_ms(now_ms)) & 0xFFFFFFFF
-        return (self._ip + process + self._number + since_ms.to_bytes(4, "big")).hex().upper()
+        return (self._ip + process + self._maker + since_ms.to_bytes(4, "big")).hex().upper()
+
+
+_live: weakref.WeakSet[UniqueIds] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    for ids in list(_live):
+        ids._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
 
 
 class UniqueIdParts(NamedTuple):
-    """What a unique id tells."""
+    """The parts of a unique id."""
 
     ip: str
-    """IPv4 as usual, IPv6 as eight groups of four digits."""
+    """IPv4 in dotted decimals, IPv6 as eight groups of four digits."""
     pid: int
     """The process, modulo 65,536."""
-    number: int
+    maker: int
+    """The class loader's hash in ids of RocketMQ's own clients, random bits in librmq's."""
     timestamp_ms: int
-    """When it was made, if that is less than a month ago."""
+    """When the id was made, if that is less than a month ago."""
     counter: int
 
 
 def decode_unique_id(text: str, now_ms: int) -> UniqueIdParts:
-    """Take a unique id apart; ``now_ms`` tells in which month it was made. `MalformedError` if it is none."""
+    """Return the parts of a unique id; ``now_ms`` tells in which month it was made.
+
+    Raises:
+        MalformedError: ``text`` is no unique id.
+    """
     try:
         raw = bytes.fromhex(text) if len(text) in (32, 56) and text.isalnum() else b""
     except ValueError:
@@ -81,7 +115,7 @@ def decode_unique_id(text: str, now_ms: int) -> UniqueIdParts:
     return UniqueIdParts(
         ip=".".join(map(str, ip)) if len(ip) == 4 else ip.hex(":", 2),
         pid=int.from_bytes(rest[:2], "big"),
-        number=int.from_bytes(rest[2:6], "big"),
+        maker=int.from_bytes(rest[2:6], "big"),
         timestamp_ms=begin_ms + since_ms,
         counter=int.from_bytes(rest[10:], "big"),
     )

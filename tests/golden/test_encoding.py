@@ -70,7 +70,7 @@ def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
         answers = [decode_unique_id(row["uniq_id"], now_ms) for now_ms in (at_ms, at_ms + 1)]
         assert row["nearly_time_ms_utc_evaluated_now"] in [answer.timestamp_ms for answer in answers]
         parts = answers[1]
-        assert (parts.ip, parts.pid, parts.number, parts.counter) == (
+        assert (parts.ip, parts.pid, parts.maker, parts.counter) == (
             row["ip"],
             row["pid"],
             row["classloader_hash"],
@@ -84,7 +84,7 @@ def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getpid", lambda: rows[0]["pid"])
     ip = bytes.fromhex(rows[0]["uniq_id"])[:-12]
     now_ms = 0
-    ids = UniqueIds(lambda: now_ms, ip, rows[0]["classloader_hash"])
+    ids = UniqueIds(lambda: now_ms, ip, rows[0]["classloader_hash"], first=0)
     made = 0
     for row in rows:
         now_ms = decode_unique_id(row["uniq_id"], row["created_between_ms_to"] + 1).timestamp_ms

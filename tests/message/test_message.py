@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -373,7 +376,7 @@ MONTH = 1_698_796_800_000  # 2023-11-01
 
 def test_a_unique_id_tells_where_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getpid", lambda: 0x1_1234)
-    text = UniqueIds(lambda: NOW, bytes((127, 0, 0, 1)), 0xDEADBEEF).next()
+    text = UniqueIds(lambda: NOW, bytes((127, 0, 0, 1)), 0xDEADBEEF, first=0).next()
     assert text == f"7F0000011234DEADBEEF{NOW - MONTH:08X}0000"
     assert decode_unique_id(text, NOW + 1) == ("127.0.0.1", 0x1234, 0xDEADBEEF, NOW, 0)
     assert decode_unique_id(text.lower(), NOW + 1).timestamp_ms == NOW
@@ -384,12 +387,12 @@ def test_a_unique_id_of_ipv6() -> None:
     text = UniqueIds(lambda: NOW, ip, -1).next()
     assert len(text) == 56
     parts = decode_unique_id(text, NOW + 1)
-    assert (parts.ip, parts.number) == ("fe80:0000:0000:0000:0000:0000:0000:a001", 0xFFFFFFFF)
+    assert (parts.ip, parts.maker) == ("fe80:0000:0000:0000:0000:0000:0000:a001", 0xFFFFFFFF)
 
 
 def test_unique_ids_count_on_through_time() -> None:
     times = iter([NOW, NOW, NOW + 1, MONTH - 1, MONTH])
-    ids = UniqueIds(lambda: next(times), bytes(4), 0)
+    ids = UniqueIds(lambda: next(times), bytes(4), 0, first=0)
     parts = [decode_unique_id(ids.next(), NOW + 2) for _ in range(5)]
     assert [part.counter for part in parts] == [0, 1, 2, 3, 4]
     assert [part.timestamp_ms for part in parts[:3]] == [NOW, NOW, NOW + 1]
@@ -422,13 +425,43 @@ def test_threads_make_distinct_ids() -> None:
     assert len(set(made)) == 40_000
 
 
-def test_a_child_process_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([NOW, NOW + 1])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its process number and millisecond may be the parent's, as in containers."""
     monkeypatch.setattr("os.getpid", lambda: 1)
-    ids = UniqueIds(lambda: next(times), bytes(4), 0)
+    ids = UniqueIds(lambda: NOW, bytes(4))
     ids.next()
-    monkeypatch.setattr("os.getpid", lambda: 2)
-    assert decode_unique_id(ids.next(), NOW + 2).pid == 2
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, ids.next().encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    text = os.read(read, 100).decode()
+    os.close(read)
+    os.close(write)
+    theirs, mine = decode_unique_id(text, NOW + 1), decode_unique_id(ids.next(), NOW + 1)
+    assert theirs.timestamp_ms == mine.timestamp_ms == NOW
+    assert theirs.maker != mine.maker
+
+
+def test_unique_ids_of_processes_that_share_address_and_pid_differ() -> None:
+    """Repair 1.5: in containers every process has number 1, and often starts in one millisecond with others."""
+    program = (
+        "import os; os.getpid = lambda: 1\n"
+        "from librmq import ManualClock, ManualRunner, Broker, Producer\n"
+        f"broker = Broker.temporary(runner=ManualRunner(ManualClock({NOW})))\n"
+        "producer = Producer(broker, 'g')\n"
+        "print(*[producer.send('T', b'x').message_id for _ in range(20)])\n"
+    )
+    made = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert len({*made[0], *made[1]}) == 40
+    assert made[0][0][-4:] != made[1][0][-4:] or made[0][0][12:20] != made[1][0][12:20]
 
 
 @pytest.mark.parametrize("text", ["", "0" * 31, "0" * 33, "0" * 40, "g" * 32, " " * 32, "0 " * 16, "٣" * 32])
