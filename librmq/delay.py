@@ -113,6 +113,30 @@ class _Layout:
         return None if match is None else match.group(*self._groups)
 
 
+class _Layouts:
+    """Chooses the layout by which the next message's properties are read, from those read so far."""
+
+    __slots__ = ("_names", "_run", "current")
+
+    def __init__(self) -> None:
+        self.current: _Layout | None = None
+        self._names: tuple[str, ...] = ()
+        self._run = 0
+
+    def seen(self, names: tuple[str, ...]) -> None:
+        """Note the names of a message that the current layout did not fit.
+
+        Making a layout takes as long as decoding hundreds of messages, so one is made for few names that came several
+        times in a row: senders that make names up cost no more than decoding does.
+        """
+        self._run = self._run + 1 if names == self._names else 1
+        self._names = names
+        if self._run >= _LAYOUT_FROM and len(names) <= _LAYOUT_NAMES:
+            self.current = _layout_of(names)
+
+
+_LAYOUT_FROM: Final = 16
+_LAYOUT_NAMES: Final = 32
 _layout_of = lru_cache(maxsize=64)(_Layout)
 
 
@@ -167,7 +191,7 @@ class DelaySchedule:
         self._offsets = offsets
         self._delivered = delivered
         self._aside = aside
-        self._layout: _Layout | None = None  # of the message before
+        self._layouts = _Layouts()
         self._is_flushing = False
         self._first_look_ms = round(1000 * settings.first_look_s)
         self._every_ms = round(1000 * settings.look_every_s)
@@ -402,12 +426,13 @@ class DelaySchedule:
         which a transaction ends, and the schedule topic.
         """
         raw = waiting.properties_raw
-        found = None if self._layout is None else self._layout.find(raw)
+        layout = self._layouts.current
+        found = None if layout is None else layout.find(raw)
         if found is None:
             properties = waiting.properties
             found = tuple(map(properties.get, _NEEDED))
             if record.is_encoding_of(raw, properties):
-                self._layout = _layout_of(tuple(properties))
+                self._layouts.seen(tuple(properties))
             else:
                 raw = record.encode_properties(properties)
         topic, queue_text, unique_key, keys, tags = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,20 @@ def test_what_fits_a_layout_says_the_same_decoded_and_is_encoded_as_it_stands(fi
             properties = decode_properties(raw)
             assert found == tuple(map(properties.get, _NEEDED))
             assert encode_properties(properties) == raw
+
+
+def test_names_that_senders_make_up_cost_no_layout_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repair 4: messages with 1,500 names of their own each held the runner for seconds."""
+    made: list[str] = []
+    compiled = re.compile
+    waiting = Waiting()
+    for number in range(20):
+        names = {f"{number}-{name}": "v" for name in range(1_500)}
+        waiting.store.append(Message("T", b"%d" % number, properties=names, delay_level=1))
+    monkeypatch.setattr(re, "compile", lambda text: made.append(text) or compiled(text))
+    waiting.pass_to(2_000)
+    assert [body for body, _ in waiting.delivered()] == [b"%d" % number for number in range(20)]
+    assert made == []
 
 
 @pytest.mark.parametrize("bits", [TRANSACTION_PREPARED, TRANSACTION_ROLLBACK])

@@ -25,6 +25,7 @@ from librmq.files.seam import Entry, File, Files, folders_to_name
 
 __all__ = ["MappedFileQueue", "MappingPool", "file_name"]
 
+_POSITIONS: Final = 1 << 63
 _FIRST_RESERVE: Final = 4096
 _LARGEST_RESERVE: Final = 1 << 20
 
@@ -117,7 +118,9 @@ class MappedFileQueue:
             if entry.is_folder or len(entry.name) != 20 or not (entry.name.isascii() and entry.name.isdigit()):
                 raise CorruptionError(path, 0, "name", "expected a file named by its start in 20 digits")
             start = int(entry.name)
-            if start >= 1 << 63 or start % self.file_size:
+            if start >= _POSITIONS - self.file_size:
+                raise CorruptionError(path, 0, "name", "expected a start whose file ends below 2^63")
+            if start % self.file_size:
                 raise CorruptionError(path, 0, "name", f"expected a multiple of the file size {self.file_size}")
             if starts and start != starts[-1] + self.file_size:
                 missing = file_name(starts[-1] + self.file_size)

@@ -171,20 +171,40 @@ _DELAY_BYTES: Final = PROPERTY_DELAY.encode()
 
 
 def encode_properties(properties: Mapping[str, str]) -> bytes:
-    """Properties as they are stored: in the order of a Java map that was filled in that of ``properties``.
+    """Return properties as they are stored: in the order of a Java map that was filled in that of ``properties``.
 
-    `MessageIllegalError` for text that has no UTF-8 (half a surrogate pair). Names and values with the
-    separators 01 and 02 are not looked for here, nor is the length.
+    The length is not judged here. A value may contain 01, which is read back as part of it.
+
+    Raises:
+        MessageIllegalError: a name contains 01 or 02, a value 02, one of them is no text, or has no UTF-8 (half a
+            surrogate pair).
     """
     names = tuple(properties)
     shape = _shapes.get(names) or _property_shape(names)
     parts, pick = shape
     parts = parts[:]
-    parts[1::2] = pick(properties)
     try:
-        return "".join(parts).encode()
+        parts[1::2] = pick(properties)
+        text = "".join(parts)
+    except TypeError:
+        raise _unwritable(properties) from None
+    if text.count("\2") >= len(names) > 0:  # what stands behind it would be read as another property
+        raise _unwritable(properties)
+    try:
+        return text.encode()
     except UnicodeEncodeError as error:
         raise MessageIllegalError(f"a property cannot be written as UTF-8: {error.reason}") from None
+
+
+def _unwritable(properties: Mapping[str, str]) -> MessageIllegalError:
+    """Say which property can't be stored."""
+    for name, value in properties.items():
+        for text in (name, value):
+            if not isinstance(text, str):
+                return MessageIllegalError(f"property {name!r:.80}: expected text, found {text!r:.80}")
+        if "\1" in name or "\2" in name + value:
+            return MessageIllegalError(f"property {name!r:.80}: 01 and 02 separate properties in a record")
+    raise AssertionError("all properties can be stored")
 
 
 def is_encoding_of(raw: bytes, properties: Mapping[str, str]) -> bool:
@@ -203,9 +223,16 @@ _Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]]]
 # the values in the order in which they are stored. An application has few; one that makes up names begins anew.
 _shapes: dict[tuple[str, ...], _Shape] = {}
 _SHAPES_KEPT: Final = 1024
+_LARGEST_SHAPE_KEPT: Final = 64
 
 
 def _property_shape(names: tuple[str, ...]) -> _Shape:
+    try:
+        text = "".join(names)
+    except TypeError:
+        raise _unwritable(dict.fromkeys(names, "")) from None
+    if "\1" in text or "\2" in text:
+        raise _unwritable(dict.fromkeys(names, ""))
     ordered = [names[at] for at in hash_map_order(names)]
     parts = [""] * (2 * len(ordered))
     parts[::2] = [
@@ -218,9 +245,10 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
         def pick(properties: Mapping[str, str]) -> Iterable[str]:
             return tuple(properties.values())
 
-    if len(_shapes) >= _SHAPES_KEPT:
-        _shapes.clear()
-    _shapes[names] = parts, pick
+    if len(names) <= _LARGEST_SHAPE_KEPT:
+        if len(_shapes) >= _SHAPES_KEPT:
+            _shapes.clear()
+        _shapes[names] = parts, pick
     return parts, pick
 
 

@@ -104,6 +104,7 @@ FOREIGN = [
     f"{SIZE:020d}.tmp",
     f"{-SIZE:020d}",
     f"{1 << 63:020d}",
+    f"{(1 << 63) - SIZE:020d}",
     f"{2 * SIZE:020d}",
 ]
 

@@ -327,6 +327,23 @@ def test_few_properties() -> None:
     assert record_format.encode_properties({"%": "%d"}) == b"%\x01%d"
 
 
+@pytest.mark.parametrize(
+    ("properties", "what"),
+    [
+        ({"a": "1", "b": "x\2c\1d"}, "'b'"),
+        ({"a": "x\2"}, "'a'"),
+        ({"a\1b": "x"}, "separate properties"),
+        ({"a\2b": "x"}, "separate properties"),
+        ({"a": 1}, "'a': expected text, found 1"),
+        ({"a": "1", "b": None}, "'b': expected text, found None"),
+        ({1: "a"}, "1: expected text"),
+    ],
+)
+def test_properties_that_would_read_back_otherwise_are_refused(properties: dict[str, str], what: str) -> None:
+    with pytest.raises(MessageIllegalError, match=what):
+        codec.encode_properties(properties)
+
+
 def test_text_without_utf8_is_refused() -> None:
     for properties in ({"a": "\ud800"}, {"\udfff": "a"}):
         with pytest.raises(MessageIllegalError, match="UTF-8"):

@@ -554,3 +554,14 @@ def test_filling_goes_on_after_a_cut() -> None:
         fill(store, clock, random.Random(1), 30)
         served(store)
     assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("start", [1 << 63, 10**20 - 65_536])
+def test_a_log_file_named_beyond_what_a_position_holds_is_a_gap(start: int) -> None:
+    """Repair 4: no record can stand there."""
+    found = store_of(5)
+    name = next(path for path in found if path.startswith("commitlog/"))
+    found[f"commitlog/{start:020d}"] = found.pop(name)
+    files = in_memory(found)
+    assert list(saved(files)) == []
+    assert [gap.what for gap in gaps(files) if "2^63" in gap.what]
