@@ -62,7 +62,7 @@ class Awaited:
 @contextmanager
 def one_consumer(folder: Path, listener: Callable[[Any], object], threads: int) -> Iterator[Producer]:
     """A broker on disk, a running consumer, and a producer whose first message was delivered."""
-    with Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
+    with Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
         broker.create_topic("T", 4)
         consumer = PushConsumer(broker, group="readers", threads=threads)
         consumer.subscribe("T")(listener)
@@ -231,7 +231,7 @@ def by_hand(count: int) -> Run:
     def run(_: Path) -> float:
         runner = ManualRunner()
         seen: list[object] = []
-        with Broker.open("/broker", store_config=StoreConfig.embedded(), files=MemoryFiles(), runner=runner) as broker:
+        with Broker.open("/broker", store_config=StoreConfig(), files=MemoryFiles(), runner=runner) as broker:
             consumer = PushConsumer(broker, group="readers")
             consumer.subscribe("T")(seen.append)
             consumer.start()
@@ -316,7 +316,7 @@ def single_appends(count: int) -> Run:
 
     def run(folder: Path) -> float:
         made = to_store(count)
-        with MessageStore.open(folder / "store", StoreConfig.embedded()) as store:
+        with MessageStore.open(folder / "store", StoreConfig()) as store:
             store.append(made[0])
             with Stopwatch() as watch:
                 for message in made:
@@ -335,7 +335,7 @@ def delayed_messages(count: int) -> Run:
 
     def run(folder: Path) -> float:
         made = to_store(count, delay_level=1)
-        with Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
+        with Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
             broker.create_topic("T", 1)
             with Stopwatch() as watch:
                 for message in made:
@@ -367,7 +367,7 @@ def delayed(bench: Bench) -> list[Row]:
 
 def idle(bench: Bench) -> list[Row]:
     """The share of a core that twenty consumers with nothing to do take."""
-    with bench.folder() as folder, Broker.open(folder / "broker", store_config=StoreConfig.embedded()) as broker:
+    with bench.folder() as folder, Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
         broker.create_topic("T", 4)
         consumers = [PushConsumer(broker, group=f"group-{number}") for number in range(20)]
         for consumer in consumers:

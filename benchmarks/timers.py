@@ -34,7 +34,7 @@ def message(number: int, seconds: int | None) -> Message:
 def appends(count: int) -> Run:
     def run(folder: Path) -> float:
         made = [message(number, None) for number in range(count)]
-        store = MessageStore.open(folder / "store", StoreConfig.embedded(), clock=ManualClock())
+        store = MessageStore.open(folder / "store", StoreConfig(), clock=ManualClock())
         with store, Stopwatch() as watch:
             for one in made:
                 store.append(one)
@@ -67,7 +67,7 @@ def timed(count: int, waiting: int = 0, *, put: bool = True) -> Run:
 
     def run(folder: Path) -> float:
         clock = ManualClock()
-        with MessageStore.open(folder / "store", StoreConfig.embedded(), clock=clock) as store:
+        with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
             timers = Timers.open(store, SETTINGS)
             timers.put(message(0, 1))
             deliver(timers, clock, 2)  # the wheel is made
@@ -127,7 +127,7 @@ def weigh() -> None:
     """For a process of its own: puts timers into the wheel; prints the bytes that are its own."""
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     clock = ManualClock()
-    with MessageStore.open(folder / "store", StoreConfig.embedded(), clock=clock) as store:
+    with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
         timers = Timers.open(store, SETTINGS)
         fill(timers, clock, count, 1, DAY_S)
         timers = Timers.open(store, SETTINGS)

@@ -34,7 +34,7 @@ def messages(count: int) -> list[Message]:
 def appends(count: int) -> Run:
     def run(folder: Path) -> float:
         made = messages(count)
-        store = MessageStore.open(folder / "store", StoreConfig.embedded(), clock=ManualClock())
+        store = MessageStore.open(folder / "store", StoreConfig(), clock=ManualClock())
         with store, Stopwatch() as watch:
             for message in made:
                 store.append(message)
@@ -46,7 +46,7 @@ def appends(count: int) -> Run:
 def commits(count: int) -> Run:
     def run(folder: Path) -> float:
         made, clock = messages(count), ManualClock()
-        with MessageStore.open(folder / "store", StoreConfig.embedded(), clock=clock) as store:
+        with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
             transactions = Transactions(store, BrokerConfig.open(str(folder / "config")), clock.now_ms())
             with Stopwatch() as watch:
                 for message in made:
@@ -79,7 +79,7 @@ def passes(pending: int, ended: int) -> Run:
     def run(folder: Path) -> float:
         clock = ManualClock()
         made = messages(pending + ended)
-        with MessageStore.open(folder / "store", StoreConfig.embedded(), clock=clock) as store:
+        with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
             transactions = Transactions(store, BrokerConfig.open(str(folder / "config")), clock.now_ms())
             for message in made[:ended]:
                 half = transactions.prepare(message, 0)

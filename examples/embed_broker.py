@@ -23,7 +23,7 @@ def main(path: str) -> None:
     charged: Queue[str] = Queue()
 
     # Leaving a `with` shuts down what it opened, the last one first: producer, consumer, broker.
-    with Broker.open(path, store_config=StoreConfig.embedded()) as broker:
+    with Broker.open(path, store_config=StoreConfig()) as broker:
         billing = PushConsumer(broker, "billing", threads=4)
 
         @billing.subscribe("orders", tags="created")

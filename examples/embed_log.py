@@ -16,7 +16,7 @@ from librmq import Message, MessageStore, StoreConfig, StoredMessage
 
 def main(path: str) -> None:
     # Small files that grow in number, in place of a broker's 1 GiB each.
-    with MessageStore.open(path, StoreConfig.embedded()) as store:
+    with MessageStore.open(path, StoreConfig()) as store:
         # Acknowledged when it stands in the page cache: it survives this process, not the machine.
         for number in range(3):
             message = Message("payments", f"payment {number}".encode(), tags="card", keys=f"invoice-{number}")

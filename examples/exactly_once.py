@@ -34,7 +34,7 @@ class LogProducer:
 def main(folder: Path) -> None:
     shop, billing = folder / "shop.db", folder / "billing.db"
     with (
-        MessageStore.open(folder / "log", StoreConfig.embedded()) as log,
+        MessageStore.open(folder / "log", StoreConfig()) as log,
         closing(sqlite3.connect(shop)) as orders,
         closing(sqlite3.connect(billing)) as accounts,
         SqliteDedupStore(folder / "mails.db") as mails,

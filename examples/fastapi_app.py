@@ -29,7 +29,7 @@ def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        broker = None if route else Broker.open(path, store_config=StoreConfig.embedded())
+        broker = None if route else Broker.open(path, store_config=StoreConfig())
         where = route or broker
         assert where is not None
         billing = PushConsumer(where, "billing")

@@ -1,30 +1,201 @@
-"""Settings of a store: frozen values with the defaults of 4.9.4's ``MessageStoreConfig``, and presets.
+"""Settings: frozen values that are checked when they are made, and those of a store.
 
-Sizes are bytes, ``*_s`` are seconds. The names of the fields that shape files are those of the ``config`` row of the
-command line contract, so that a JSON file with such a row is a configuration.
+Every class of settings derives from `Config` and states its limits beside each field, so that all of them are checked
+in one place and refused in one wording. Sizes are bytes, ``*_s`` are seconds.
+
+    >>> @dataclass(frozen=True, slots=True, kw_only=True)
+    ... class RetryConfig(Config):
+    ...     attempts: Annotated[int, Between(1, 16)] = 3
+    ...     first_pause_s: Annotated[float, Seconds()] = 1
+    ...     longest_pause_s: Annotated[float | None, Seconds()] = None
+    ...     mode: Literal["linear", "doubling"] = "doubling"
+    ...
+    ...     def _check_together(self) -> None:
+    ...         if self.longest_pause_s is not None and self.longest_pause_s < self.first_pause_s:
+    ...             raise self.refusal("longest_pause_s", f"at least first_pause_s, {self.first_pause_s}")
+    >>> RetryConfig(attempts=0)
+    Traceback (most recent call last):
+    librmq.errors.ConfigError: attempts: expected a whole number from 1 to 16, found 0
+    >>> RetryConfig().with_settings({"attemps": 3})
+    Traceback (most recent call last):
+    librmq.errors.ConfigError: attemps: no setting of RetryConfig; did you mean attempts?
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+import enum
+import math
+import types
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from datetime import timedelta
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from librmq.errors import ConfigError
 
-__all__ = ["StoreConfig", "parse_hours"]
+__all__ = ["Between", "Config", "Seconds", "StoreConfig", "parse_hours", "to_seconds"]
 
 ENTRY_SIZE: Final = 20  # of a consume queue
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
-_LONGEST_S: Final = 86_400 * 365  # of an interval
+_YEAR_S: Final = 86_400 * 365
+_MOST: Final = 1 << 31
+
+
+# ------------------------------------------------------------------------------------------------------- checks
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Limits of a number, both of them allowed; stands in the field's `Annotated` type."""
+
+    least: float
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        return f" of at least {self.least}" if self.most == math.inf else f" from {self.least} to {self.most}"
+
+
+class Seconds(Between):
+    """Limits of a duration in seconds: 0 to a year unless given."""
+
+    __slots__ = ()
+
+    def __init__(self, least: float = 0, most: float = _YEAR_S) -> None:
+        super().__init__(least, most)
+
+
+_Check = Callable[[object], bool]
+
+
+class Config:
+    """Base of all settings: keyword-only frozen dataclasses whose fields are checked by their types.
+
+    Understood are ``int``, ``float`` (which takes whole numbers too), ``bool``, ``str``, `Literal`, functions, classes,
+    each with ``| None``, and `Annotated` with `Between` or `Seconds`. Subclasses check what concerns several fields in
+    ``_check_together``. The module's docstring has an example.
+
+    Raises:
+        ConfigError: a value is of a wrong type or out of range; the message names the setting.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, expected, check in _checks(cast("Hashable", type(self))):
+            if not check(getattr(self, name)):
+                raise self.refusal(name, expected)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check what concerns several settings; raise `refusal`."""
+
+    def refusal(self, name: str, expected: str) -> ConfigError:
+        """Return the error that says what the setting ``name`` was expected to be, and what it is."""
+        return ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r:.80}")
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """Return a copy with these settings instead, as keywords of a constructor give them.
+
+        Raises:
+            ConfigError: there is no such setting, or its value is refused.
+        """
+        if not settings:
+            return self
+        known = self.names()
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"{name:.80}: no setting of {type(self).__name__}; {_nearest(name, known)}")
+        return dataclasses.replace(self, **settings)  # type: ignore[type-var]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all settings, in order."""
+        return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+
+
+@lru_cache(maxsize=64)
+def _checks(kind: Any) -> list[tuple[str, str, _Check]]:
+    """Return each setting's name, what it is expected to be, and its check."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(name, *_check_of(hints[name])) for name in kind.names()]
+
+
+def _check_of(hint: Any) -> tuple[str, _Check]:
+    limits = None
+    if get_origin(hint) is Annotated:
+        hint, limits = get_args(hint)[:2]
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    optional = types.NoneType in options
+    expected, check = _one_of([option for option in options if option is not types.NoneType], limits)
+    if optional:
+        return f"{expected}, or None", lambda value: value is None or check(value)
+    return expected, check
+
+
+def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
+    if len(options) != 1:
+        raise TypeError(f"a setting has one type, and perhaps None, found {options}")
+    hint = options[0]
+    origin = get_origin(hint) or hint
+    if origin is Literal:
+        allowed = get_args(hint)
+        return f"one of {', '.join(map(repr, allowed))}", lambda value: any(value is x or value == x for x in allowed)
+    if origin is bool:
+        return "True or False", lambda value: isinstance(value, bool)
+    if origin in (int, float):
+        kinds = int if origin is int else (int, float)
+        within = limits or Between(-math.inf)
+        what = "seconds" if isinstance(limits, Seconds) else "a whole number" if origin is int else "a number"
+        return (
+            f"{what}{limits or ''}",
+            lambda value: (
+                isinstance(value, kinds) and not isinstance(value, bool) and within.least <= value <= within.most
+            ),
+        )
+    if origin is str:
+        return "text", lambda value: isinstance(value, str)
+    if origin in (Callable, types.FunctionType):
+        return "a function", callable
+    return _class_check(origin)
+
+
+def _class_check(kind: Any) -> tuple[str, _Check]:
+    if getattr(kind, "_is_protocol", False) or not isinstance(kind, type):  # which only the type checker can judge
+        return f"{kind}", lambda value: value is not None
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
+    members = f" ({', '.join(kind.__members__)})" if issubclass(kind, enum.Enum) else ""
+    return f"{article} {kind.__name__}{members}", lambda value: isinstance(value, kind)
+
+
+def to_seconds(name: str, value: float | timedelta, least: float = 0, most: float = math.inf) -> float:
+    """Return a duration, given in seconds or as a `timedelta`, in seconds; ``name`` is the argument's.
+
+    Raises:
+        ConfigError: it is neither, or out of range.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if type(seconds) not in (int, float) or not least <= seconds <= most:
+        limits = f" from {least} to {most}" if most != math.inf else f" of at least {least}"
+        raise ConfigError(f"{name}: expected seconds or a timedelta{limits}, found {value!r:.80}")
+    return seconds
+
+
+# ------------------------------------------------------------------------------------------------- a store's settings
 
 # The fields of a `config` row that describe a recorded run rather than a setting.
-_IGNORED = {"type", "version", "load_ok", "abort_file_present"}
+_IGNORED: Final = {"type", "version", "load_ok", "abort_file_present"}
 # Fields of the timer's `config` row: its files are shaped by settings of its own.
-_TIMER = {
+_TIMER: Final = {
     "timer_precision_ms",
     "timer_roll_window_slot",
     "timer_log_file_size",
@@ -37,7 +208,11 @@ _TIMER = {
 
 
 def parse_hours(text: str) -> frozenset[int]:
-    """The hours of the day that ``delete_when`` names; `ConfigError` if it names none, or what is none."""
+    """Return the hours of the day that ``delete_when`` names.
+
+    Raises:
+        ConfigError: the text names no hour, or something else.
+    """
     hours = text.split(";")
     if not all(hour.isascii() and hour.isdigit() and len(hour) <= 2 and int(hour) < 24 for hour in hours):
         raise ConfigError(f"delete_when: expected hours from 0 to 23, several separated by ';', found {text!r:.80}")
@@ -45,40 +220,48 @@ def parse_hours(text: str) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig:
-    """How the files of a store are shaped and what it accepts; the defaults are 4.9.4's.
+class StoreConfig(Config):
+    """Shape of a store's files and what the store accepts.
 
-    Frozen and hashable; thread-safe. ``ConfigError`` names a field that is out of range.
+    The defaults suit an application that embeds a store: small files that grow in number, bounded by their total size.
+    `broker` has the sizes and the retention of a RocketMQ 4.9 broker, `tiny` those of tests. Frozen and hashable.
+
+    The names of the fields that shape files are those of the ``config`` row of the command line contract, so that a
+    JSON file with such a row is a configuration.
+
+    Raises:
+        ConfigError: a value is of a wrong type or out of range; the message names the setting.
     """
 
-    commitlog_file_size: int = GIB
-    consumequeue_file_size: int = 300_000 * ENTRY_SIZE
+    commitlog_file_size: Annotated[int, Between(256, _MOST)] = 64 * MIB
+    consumequeue_file_size: Annotated[int, Between(ENTRY_SIZE, _MOST)] = 20_000 * ENTRY_SIZE
+    """A multiple of 20."""
     enable_consumequeue_ext: bool = False
-    consumequeue_ext_file_size: int = 48 * MIB
-    max_hash_slot_num: int = 5_000_000
-    max_index_num: int = 20_000_000
+    consumequeue_ext_file_size: Annotated[int, Between(64, _MOST)] = 4 * MIB
+    max_hash_slot_num: Annotated[int, Between(1, 1 << 29)] = 100_000
+    max_index_num: Annotated[int, Between(2, _MOST)] = 400_000
     message_delay_level: str = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
-    max_message_size: int = 4 * MIB
+    max_message_size: Annotated[int, Between(1, _MOST)] = 4 * MIB
     """The longest body, and the longest batch, in bytes."""
-    compress_from: int | None = None
-    """Bodies of so many bytes and more are stored compressed (zlib); the client's setting is 4,096. None: none are."""
-    max_transfer_count_in_memory: int = 32
-    max_transfer_bytes_in_memory: int = 256 * KIB
-    max_transfer_count_on_disk: int = 8
-    max_transfer_bytes_on_disk: int = 64 * KIB
-    memory_ratio: int = 40
+    compress_from: Annotated[int | None, Between(1)] = None
+    """Bodies of at least this many bytes are stored compressed (zlib); None: none are. A client's default is 4,096."""
+    max_transfer_count_in_memory: Annotated[int, Between(1, _MOST)] = 32
+    max_transfer_bytes_in_memory: Annotated[int, Between(1, _MOST)] = 256 * KIB
+    max_transfer_count_on_disk: Annotated[int, Between(1, _MOST)] = 8
+    max_transfer_bytes_on_disk: Annotated[int, Between(1, _MOST)] = 64 * KIB
+    memory_ratio: Annotated[int, Between(0, 100)] = 40
     """Percent of the machine's memory; the newest messages of that many bytes count as in memory."""
-    max_total_size: int | None = None
-    """Oldest log files go when the log is larger than this; None: by age and disk use only."""
-    file_reserved_hours: int = 72
-    """Log files may go when their last record is so old."""
+    max_total_size: Annotated[int | None, Between(256)] = 4 * GIB
+    """The oldest log files go when the log is larger than this; None: by age and disk use only."""
+    file_reserved_hours: Annotated[int | None, Between(0, 1 << 20)] = None
+    """Log files may go when their last record is this old; None: at no age."""
     delete_when: str = "04"
-    """The hours of the day (local time, 0 to 23, several separated by ``;``) in which they go."""
-    disk_max_used_ratio: int = 75
-    """Percent of the disk in use above which they go at any hour."""
-    disk_force_clean_ratio: int = 85
+    """The hours of the day (local time, 0 to 23, several separated by ``;``) in which they go by age."""
+    disk_max_used_ratio: Annotated[int, Between(0, 100)] = 75
+    """Percent of the disk in use above which files that are old enough go at any hour."""
+    disk_force_clean_ratio: Annotated[int, Between(0, 100)] = 85
     """Percent above which the oldest log files go whatever their age."""
-    disk_refuse_ratio: int = 90
+    disk_refuse_ratio: Annotated[int, Between(0, 100)] = 90
     """Percent above which no message is taken."""
     enable_property_filter: bool = True
     """Whether SQL filters are taken; a broker's is off by default. They need nothing else."""
@@ -90,87 +273,42 @@ class StoreConfig:
     durability: Literal["async", "sync"] = "async"
     """When an append returns: ``async`` when the message stands in the page cache (it survives the process), ``sync``
     when it has reached the device (it survives the machine)."""
-    flush_interval_s: float = 0.5
+    flush_interval_s: Annotated[float, Seconds()] = 0.5
     """The log is flushed this often while at least `flush_least_bytes` wait, …"""
-    flush_least_bytes: int = 16 * KIB
-    flush_thorough_interval_s: float = 10
+    flush_least_bytes: Annotated[int, Between(0, _MOST)] = 16 * KIB
+    flush_thorough_interval_s: Annotated[float, Seconds()] = 10
     """… and this often while anything waits."""
-    flush_interval_consumequeue_s: float = 1
-    flush_thorough_interval_consumequeue_s: float = 60
-    mapped_files: int = 256
+    flush_interval_consumequeue_s: Annotated[float, Seconds()] = 1
+    flush_thorough_interval_consumequeue_s: Annotated[float, Seconds()] = 60
+    mapped_files: Annotated[int, Between(1, 1 << 20)] = 256
     """How many queue and extension files may be mapped at a time; each costs a file descriptor."""
 
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("commitlog_file_size", 256, 1 << 31),
-            ("consumequeue_file_size", ENTRY_SIZE, 1 << 31),
-            ("consumequeue_ext_file_size", 64, 1 << 31),
-            ("max_hash_slot_num", 1, 1 << 29),
-            ("max_index_num", 2, 1 << 31),
-            ("max_message_size", 1, 1 << 31),
-            ("max_transfer_count_in_memory", 1, 1 << 31),
-            ("max_transfer_bytes_in_memory", 1, 1 << 31),
-            ("max_transfer_count_on_disk", 1, 1 << 31),
-            ("max_transfer_bytes_on_disk", 1, 1 << 31),
-            ("memory_ratio", 0, 100),
-            ("file_reserved_hours", 0, 1 << 20),
-            ("disk_max_used_ratio", 0, 100),
-            ("disk_force_clean_ratio", 0, 100),
-            ("disk_refuse_ratio", 0, 100),
-            ("flush_least_bytes", 0, 1 << 31),
-            ("mapped_files", 1, 1 << 20),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name}: expected a whole number from {least} to {most}, found {value!r:.80}")
+    def _check_together(self) -> None:
         if self.consumequeue_file_size % ENTRY_SIZE:
-            raise ConfigError(
-                f"consumequeue_file_size: expected a multiple of {ENTRY_SIZE}, found {self.consumequeue_file_size}"
-            )
-        for name in ("enable_consumequeue_ext", "enable_property_filter", "enable_calc_filter_bitmap"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}: expected true or false, found {value!r:.80}")
-        if self.durability not in ("async", "sync"):
-            raise ConfigError(f"durability: expected 'async' or 'sync', found {self.durability!r:.80}")
-        for name, least in (("compress_from", 1), ("max_total_size", self.commitlog_file_size)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(
-                    f"{name}: expected a whole number of at least {least} bytes, or none, found {value!r:.80}"
-                )
-        for name in (
-            "flush_interval_s",
-            "flush_thorough_interval_s",
-            "flush_interval_consumequeue_s",
-            "flush_thorough_interval_consumequeue_s",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
-                raise ConfigError(f"{name}: expected seconds from 0 to {_LONGEST_S}, found {value!r:.80}")
-        for name in ("message_delay_level", "store_host", "delete_when"):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise ConfigError(f"{name}: expected text, found {value!r:.80}")
+            raise self.refusal("consumequeue_file_size", f"a multiple of {ENTRY_SIZE}")
+        if self.max_total_size is not None and self.max_total_size < self.commitlog_file_size:
+            raise self.refusal("max_total_size", f"at least one log file, {self.commitlog_file_size} bytes, or None")
         parse_hours(self.delete_when)
 
     @classmethod
-    def embedded(cls, **changes: Any) -> StoreConfig:
-        """For an application that embeds a store: small files that grow in number, bounded by total size."""
+    def broker(cls, **changes: Any) -> Self:
+        """Return the sizes and the retention that a RocketMQ 4.9 broker has by default."""
         return cls(
             **{
-                "commitlog_file_size": 64 * MIB,
-                "consumequeue_file_size": 20_000 * ENTRY_SIZE,
-                "max_hash_slot_num": 100_000,
-                "max_index_num": 400_000,
-                "max_total_size": 4 * GIB,
+                "commitlog_file_size": GIB,
+                "consumequeue_file_size": 300_000 * ENTRY_SIZE,
+                "consumequeue_ext_file_size": 48 * MIB,
+                "max_hash_slot_num": 5_000_000,
+                "max_index_num": 20_000_000,
+                "max_total_size": None,
+                "file_reserved_hours": 72,
                 **changes,
             }
         )
 
     @classmethod
-    def tiny(cls, **changes: Any) -> StoreConfig:
-        """For tests: files so small that they roll after some dozens of messages."""
+    def tiny(cls, **changes: Any) -> Self:
+        """Return sizes for tests: files so small that they roll after some dozens of messages."""
         return cls(
             **{
                 "commitlog_file_size": 64 * KIB,
@@ -185,15 +323,11 @@ class StoreConfig:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], base: StoreConfig | None = None) -> StoreConfig:
-        """Read a ``config`` row: the settings that it names, over those of ``base`` (4.9's defaults).
+        """Return the settings that a ``config`` row names, over those of ``base`` (a 4.9 broker's).
 
-        ``ConfigError`` for an unknown field, or a value out of range.
+        Raises:
+            ConfigError: a setting is unknown, or its value out of range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        changes = {}
-        for name, value in row.items():
-            if name in known:
-                changes[name] = value
-            elif name not in _IGNORED | _TIMER:
-                raise ConfigError(f"unknown setting {name!r:.80}; known are {', '.join(sorted(known))}")
-        return dataclasses.replace(base or cls(), **changes)
+        ignored = _IGNORED | _TIMER
+        settings = {name: value for name, value in row.items() if name not in ignored}
+        return (base or cls.broker()).with_settings(settings)

@@ -45,6 +45,7 @@ from librmq.store.engine.dispatch import parse_level
 
 __all__ = ["CheckBack", "Checked", "Delivered", "TransactionSettings", "Transactions"]
 
+_RESERVED_HOURS: Final = 72
 _log = logging.getLogger("librmq.txn")
 _NOT_SAVED: Final = "how far the check of half messages has come can't be saved: %s"
 
@@ -70,7 +71,7 @@ class TransactionSettings:
     longest_pass_s: float = 60
     """A pass that takes longer ends where it is."""
     reserved_hours: int | None = None
-    """A half born longer ago is discarded; None takes the store's ``file_reserved_hours``, 72."""
+    """A half born longer ago is discarded; None takes the store's ``file_reserved_hours``, 72 where it has none."""
     most_at_once: int = 1000
     """So many halves are judged in one turn of `Transactions.run_due`; the pass goes on in the next."""
 
@@ -512,6 +513,8 @@ class Transactions:
 
         self._make_topic(HALF_TOPIC)
         hours = self._store.config.file_reserved_hours if settings.reserved_hours is None else settings.reserved_hours
+        if hours is None:  # the store keeps messages of any age
+            hours = _RESERVED_HOURS
         self._pass = CheckPass(
             self._store,
             self._offsets,

@@ -25,7 +25,7 @@ TOPICS = ("TopicA", "消息", "%RETRY%group", "t" * 127)
 V4 = ("192.168.1.10", 54321)
 V6 = ("fe80::1:2", 10911)
 
-SMALL = StoreConfig(
+SMALL = StoreConfig.broker(
     commitlog_file_size=4096,
     consumequeue_file_size=8 * 20,
     consumequeue_ext_file_size=256,

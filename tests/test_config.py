@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Literal
 
 import pytest
 
 from librmq import ConfigError, StoreConfig
+from librmq.config import Between, Config, Seconds, to_seconds
 
 
 @pytest.mark.parametrize(
@@ -42,4 +46,64 @@ def test_a_refusal_is_short_whatever_it_refuses() -> None:
 
 
 def test_the_defaults_are_settings() -> None:
-    assert StoreConfig.from_row({}) == StoreConfig()
+    assert StoreConfig.from_row({}) == StoreConfig.broker()
+
+
+# --- the checks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example(Config):
+    """Settings of every kind."""
+
+    count: Annotated[int, Between(1, 16)] = 3
+    ratio: Annotated[float, Between(0)] = 0.5
+    pause_s: Annotated[float | None, Seconds(0.1)] = None
+    mode: Literal["a", "b"] = "a"
+    name: str = ""
+    is_on: bool = False
+    call: Callable[[int], int] | None = None
+    store: StoreConfig | None = None
+
+    def _check_together(self) -> None:
+        if self.count > 10 and not self.is_on:
+            raise self.refusal("count", "at most 10 unless is_on")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"count": 0}, "count: expected a whole number from 1 to 16, found 0"),
+        ({"count": True}, "count: expected a whole number from 1 to 16, found True"),
+        ({"count": 2.0}, "count: expected a whole number from 1 to 16, found 2.0"),
+        ({"count": None}, "count: expected a whole number from 1 to 16, found None"),
+        ({"count": 11}, "count: expected at most 10 unless is_on, found 11"),
+        ({"ratio": -1}, "ratio: expected a number of at least 0, found -1"),
+        ({"ratio": math.nan}, "ratio: expected a number of at least 0, found nan"),
+        ({"pause_s": 0}, "pause_s: expected seconds from 0.1 to 31536000, or None, found 0"),
+        ({"mode": "c"}, "mode: expected one of 'a', 'b', found 'c'"),
+        ({"name": 1}, "name: expected text, found 1"),
+        ({"is_on": 1}, "is_on: expected True or False, found 1"),
+        ({"call": 1}, "call: expected a function, or None, found 1"),
+        ({"store": 1}, "store: expected a StoreConfig, or None, found 1"),
+        ({"cuont": 1}, "cuont: no setting of Example; did you mean count?"),
+        ({"x": 1}, "x: no setting of Example; known are call, count, is_on, mode, name, pause_s, ratio, store"),
+    ],
+)
+def test_a_refusal_names_the_setting_and_what_was_expected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Example().with_settings(settings)
+    assert str(refused.value) == message
+
+
+def test_settings_of_every_kind_are_taken() -> None:
+    settings = {"count": 16, "ratio": 1, "pause_s": 0.1, "mode": "b", "name": "n", "is_on": True, "call": abs}
+    found = Example().with_settings({**settings, "store": StoreConfig()})
+    assert {name: getattr(found, name) for name in settings} == settings
+
+
+def test_durations_are_seconds_or_a_timedelta() -> None:
+    assert to_seconds("timeout", 1.5) == to_seconds("timeout", timedelta(seconds=1.5)) == 1.5
+    for value in (-1, True, "1", timedelta(seconds=-1), math.nan):
+        with pytest.raises(ConfigError, match=r"^timeout: expected seconds or a timedelta of at least 0, found "):
+            to_seconds("timeout", value)  # type: ignore[arg-type]

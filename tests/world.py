@@ -131,7 +131,7 @@ class World:
 
 @contextmanager
 def world(queues: int = 4, runner: ManualRunner | None = None, **store: Any) -> Iterator[World]:
-    config = StoreConfig.embedded(commitlog_file_size=1 << 20, max_total_size=1 << 30, **store)
+    config = StoreConfig(commitlog_file_size=1 << 20, max_total_size=1 << 30, **store)
     with Broker.open("/store", files=MemoryFiles(), store_config=config, runner=runner or ManualRunner()) as broker:
         broker.create_topic("t", queues)
         one = World(broker)

@@ -166,7 +166,7 @@ class Broker:
                 config,
                 name=name,
                 cluster_name=cluster_name,
-                store_config=store_config or StoreConfig.embedded(commitlog_file_size=4 << 20, max_total_size=1 << 30),
+                store_config=store_config or StoreConfig(commitlog_file_size=4 << 20, max_total_size=1 << 30),
                 runner=runner,
                 clock=clock,
                 metrics=metrics,

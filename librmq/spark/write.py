@@ -15,7 +15,6 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from librmq.clock import SystemClock
-from librmq.config import StoreConfig
 from librmq.errors import StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
@@ -50,7 +49,7 @@ class Writer(DataSourceArrowWriter):
         holder = files.lock_holder(directory.lock_path(options.path))
         if holder is not None:
             raise StoreLockedError(f"{options.path}: locked by {holder}: two may not write to a store")
-        config = directory.infer_config(options.path, files, StoreConfig())
+        config = directory.infer_config(options.path, files)
         self._options = options
         self._job = options.job_id or f"job-{uuid.uuid4().hex}"
         self._folder = job_folder(options.path, self._job, options.staging)

@@ -49,9 +49,7 @@ class Reader:
 
 def test_no_message_is_missed_between_looking_and_waiting() -> None:
     senders, queues, each = 3, 2, 300
-    with Broker.open(
-        "/b", files=MemoryFiles(), store_config=StoreConfig.embedded(commitlog_file_size=1 << 20)
-    ) as broker:
+    with Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig(commitlog_file_size=1 << 20)) as broker:
         broker.create_topic("T", queues)
         readers = [Reader(broker, queue_id, senders * each) for queue_id in range(queues)]
 

@@ -174,8 +174,8 @@ def test_settings_of_a_file_complete_what_the_store_tells(tmp_path: Path) -> Non
     file = tmp_path / "settings.json"
     row = {"type": "config", "load_ok": True, "commitlog_file_size": 65536, "message_delay_level": "1s 2s"}
     file.write_text(json.dumps(row))
-    assert settle_config(store, DiskFiles(), None) == StoreConfig(commitlog_file_size=65536)
-    expected = StoreConfig(commitlog_file_size=65536, message_delay_level="1s 2s")
+    assert settle_config(store, DiskFiles(), None) == StoreConfig.broker(commitlog_file_size=65536)
+    expected = StoreConfig.broker(commitlog_file_size=65536, message_delay_level="1s 2s")
     assert settle_config(store, DiskFiles(), str(file)) == expected
 
 
@@ -184,7 +184,7 @@ def test_settings_of_a_file_complete_what_the_store_tells(tmp_path: Path) -> Non
     [
         ('{"commitlog_file_size": 131072}', "commitlog_file_size: the settings say 131072, the files"),
         ('{"commitlog_file_size": "x"}', "commitlog_file_size: expected a whole number"),
-        ('{"no_such_setting": 1}', "unknown setting"),
+        ('{"no_such_setting": 1}', "no_such_setting: no setting of StoreConfig"),
         ("[]", "expected a JSON object"),
         ("{", "not JSON"),
         (None, "No such file"),

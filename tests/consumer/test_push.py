@@ -1105,7 +1105,7 @@ def test_members_that_come_do_not_disturb_pulls(one_queue: World) -> None:
 
 def test_a_broker_that_is_opened_anew() -> None:
     runner, files = ManualRunner(), MemoryFiles()
-    config = StoreConfig.embedded(commitlog_file_size=1 << 20, max_total_size=1 << 30)
+    config = StoreConfig(commitlog_file_size=1 << 20, max_total_size=1 << 30)
 
     def opened() -> Broker:
         return Broker.open("/store", files=files, store_config=config, runner=runner)

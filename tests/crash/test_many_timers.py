@@ -19,7 +19,7 @@ from tests.stores import ROOT, START_MS, died
 WHEEL = TimerSettings(
     slots_total=4_000, timer_roll_window_slot=3_000, timer_log_file_size=1 << 20, timer_max_delay_sec=10_000
 )
-STORE = StoreConfig.embedded(commitlog_file_size=4 << 20, max_hash_slot_num=1_000, max_index_num=100_000)
+STORE = StoreConfig(commitlog_file_size=4 << 20, max_hash_slot_num=1_000, max_index_num=100_000)
 
 
 def check(seed: int, count: int, kills: int) -> None:

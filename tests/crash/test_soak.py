@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be killed"),
 ]
 
-STORE = StoreConfig.embedded(commitlog_file_size=256 << 10, max_total_size=1 << 30)
+STORE = StoreConfig(commitlog_file_size=256 << 10, max_total_size=1 << 30)
 GROUPS = ("billing", "shipping", "ledger")
 ORDERLY = "ledger"
 KEYS = 6

@@ -123,7 +123,7 @@ def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
 def test_what_real_clients_sent_is_stored_alike(folder: Path) -> None:
     rows = jsonl(folder / "messages.jsonl")
     runner = ManualRunner()
-    config = StoreConfig.embedded(message_delay_level=delay_levels(folder))
+    config = StoreConfig(message_delay_level=delay_levels(folder))
     compared = 0
     with Broker.open("/broker", runner=runner, files=MemoryFiles(), store_config=config) as broker:
         for row in rows:

@@ -187,9 +187,14 @@ def test_settings_of_the_original(folder: Path) -> None:
     directory.check_config(store, expected, files)
 
 
-def test_an_empty_store_has_the_defaults() -> None:
+def test_a_new_store_has_embedded_sizes() -> None:
+    assert directory.infer_config(ROOT, MemoryFiles()) == StoreConfig()
+    assert directory.infer_config(ROOT, files_with(sizes=log_files(0, size=64 << 20))) == StoreConfig()
+
+
+def test_an_empty_store_has_the_sizes_of_a_broker() -> None:
     files = files_with("commitlog/", "consumequeue/T/0/", "consumequeue_ext/", "index/")
-    assert directory.infer_config(ROOT, files) == StoreConfig()
+    assert directory.infer_config(ROOT, files) == StoreConfig.broker()
     assert directory.infer_config(ROOT, files, TINY) == TINY
     directory.check_config(ROOT, TINY, files)
 
@@ -200,7 +205,7 @@ def test_each_setting_is_told_by_its_files() -> None:
         "consumequeue_ext/T/0/00000000000000000000": 512,
         "index/20240101000000000": 40 + 84 * 7,
     }
-    assert directory.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig(
+    assert directory.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig.broker(
         commitlog_file_size=1000,
         consumequeue_file_size=40,
         enable_consumequeue_ext=True,
@@ -217,9 +222,9 @@ def test_each_setting_is_told_by_its_files() -> None:
         (log_files(0, 1000) | log_files(2000, size=0), 1000),  # a crash before it had a length
         (log_files(0, 1000, size=0), 1000),  # names tell
         (log_files(0, size=700), 700),  # nothing else tells
-        (log_files(0, size=0), StoreConfig().commitlog_file_size),
-        (log_files(700, size=1000), StoreConfig().commitlog_file_size),  # no file of that length starts there
-        (log_files(0, size=100), StoreConfig().commitlog_file_size),  # shorter than any record
+        (log_files(0, size=0), StoreConfig.broker().commitlog_file_size),
+        (log_files(700, size=1000), StoreConfig.broker().commitlog_file_size),  # no file of that length starts there
+        (log_files(0, size=100), StoreConfig.broker().commitlog_file_size),  # shorter than any record
     ],
 )
 def test_where_files_disagree_or_tell_nothing(sizes: dict[str, int], length: int) -> None:
@@ -227,13 +232,13 @@ def test_where_files_disagree_or_tell_nothing(sizes: dict[str, int], length: int
 
 
 def test_extension_files_of_no_length_tell_that_there_are_any() -> None:
-    config = directory.infer_config(ROOT, files_with("consumequeue_ext/T/0/00000000000000000000"))
-    assert config == StoreConfig(enable_consumequeue_ext=True)
+    config = directory.infer_config(ROOT, files_with("commitlog/", "consumequeue_ext/T/0/00000000000000000000"))
+    assert config == StoreConfig.broker(enable_consumequeue_ext=True)
 
 
 def test_lengths_that_no_setting_leads_to_tell_nothing() -> None:
     sizes = {"consumequeue/T/0/00000000000000000000": 3999, "index/20240101000000000": 5000, "index/x": 40}
-    assert directory.infer_config(ROOT, files_with(sizes=sizes)) == StoreConfig()
+    assert directory.infer_config(ROOT, files_with("commitlog/", sizes=sizes)) == StoreConfig.broker()
 
 
 @pytest.mark.parametrize(

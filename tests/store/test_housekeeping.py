@@ -27,7 +27,7 @@ NOW = 1_700_000_000_000
 PAGE = 4096
 ENOUGH = 4 * PAGE
 MANY = 400
-CONFIG = StoreConfig()
+CONFIG = StoreConfig.broker()
 
 
 class TouchedFiles(MemoryFiles):

@@ -446,10 +446,11 @@ def test_the_size_counts_whole_files_and_the_newest_stays() -> None:
     assert one.log_files == [2]
 
 
-def test_the_embedding_preset_is_bounded_by_size() -> None:
-    config = StoreConfig.embedded(max_total_size=192 * MIB)
-    assert (config.max_total_size, config.file_reserved_hours) == (192 * MIB, 72)
-    assert StoreConfig.embedded().max_total_size is not None
+def test_by_default_a_store_is_bounded_by_size_not_by_age() -> None:
+    assert (StoreConfig().max_total_size, StoreConfig().file_reserved_hours) == (4096 * MIB, None)
+    kept = Kept(by_files(*[MIDNIGHT] * 4), with_settings(file_reserved_hours=None, max_total_size=2 * FILE))
+    assert kept.run(MIDNIGHT + 10**12) is None
+    assert kept.log_files == [2, 3]
 
 
 # ----------------------------------------------------------------------------------------------------- what stays

@@ -65,7 +65,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def expired(self, now: int) -> bool:
         last = max((place, stored) for place, stored in self.records if place // FILE == self.begin_file)[1]
-        return last + self.config.file_reserved_hours * HOUR <= now
+        return last + (self.config.file_reserved_hours or 0) * HOUR <= now
 
     def in_hour(self, now: int) -> bool:
         return (datetime.fromtimestamp(now // 1000, UTC) + self.zone.utcoffset(None)).hour in self.hours

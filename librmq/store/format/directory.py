@@ -249,12 +249,19 @@ def _queue_id(folder: str, entry: Entry) -> int:
 
 
 def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> StoreConfig:
-    """``base`` (4.9's defaults) with the settings that the store's files tell in its place.
+    """Return ``base`` with the settings that the store's files tell in its place.
 
-    Where files of one kind disagree, most are right; whoever opens the others gets a `CorruptionError`.
-    Empty files, and lengths that no setting leads to, tell nothing.
+    Unless given, it is `StoreConfig`'s defaults for a new store, and for one whose log has files of their size; else a
+    4.9 broker's. Where files of one kind disagree, most are right; opening the others is a `CorruptionError`. Empty
+    files, and lengths that no setting leads to, tell nothing.
     """
-    return dataclasses.replace(base or StoreConfig(), **_told_by_files(path, files))
+    told = _told_by_files(path, files)
+    if base is None:
+        ours = StoreConfig()
+        is_new = not files.is_folder(os.path.join(path, COMMITLOG))
+        is_ours = is_new or told.get("commitlog_file_size") == ours.commitlog_file_size
+        base = ours if is_ours else StoreConfig.broker()
+    return dataclasses.replace(base, **told)
 
 
 def check_config(path: str, config: StoreConfig, files: Files) -> None:

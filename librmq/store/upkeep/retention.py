@@ -100,7 +100,8 @@ class Retention:
         self._settled_upto = 0
         self._watch_disk = watch_disk
         self._hours = parse_hours(config.delete_when)
-        self._reserved_ms = config.file_reserved_hours * _HOUR_MS
+        hours = config.file_reserved_hours
+        self._reserved_ms = _LAST_MOMENT if hours is None else hours * _HOUR_MS
         self._max_total_size = config.max_total_size
         self._max_used = config.disk_max_used_ratio / 100
         self._force_clean = config.disk_force_clean_ratio / 100
