@@ -341,7 +341,7 @@ def test_few_properties() -> None:
 )
 def test_properties_that_would_read_back_otherwise_are_refused(properties: dict[str, str], what: str) -> None:
     with pytest.raises(MessageIllegalError, match=what):
-        codec.encode_properties(properties)
+        record_format.encode_properties(properties)
 
 
 def test_text_without_utf8_is_refused() -> None:
