@@ -11,8 +11,9 @@ from librmq.testing.explore import Exploration, explore
 from librmq.testing.faults import Faults
 from librmq.testing.files import Event, FailingFiles, RecordingFiles
 from librmq.testing.history import Delivered, History
-from librmq.testing.kit import Elapsed, Kit, ProcessStateError, UnsoundStoreError
+from librmq.testing.kit import Elapsed, Kit, NotAwaitedError, ProcessStateError, UnknownGroupError, UnsoundStoreError
 from librmq.testing.process import Process, ProcessDied
+from librmq.testing.undelivered import UndeliveredWarning
 
 __all__ = [
     "CrashImages",
@@ -25,10 +26,13 @@ __all__ = [
     "History",
     "Image",
     "Kit",
+    "NotAwaitedError",
     "Process",
     "ProcessDied",
     "ProcessStateError",
     "RecordingFiles",
+    "UndeliveredWarning",
+    "UnknownGroupError",
     "UnsoundStoreError",
     "explore",
 ]

@@ -125,6 +125,10 @@ class History:
                         call.error,
                     )
 
+    def was_given(self, group: str, topic: str) -> bool:
+        """Return whether a listener of the group was called with a message of the topic."""
+        return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
+
     def settle(self) -> None:
         """Read now what is else read when somebody asks: the broker is about to close."""
         self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Awaitable, Callable, Generator
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from librmq.broker import Broker, BrokerSettings
 from librmq.client.producer import Producer
@@ -21,15 +24,19 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.protocol import ChannelClosed, PullMessage, QueueData, SendResponse
+from librmq.message.topics import dead_letter_topic
+from librmq.protocol import ChannelClosed, Heartbeat, PullMessage, QueueData, SendResponse
 from librmq.runtime.runner import Step, Work
 from librmq.store.recovery.verify import verify
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, Delivered, History, show
 from librmq.testing.process import LIBRARY, Process
 from librmq.testing.turns import KitRunner, current_work, group_of
+from librmq.testing.undelivered import Subscribed, UndeliveredWarning, nearest, undelivered
 
-__all__ = ["Elapsed", "Kit", "ProcessStateError", "UnsoundStoreError"]
+__all__ = ["Elapsed", "Kit", "NotAwaitedError", "ProcessStateError", "UnknownGroupError", "UnsoundStoreError"]
+
+_T = TypeVar("_T")
 
 _SETTLE_MS: Final = 120_000
 _SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
@@ -37,6 +44,14 @@ _SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_
 
 class ProcessStateError(RuntimeError):
     """A process of the test cannot do what was asked of it: it has ended, or its own listener asks."""
+
+
+class UnknownGroupError(LookupError):
+    """The test asks for what happened to a group that none of its consumers has."""
+
+
+class NotAwaitedError(AssertionError):
+    """The test, or a listener, has called what is to be awaited, and has not awaited it."""
 
 
 class UnsoundStoreError(AssertionError):
@@ -49,6 +64,8 @@ class Elapsed(Awaitable["Elapsed"]):
 
     time: timedelta
     _rest: Callable[[], Awaitable[timedelta]] | None = None
+    place: str = ""
+    """The line of the test that has to await it; empty where nothing is left to await."""
 
     def __await__(self) -> Generator[Any, None, Elapsed]:
         if self._rest is None:
@@ -98,6 +115,11 @@ class Kit:
         self._pulled_by: dict[tuple[str, str, int], str] = {}
         self._is_new = False
         self._closed = False
+        self._declared: set[str] = set()
+        self._looked_at: set[str] = set()
+        self._subscribed: dict[tuple[str, str], Subscribed] = {}
+        self._async_calls: list[tuple[Coroutine[Any, Any, object], str]] = []
+        self._rest_of: Elapsed | None = None
         self._open_broker()
         self._test = self._process("test", lambda process: None)
 
@@ -155,6 +177,7 @@ class Kit:
         if not fail_fast:
             self._tolerated.add(group)
         process = self._process(self._free_name(group), again)
+        self._declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
         return made[0]
@@ -231,18 +254,31 @@ class Kit:
         return self._run(until, again=True)
 
     def _run(self, until: Callable[[], int], again: bool = False) -> Elapsed:
+        self._check_awaited()
         begin = self.clock.now_ms()
         self._start()
         while True:
             at = until()
             self._take_turns(at)
             if self.runner.has_tasks:
-                return Elapsed(timedelta(0), partial(self._rest, until, at, begin, again))
+                rest = partial(self._rest, until, at, begin, again)
+                self._rest_of = Elapsed(timedelta(0), rest, _place_of_caller())
+                return self._rest_of
             self.clock.move_to(max(at, self.clock.now_ms()))
             if not again or until() <= self.clock.now_ms():
                 return Elapsed(timedelta(milliseconds=self.clock.now_ms() - begin))
 
+    def _check_awaited(self) -> None:
+        """Raise `NotAwaitedError` where the rest of `advance` and its like was left undone."""
+        elapsed, self._rest_of = self._rest_of, None
+        if elapsed is not None:
+            raise NotAwaitedError(
+                f"the call that moves time at {elapsed.place} was not awaited, so that coroutines of listeners did not "
+                "end: write `await` before it"
+            )
+
     async def _rest(self, until: Callable[[], int], at: int, begin: int, again: bool) -> timedelta:
+        self._rest_of = None
         while True:
             await self.runner.advance_async(max(0, at - self.clock.now_ms()))
             self._take_turns(at)
@@ -363,21 +399,41 @@ class Kit:
     # ---- what happened
 
     def delivered(self, group: str) -> list[Delivered]:
-        """Each message that a listener of the group was given, once for each time, in order."""
+        """Return each message that a listener of the group was given, once for each time, in order.
+
+        Raises:
+            UnknownGroupError: No consumer of the test has this group.
+        """
+        self._check_group(group)
         return list(self._history.delivered(group, self._message_at))
 
     def retries(self, group: str) -> list[StoredMessage]:
-        """Each message that was sent back for the group to be delivered again, in order, as it waits or waited."""
+        """Return each message that was sent back for the group to be delivered again, in order, as it waits or waited.
+
+        Raises:
+            UnknownGroupError: No consumer of the test has this group.
+        """
+        self._check_group(group)
         topic = retry_topic(group)
         found = [m for m in self.broker.messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]
         return sorted(found, key=lambda message: message.physical_offset)
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
-        """What the group has given up."""
+        """Return what the group has given up.
+
+        Raises:
+            UnknownGroupError: No consumer of the test has this group.
+        """
+        self._check_group(group)
         return self.broker.dead_letters(group)
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
-        """The group's progress as the broker has it: by queue, the offset of the next message."""
+        """Return the group's progress as the broker has it: by queue, the offset of the next message.
+
+        Raises:
+            UnknownGroupError: No consumer of the test has this group.
+        """
+        self._check_group(group)
         name = self.broker.name
         return {
             MessageQueue(topic, name, queue_id): queue_offset
@@ -386,12 +442,49 @@ class Kit:
         }
 
     def messages(self, topic: str) -> list[StoredMessage]:
-        """All messages of a topic, in the order in which they were stored."""
+        """Return all messages of a topic, in the order in which they were stored."""
+        self._looked_at.add(topic)
         return sorted(self.broker.messages(topic), key=lambda message: message.physical_offset)
 
     def history(self) -> History:
         """What happened so far; ``print`` it."""
         return self._history
+
+    def undelivered(self) -> list[str]:
+        """Return a sentence for each subscription that matched nothing, and each topic that no group subscribes to.
+
+        A test that passes says them as an `UndeliveredWarning`, a test that fails shows them. Topics that were read by
+        `messages` are left out.
+        """
+        if self.broker.dead:
+            return []
+        for one in self._subscribed.values():
+            one.was_read |= self._history.was_given(one.group, one.subscription.topic)
+
+        def next_offset(group: str, message: StoredMessage) -> int:
+            return self.broker.consumer_offsets(group, message.topic).get(message.queue_id, 0)
+
+        topics = [topic for topic in self.broker.topics() if next(iter(self.broker.messages(topic)), None) is not None]
+        return list(
+            undelivered(
+                self._subscribed.values(),
+                topics,
+                self._looked_at,
+                lambda topic: list(self.broker.messages(topic)),
+                next_offset,
+            )
+        )
+
+    def _check_group(self, group: str) -> None:
+        known = {name for name, _ in self._subscribed}
+        known |= {consumer.group for process in self.processes for consumer in process.consumers}
+        if group in known or group in self.broker.groups() or dead_letter_topic(group) in self.broker.topics():
+            return
+        near = nearest(group, known)
+        raise UnknownGroupError(
+            f"no consumer of this test has the group {group!r}"
+            + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(known)) or 'none'}")
+        )
 
     def _message_at(self, physical_offset: int) -> StoredMessage:
         message = self.broker.store.message_at(physical_offset)
@@ -414,6 +507,21 @@ class Kit:
             if before is not None:
                 where = f"{request.topic}/{request.queue_id}"
                 self.note(f"{request.group}@{process.label}", f"takes {where} over at {request.queue_offset}")
+
+    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
+        """A process tells the broker what its consumers subscribe to."""
+        for data in request.consumers:
+            for topic, subscription in data.subscriptions.items():
+                key = data.group, topic
+                if key not in self._subscribed:
+                    is_declared = process.name in self._declared
+                    self._subscribed[key] = Subscribed(data.group, subscription, is_declared, data.kind == "pull")
+
+    def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
+        """Remember a coroutine that the test or a listener has to await; `close` looks."""
+        self._async_calls = [one for one in self._async_calls if inspect.getcoroutinestate(one[0]) != "CORO_CLOSED"]
+        self._async_calls.append((call, f"{what} at {_place_of_caller()}"))
+        return call
 
     def before_send(self, process: Process, topic: str) -> None:
         """A message is about to be stored."""
@@ -495,16 +603,32 @@ class Kit:
         if self._closed:
             return
         if not self._check:
+            self._check_all_awaited()
             self.abandon()
             return
-        self._end()
+        try:
+            self._check_all_awaited()
+        finally:
+            self._end()
         if self.broker.dead:
             self._open_broker()
+        left = self.undelivered()
         self.broker.close()
         damage = verify(self.path, self._store_config, self.files).damage
         if damage:
             lines = "\n".join(f"{one.file} at {one.offset}: {one.what}" for one in damage[:10])
             raise UnsoundStoreError(f"the broker's store is not sound:\n{lines}")
+        if left:
+            warnings.warn("\n".join(left), UndeliveredWarning, stacklevel=2)
+
+    def _check_all_awaited(self) -> None:
+        self._check_awaited()
+        calls, self._async_calls = self._async_calls, []
+        forgotten = [what for call, what in calls if inspect.getcoroutinestate(call) == "CORO_CREATED"]
+        for call, _ in calls:
+            call.close()
+        if forgotten:
+            raise NotAwaitedError(f"nothing was sent by {', '.join(forgotten)}: write `await` before it")
 
     def abandon(self) -> None:
         """End all without a look at the store, as after a failure."""
@@ -527,10 +651,18 @@ class Kit:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            error.add_note(f"what happened:\n{self._history}")
+            error.add_note("\n".join([f"what happened:\n{self._history}", *self.undelivered()]))
             self.abandon()
         else:
             self.close()
+
+
+def _place_of_caller() -> str:
+    """Return file and line of the user's code that has called."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(LIBRARY) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _own_traceback(error: BaseException) -> TracebackType | None:

@@ -63,7 +63,7 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
         item.stash[_ERROR] = error
     kit, explorer = item.stash.get(_KIT, None), item.stash.get(_EXPLORER, None)
     if kit is not None:
-        history = str(kit.history())
+        history = "\n".join([str(kit.history()), *kit.undelivered()])
         if explorer is not None:
             explorer.trace.history = history
         else:
@@ -95,6 +95,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
     def run(explorer: Explorer) -> BaseException | None:
         item.stash[_EXPLORER], item.stash[_ERROR] = explorer, None
+        item._report_sections.clear()  # what runs before this one have printed and logged
         # The next item is said to be the parent, so that fixtures wider than the test's own stay.
         reports[:] = runtestprotocol(item, log=False, nextitem=parent)  # type: ignore[arg-type]
         if any(report.skipped and not hasattr(report, "wasxfail") for report in reports):

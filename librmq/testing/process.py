@@ -82,7 +82,14 @@ class Process:
 
     def producer(self, group: str = "producer", **settings: Any) -> Producer:
         """A producer in this process; ``settings`` are those of `Producer`."""
-        return Producer(self, group, **settings)
+        producer = Producer(self, group, **settings)
+        send_async = producer.send_async
+
+        def noted(*arguments: Any, **fields: Any) -> Any:
+            return self._kit.noted_async_call(send_async(*arguments, **fields), "send_async")
+
+        producer.send_async = noted  # type: ignore[method-assign]
+        return producer
 
     def consumer(self, group: str, **settings: Any) -> PushConsumer:
         """A consumer in this process, started when the factory has returned; ``settings`` are of `PushConsumer`."""
@@ -167,6 +174,7 @@ class _Link:
         if isinstance(request, Heartbeat):
             if isinstance(request.client, Client):
                 process.clients[request.client_id] = request.client
+            kit.noted_heartbeat(process, request)
         elif isinstance(request, PullMessage):
             kit.noted_pull(process, request)
         elif isinstance(request, SendBack):

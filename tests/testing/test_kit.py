@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,15 @@ from librmq.listener import ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import MessageModel, Route, TransactionState
 from librmq.store.recovery.verify import verify
-from librmq.testing import Kit, Process, ProcessStateError, UnsoundStoreError
+from librmq.testing import (
+    Kit,
+    NotAwaitedError,
+    Process,
+    ProcessStateError,
+    UndeliveredWarning,
+    UnknownGroupError,
+    UnsoundStoreError,
+)
 
 
 def always_fails(message: DeliveredMessage) -> None:
@@ -657,3 +666,100 @@ def test_work_that_does_not_end_is_told() -> None:
         rmq.close()
 
     asyncio.run(test())
+
+
+# ---- what a test has forgotten
+
+
+def sends(rmq: Kit, topic: str = "orders", **fields: Any) -> None:
+    rmq.producer().send(topic, b"x", **fields)
+    rmq.run_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("subscribed", "send", "said"),
+    [
+        ({}, lambda rmq: sends(rmq, "order"), "none was sent to it; 1 message is in 'order', to which no group"),
+        (
+            {"sql": "amount > 3"},
+            lambda rmq: sends(rmq, properties={"amount": "2"}),
+            "its filter 'amount > 3' takes none of the 1 there: amount > 3 decides for the first, because amount is",
+        ),
+        (
+            {"tags": "paid || open"},
+            lambda rmq: sends(rmq, tags="Paid"),
+            "its filter 'paid || open' takes none of the 1 there: their tags are 'Paid'",
+        ),
+        ({}, lambda rmq: rmq.producer().send("orders", b"x"), "1 message is still to come: end the test by"),
+        ({}, lambda rmq: sends(rmq, "payments"), "none was sent to it\nno group subscribes to 'payments': 1 message"),
+        ({}, lambda rmq: sends(rmq, delay_level=3), "1 message is still delayed: let time pass by rmq.advance"),
+    ],
+    ids=["another topic", "sql", "tags", "time stands still", "nothing sent", "delayed"],
+)
+def test_a_subscription_that_matched_nothing(
+    subscribed: dict[str, Any], send: Callable[[Kit], None], said: str
+) -> None:
+    def scenario(ends: Callable[[], None]) -> None:
+        with Kit() as rmq:
+            rmq.consumer("billing").subscribe("orders", **subscribed)(lambda message: None)
+            send(rmq)
+            ends()
+
+    with pytest.warns(UndeliveredWarning) as told:
+        scenario(lambda: None)
+    assert f"billing was given nothing of 'orders': {said}" in str(told[0].message)
+    with pytest.raises(pytest.fail.Exception) as caught:
+        scenario(lambda: pytest.fail("for another reason"))
+    assert said in caught.value.__notes__[-1]
+
+
+def test_what_was_read_is_no_message_left_behind(rmq: Kit) -> None:
+    """Filtered ones aside: where a subscription matches some, the others are meant to be dropped."""
+    rmq.consumer("billing").subscribe("orders", tags="paid")(lambda message: None)
+    rmq.app("shop", lambda process: process.consumer("mail").subscribe("letters")(lambda message: None))
+    reader = PullConsumer(rmq.route, "reader")
+    reader.subscribe("reports")
+    reader.start()
+    for topic in ("orders", "reports", "audit"):
+        rmq.producer().send(topic, b"x", tags="paid")
+        rmq.producer().send(topic, b"x", tags="open")
+    rmq.run_until_idle()
+    assert rmq.undelivered() == ["no group subscribes to 'audit': 2 messages are in it"]
+    assert len(rmq.messages("audit")) == 2
+    assert not rmq.undelivered()
+    assert len(reader.poll()) == 2
+    reader.shutdown()
+
+
+@pytest.mark.parametrize("question", ["dead_letters", "delivered", "retries", "offsets"])
+def test_a_group_that_no_consumer_has(rmq: Kit, question: str) -> None:
+    with pytest.raises(UnknownGroupError, match="group 'billing'; its groups are none"):
+        getattr(rmq, question)("billing")
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    assert not getattr(rmq, question)("billing")
+    with pytest.raises(UnknownGroupError, match=r"group 'biling'; did you mean 'billing'\?"):
+        getattr(rmq, question)("biling")
+
+
+def test_what_was_not_awaited_is_noticed() -> None:
+    async def sends_nothing() -> None:
+        with Kit() as rmq:
+            rmq.producer().send_async("orders", b"x")  # type: ignore[unused-coroutine]
+
+    async def moves_no_time(*, once: bool) -> None:
+        with Kit() as rmq:
+
+            @rmq.consumer("billing").subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                await asyncio.sleep(0)
+
+            await rmq.producer().send_async("orders", b"x")
+            rmq.run_until_idle()
+            if not once:
+                rmq.run_until_idle()
+
+    with pytest.raises(NotAwaitedError, match=r"nothing was sent by send_async at test_kit\.py:\d+: write `await`"):
+        asyncio.run(sends_nothing())
+    for once in (True, False):
+        with pytest.raises(NotAwaitedError, match=r"moves time at test_kit\.py:\d+ was not awaited"):
+            asyncio.run(moves_no_time(once=once))

@@ -38,6 +38,7 @@ def once():
 @pytest.mark.parametrize("mended", [False, True])
 def test_orders(rmq, booked, once, mended):
     once.append("run")
+    print("one", "run")
 
     @rmq.consumer("billing").subscribe("orders")
     def charge(message):
@@ -70,6 +71,7 @@ def test_exploring_shows_the_shortest_schedule_and_runs_it_again(pytester: pytes
     text = result.stdout.str()
     assert "E       AssertionError: assert [b'o-1', b'o-1'] == [b'o-1']" in text
     assert "the shortest schedule that fails so has 1 decision" in text
+    assert text.count("\none run\n") == 1  # what the failing run has printed, not those before it
     result.stdout.fnmatch_lines(["*is given orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
     result.stdout.fnmatch_lines(
         ["*test_orders?False?: * runs, * schedules; decisions*pause *", "*test_orders?True?: 100 runs,*"]

@@ -1,0 +1,105 @@
+"""What a test leaves behind: messages that no listener was given, subscriptions that matched nothing, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from librmq.filter import SQL92, SqlFilter, TagFilter
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
+from librmq.protocol import Subscription
+
+__all__ = ["Subscribed", "UndeliveredWarning", "nearest", "undelivered"]
+
+_MOST_TAGS = 5
+
+
+class UndeliveredWarning(UserWarning):
+    """A test has ended with messages that no listener was given, or with a subscription that matched nothing."""
+
+
+@dataclass(slots=True)
+class Subscribed:
+    """One topic of one group, as its consumers told the broker."""
+
+    group: str
+    subscription: Subscription
+    is_declared: bool
+    """The test itself has made the consumer; an application may subscribe to more than a test sends."""
+    was_read: bool = False
+    """A listener of the group was given a message of the topic, or the application pulls by itself."""
+
+
+def undelivered(
+    subscribed: Collection[Subscribed],
+    topics: Iterable[str],
+    looked_at: Collection[str],
+    messages: Callable[[str], Sequence[StoredMessage]],
+    next_offset: Callable[[str, StoredMessage], int],
+) -> Iterator[str]:
+    """Yield a sentence for each subscription that matched nothing, and for each topic to which no group subscribes.
+
+    ``topics`` are those with messages, ``looked_at`` those that the test has read by itself, ``messages(topic)`` gives
+    what is in one, ``next_offset(group, message)`` the progress of a group in the message's queue.
+    """
+    subscribed_topics = {one.subscription.topic for one in subscribed}
+    sent = [topic for topic in topics if _is_the_users(topic)]
+    unread = [topic for topic in sent if topic not in subscribed_topics and topic not in looked_at]
+    told: set[str] = set()
+    for one in subscribed:
+        topic = one.subscription.topic
+        if one.was_read or topic.startswith(RETRY_PREFIX):
+            continue
+        begin = f"{one.group} was given nothing of {topic!r}: "
+        if topic in sent:
+            yield begin + _why_none_of(messages(topic), one, next_offset)
+        elif delayed := [m for m in messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]:
+            yield f"{begin}{_are(delayed)} still delayed: let time pass by rmq.advance(…)"
+        elif near := nearest(topic, unread):
+            told.add(near)
+            yield f"{begin}none was sent to it; {_are(messages(near))} in {near!r}, to which no group subscribes"
+        elif one.is_declared and sent:
+            yield f"{begin}none was sent to it"
+    for topic in unread if subscribed else ():
+        if topic not in told:
+            near = nearest(topic, subscribed_topics)
+            hint = f"; did you mean {near!r}?" if near else ""
+            yield f"no group subscribes to {topic!r}: {_are(messages(topic))} in it{hint}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that is most like ``name``, None where none is."""
+    found = get_close_matches(name, list(names), 1, 0.75)
+    return found[0] if found else None
+
+
+def _why_none_of(
+    found: Sequence[StoredMessage], one: Subscribed, next_offset: Callable[[str, StoredMessage], int]
+) -> str:
+    expression = one.subscription.expression
+    if one.subscription.expression_type == SQL92:
+        sql = SqlFilter(expression)
+        reasons = [(message, sql.explain(message.properties)) for message in found]
+        passing = [message for message, reason in reasons if reason.matches]
+        first = reasons[0][1]
+        why = f"{first.decided_by} decides for the first, because {first.why}"
+    else:
+        tags = list(dict.fromkeys(repr(message.tags) for message in found))
+        passing = [message for message in found if TagFilter(expression).matches(message.tags)]
+        why = f"their tags are {', '.join(tags[:_MOST_TAGS])}" + (", …" if len(tags) > _MOST_TAGS else "")
+    if not passing:
+        return f"its filter {expression!r} takes none of the {len(found):,} there: {why}"
+    if all(message.queue_offset < next_offset(one.group, message) for message in passing):
+        return f"{_are(passing)} older than the group, which began at the end of its queues (consume_from)"
+    return f"{_are(passing)} still to come: end the test by rmq.run_until_idle() or rmq.advance(…)"
+
+
+def _are(messages: Sequence[StoredMessage]) -> str:
+    return "1 message is" if len(messages) == 1 else f"{len(messages):,} messages are"
+
+
+def _is_the_users(topic: str) -> bool:
+    return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
