@@ -57,6 +57,7 @@ def test_what_has_another_tag_is_left_alone(rmq: Kit) -> None:
     rmq.app("billing", lambda route: Billing(route, {"ada": 100}, charged))
     rmq.producer().send("orders", b"30", tags="cancelled", keys="o-1", properties={"customer": "ada"})
     rmq.run_until_idle()
+    assert rmq.delivered("billing") == []
     assert charged == {}
 
 

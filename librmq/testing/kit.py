@@ -117,6 +117,7 @@ class Kit:
         self._closed = False
         self._declared: set[str] = set()
         self._looked_at: set[str] = set()
+        self._sent_to: set[str] = set()
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._async_calls: list[tuple[Coroutine[Any, Any, object], str]] = []
         self._rest_of: Elapsed | None = None
@@ -405,6 +406,8 @@ class Kit:
             UnknownGroupError: No consumer of the test has this group.
         """
         self._check_group(group)
+        for one in self._subscribed.values():
+            one.was_read |= one.group == group
         return list(self._history.delivered(group, self._message_at))
 
     def retries(self, group: str) -> list[StoredMessage]:
@@ -453,8 +456,9 @@ class Kit:
     def undelivered(self) -> list[str]:
         """Return a sentence for each subscription that matched nothing, and each topic that no group subscribes to.
 
-        A test that passes says them as an `UndeliveredWarning`, a test that fails shows them. Topics that were read by
-        `messages` are left out.
+        A test that passes says them as an `UndeliveredWarning`, a test that fails shows them. Left out are topics that
+        the test has read by `messages`, groups that it has asked about by `delivered`, and topics to which only the
+        application sends, unless their name is almost one that is subscribed to.
         """
         if self.broker.dead:
             return []
@@ -469,6 +473,7 @@ class Kit:
             undelivered(
                 self._subscribed.values(),
                 topics,
+                self._sent_to - self._looked_at,
                 self._looked_at,
                 lambda topic: list(self.broker.messages(topic)),
                 next_offset,
@@ -527,6 +532,8 @@ class Kit:
         """A message is about to be stored."""
         if current_work() is None:
             self._start()
+        if process is self._test:
+            self._sent_to.add(topic)
         self.faults.before_send(process, topic)
 
     def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:

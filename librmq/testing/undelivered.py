@@ -36,14 +36,16 @@ class Subscribed:
 def undelivered(
     subscribed: Collection[Subscribed],
     topics: Iterable[str],
+    expected: Collection[str],
     looked_at: Collection[str],
     messages: Callable[[str], Sequence[StoredMessage]],
     next_offset: Callable[[str, StoredMessage], int],
 ) -> Iterator[str]:
     """Yield a sentence for each subscription that matched nothing, and for each topic to which no group subscribes.
 
-    ``topics`` are those with messages, ``looked_at`` those that the test has read by itself, ``messages(topic)`` gives
-    what is in one, ``next_offset(group, message)`` the progress of a group in the message's queue.
+    ``topics`` are those with messages, ``expected`` those that some group should read, ``looked_at`` those that the
+    test has read. ``messages(topic)`` gives what is in one, ``next_offset(group, message)`` the progress of a group in
+    the message's queue.
     """
     subscribed_topics = {one.subscription.topic for one in subscribed}
     sent = [topic for topic in topics if _is_the_users(topic)]
@@ -64,8 +66,8 @@ def undelivered(
         elif one.is_declared and sent:
             yield f"{begin}none was sent to it"
     for topic in unread if subscribed else ():
-        if topic not in told:
-            near = nearest(topic, subscribed_topics)
+        near = nearest(topic, subscribed_topics)
+        if topic not in told and (near or topic in expected):
             hint = f"; did you mean {near!r}?" if near else ""
             yield f"no group subscribes to {topic!r}: {_are(messages(topic))} in it{hint}"
 

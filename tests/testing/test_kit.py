@@ -714,9 +714,14 @@ def test_a_subscription_that_matched_nothing(
 
 
 def test_what_was_read_is_no_message_left_behind(rmq: Kit) -> None:
-    """Filtered ones aside: where a subscription matches some, the others are meant to be dropped."""
+    """Where a subscription matches some, the others are meant to be dropped; what applications send is their result."""
     rmq.consumer("billing").subscribe("orders", tags="paid")(lambda message: None)
-    rmq.app("shop", lambda process: process.consumer("mail").subscribe("letters")(lambda message: None))
+
+    def shop(process: Process) -> None:
+        process.consumer("mail").subscribe("letters")(lambda message: None)
+        process.producer().send("receipts", b"x")
+
+    rmq.app("shop", shop)
     reader = PullConsumer(rmq.route, "reader")
     reader.subscribe("reports")
     reader.start()
@@ -726,6 +731,11 @@ def test_what_was_read_is_no_message_left_behind(rmq: Kit) -> None:
     rmq.run_until_idle()
     assert rmq.undelivered() == ["no group subscribes to 'audit': 2 messages are in it"]
     assert len(rmq.messages("audit")) == 2
+    assert not rmq.undelivered()
+    rmq.consumer("none").subscribe("orders", tags="none")(lambda message: None)
+    rmq.run_until_idle()
+    assert len(rmq.undelivered()) == 1
+    assert not rmq.delivered("none")  # so it is meant
     assert not rmq.undelivered()
     assert len(reader.poll()) == 2
     reader.shutdown()
