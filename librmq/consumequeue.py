@@ -37,6 +37,7 @@ __all__ = [
     "ENTRY_DTYPE",
     "ENTRY_SIZE",
     "FILE_SIZE",
+    "HOLE_SIZE",
     "ConsumeQueue",
     "Entries",
     "ExtUnit",
@@ -56,6 +57,8 @@ _Mask = npt.NDArray[np.bool_]
 _PLACE: Final = struct.Struct(">qi")  # the first two fields of an entry
 _FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
 _FILLER_PLACE: Final = (0, 0x7FFFFFFF)
+HOLE_SIZE: Final = 0x7FFFFFFF
+"""Size of an entry that leads to no message: filler, and what recovery writes for a message that is lost."""
 _BLOCK: Final = 65536  # entries that are looked at together
 _RECOVERED_FILES: Final = 3
 _pack = ENTRY.pack
@@ -257,7 +260,11 @@ class ConsumeQueue:
 
         def stored(queue_offset: int) -> int | None:
             entry = self.entry(queue_offset)
-            return None if entry is None else store_timestamp_of(entry.physical_offset, entry.size)
+            return (
+                None
+                if entry is None or entry.size == HOLE_SIZE
+                else store_timestamp_of(entry.physical_offset, entry.size)
+            )
 
         per_file = self._files.file_size // ENTRY_SIZE
         low, end = self.min_offset, self.max_offset
@@ -361,7 +368,7 @@ class ConsumeQueue:
         if self.max_offset <= self.stored_begin:
             return -1
         physical_offset, size = self._place((self.max_offset - 1) * ENTRY_SIZE)
-        if physical_offset < 0 or size <= 0 or (physical_offset, size) == _FILLER_PLACE:
+        if physical_offset < 0 or size <= 0 or size == HOLE_SIZE:
             return -1
         return physical_offset + size
 
@@ -502,7 +509,7 @@ class ConsumeQueue:
         for first, raw in self._chunks(begin, end):
             block = np.frombuffer(raw, ENTRY_DTYPE)
             beyond = _ends(block) | (block["physical_offset"] > limit - block["size"].astype(np.int64))
-            beyond &= ~((block["physical_offset"] == 0) & (block["size"] == _FILLER_PLACE[1]))
+            beyond &= block["size"] != HOLE_SIZE
             if beyond.any():
                 return first + int(beyond.argmax())
         return None

@@ -64,12 +64,14 @@ class Parts:
         return list(reconcile(self.log, self.queues, self.open_queue, self.index, LEVELS, begin, mend=mend))
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
-        """Queue offset and place in the log of the entries of a queue, filler left out."""
+        """Queue offset and place in the log of the entries of a queue, those of lost messages left out."""
         queue = self.queues[topic, queue_id]
+        rows = queue.entries().tolist()
+        following = [place for place, _, _ in rows[1:]] + [-1]
         return [
             (number, place)
-            for number, (place, size, _) in enumerate(queue.entries().tolist(), queue.min_offset)
-            if size != 0x7FFFFFFF
+            for number, ((place, size, _), after) in enumerate(zip(rows, following, strict=True), queue.min_offset)
+            if size != 0x7FFFFFFF and place != after
         ]
 
     def settled(self) -> None:

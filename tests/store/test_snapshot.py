@@ -431,7 +431,7 @@ def test_a_log_file_of_a_wrong_length_is_told_by_its_name() -> None:
 
 
 def test_other_kinds_of_stores_are_refused() -> None:
-    files = in_memory({**filled(SMALL, 10), "timerwheel": b"x"})
+    files = in_memory({**filled(SMALL, 10), "timerwheel": b"x", "compaction/x": b""})
     with pytest.raises(NotAStoreError, match="RocketMQ 5"):
         snapshot(ROOT, TARGET, files=files)
     with pytest.raises(NotAStoreError):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue, Entries
+from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
@@ -156,7 +156,7 @@ def _read_all(
         places.pop()
     start = begin - begin % file_size
     file = sequence.mapped.get(start) or sequence.file_at(start)
-    if file is None or places != sorted(places):
+    if file is None or places != sorted(places) or len(set(places)) < len(places):
         return None
     limit = min(start + file_size, log_end)
     if places[-1] + total > limit < max(map(add, places, sizes)):
@@ -216,8 +216,10 @@ def _read_matching(
             break
         looked_at += 1
         physical_offset, size = int(places[at]), int(sizes[at])
-        if physical_offset < skip_below:
+        if physical_offset < skip_below or size == HOLE_SIZE:
             continue
+        if at + 1 < count and places[at + 1] == physical_offset:
+            continue  # of a message that was lost, too: recovery lets its entry lead to the next one
         raw = log.read(physical_offset, size)
         if raw is None:
             if not messages:

@@ -51,6 +51,7 @@ __all__ = [
     "check_config",
     "check_kind",
     "infer_config",
+    "is_4_with_timers",
     "known_topics",
     "list_queues",
     "lock_path",
@@ -78,6 +79,14 @@ _MADE_BY_5: Final = (
     "batchconsumequeue",
     "brokerIdentity",
     "epochFileCheckpoint",
+    os.path.join(CONFIG, "timercheck"),
+    os.path.join(CONSUMEQUEUE, "rmq_sys_wheel_timer"),
+)
+
+# Those of them that the timers of librmq make too.
+_OF_TIMERS: Final = (
+    TIMERLOG,
+    TIMERWHEEL,
     os.path.join(CONFIG, "timercheck"),
     os.path.join(CONSUMEQUEUE, "rmq_sys_wheel_timer"),
 )
@@ -139,6 +148,14 @@ def recognise(path: str, files: Files) -> StoreKind:
     if any(files.is_folder(made) or files.size(made) is not None for made in _paths(path, _MADE_BY_5)):
         return StoreKind.V5
     return StoreKind.V4
+
+
+def is_4_with_timers(path: str, files: Files) -> bool:
+    """Whether all that makes the store one of RocketMQ 5 is a timer's."""
+    if recognise(path, files) is not StoreKind.V5:
+        return False
+    others = set(_MADE_BY_5) - set(_OF_TIMERS)
+    return not any(files.is_folder(made) or files.size(made) is not None for made in _paths(path, tuple(others)))
 
 
 # What may lie in a folder in which a store is made: what a killed maker or the broker's tools leave, and a file system.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
@@ -30,7 +30,7 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import ClosedState, read_closed_state
 from librmq.store.recovery.recover import Recovery
 
-__all__ = ["clear_leftovers", "load", "settle", "vouched_for"]
+__all__ = ["Settled", "clear_leftovers", "load", "settle", "vouched_for"]
 
 _T = TypeVar("_T")
 
@@ -225,16 +225,26 @@ def load(
     return parts
 
 
-def settle(path: str, config: StoreConfig, files: Files, clock: Clock) -> tuple[int, int]:
-    """Recover all of the store in ``path``, flush it and mark it as closed; returns where its log begins and ends.
+class Settled(NamedTuple):
+    """A store that was recovered and closed."""
 
-    For a store that nobody else knows of yet: no lock is taken.
+    log_begin: int
+    log_end: int
+    queue_ends: dict[tuple[str, int], int]
+    """Queue offset of the next message, by topic and queue id."""
+
+
+def settle(path: str, config: StoreConfig, files: Files, clock: Clock) -> Settled:
+    """Recover all of the store in ``path``, flush it and mark it as closed.
+
+    Takes no lock: the store must be one that no other process knows of yet.
     """
     set_abort(files, path)
     parts = load(
         path, config, DelayLevels.parse(config.message_delay_level), files, clock, writable=True, thorough=True
     )
-    found = parts.log.begin, parts.log.end
+    ends = {name: queue.max_offset for name, queue in parts.queues.items()}
+    found = Settled(parts.log.begin, parts.log.end, ends)
     parts.close()
     clear_abort(files, path)
     return found

@@ -37,6 +37,13 @@ COMPARED: Final = 4096
 """So many entries are compared together."""
 
 
+class Stray(NamedTuple):
+    """A record that falls out of the count of the queue that it names."""
+
+    check: QueueCheck
+    entry: Entry
+
+
 class GapError(Exception):
     """A queue lacks entries from before the place where the walk began: walk over all of the log."""
 
@@ -61,6 +68,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         self._begin = begin
         self._mend = mend
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
+        self._strays: dict[int, dict[int, Stray]] = {}  # by queue offset and physical offset
 
     def make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
         """The check of a queue of which the first record comes; `CorruptionError` if there can be no such queue."""
@@ -82,7 +90,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         return check
 
     def _check(self, topic: str, queue_id: int, queue: ConsumeQueue) -> QueueCheck:
-        check = QueueCheck(self._log, queue, topic, self._begin, self._mend, self._bitmap_of)
+        check = QueueCheck(self, self._log, queue, (topic, queue_id), self._begin, self._mend, self._bitmap_of)
         self._by_name[topic, queue_id] = check
         return check
 
@@ -91,7 +99,43 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         for (topic, queue_id), queue in list(self._queues.items()):
             if (topic, queue_id) not in self._by_name:
                 self._check(topic, queue_id, queue)
-        return list(self._by_name.values())
+        # Those that wait for another record last: theirs may turn out to be a record of another queue.
+        return sorted(self._by_name.values(), key=lambda check: check.waits)
+
+    def forget_empty(self) -> None:
+        """Leave no queue behind whose only record was that of another queue."""
+        for name in [name for name, check in self._by_name.items() if check.gave_all_away]:
+            self._queues.pop(name, None)
+
+    def add_stray(self, queue_offset: int, stray: Stray) -> None:
+        """Note a record that may be that of another queue, at the same queue offset."""
+        self._strays.setdefault(queue_offset, {})[stray.entry.physical_offset] = stray
+
+    def drop_stray(self, queue_offset: int, physical_offset: int) -> None:
+        """Forget a record that turned out to be in its place."""
+        found = self._strays.get(queue_offset)
+        if found is not None:
+            found.pop(physical_offset, None)
+            if not found:
+                del self._strays[queue_offset]
+
+    def stray_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
+        """Return the stray record that stands there, and forget it."""
+        stray = self._strays.get(queue_offset, {}).get(physical_offset)
+        if stray is not None:
+            self.drop_stray(queue_offset, physical_offset)
+        return stray
+
+    def take_stray(self, queue_offset: int, after: int, before: int, check: QueueCheck) -> Stray | None:
+        """Return a record between two physical offsets that a changed byte took away from the queue of ``check``.
+
+        It names the same queue offset of a queue to which it is no use.
+        """
+        for physical_offset, stray in self._strays.get(queue_offset, {}).items():
+            if after < physical_offset < before and check.is_one_byte_from(stray.check):
+                self.drop_stray(queue_offset, physical_offset)
+                return stray
+        return None
 
 
 def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
@@ -124,14 +168,19 @@ class QueueCheck:
 
     def __init__(
         self,
+        checks: QueueChecks,
         log: CommitLog,
         queue: ConsumeQueue,
-        topic: str,
+        name: tuple[str, int],
         begin: int,
         mend: bool,
         bitmap_of: BitmapOf | None,
     ) -> None:
+        topic, self._queue_id = name
+        self._checks = checks
         self._topic = topic
+        self.gave_all_away = False
+        """Whether the only record that names the queue is that of another one."""
         self._bitmap_of = bitmap_of
         self.damages: list[Damage] = []
         self.prefix_hash = string_hash(topic + "#")
@@ -154,6 +203,18 @@ class QueueCheck:
         short = self._next is not None and self._held is None and self._queue.ext is None
         self.expected = self._next if short and self._next is not None else _NONE
 
+    @property
+    def waits(self) -> bool:
+        """Whether a record is held until the next one tells where it is."""
+        return self._held is not None
+
+    def is_one_byte_from(self, other: QueueCheck) -> bool:
+        """Whether one byte makes the name of one queue that of the other."""
+        ours, theirs = (
+            check._topic.encode() + check._queue_id.to_bytes(4, "big", signed=True) for check in (self, other)
+        )
+        return len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
+
     def settle(self) -> None:
         """Take over what went the short way."""
         if self.expected != _NONE:
@@ -172,7 +233,15 @@ class QueueCheck:
             self._accept(queue_offset, entry, queue_offset)
         else:
             self._held = queue_offset, entry
+            self._checks.add_stray(queue_offset, Stray(self, entry))
         self._expect()
+
+    def give_away(self, entry: Entry) -> None:
+        """Leave a record to the queue whose it is."""
+        if self._held is not None and self._held[1] is entry:
+            self._held = None
+            self.gave_all_away = self._next is None and self._queue.max_offset == 0
+            self._expect()
 
     def _settle(self, claimed: int, entry: Entry, following: int | None) -> None:
         """Decide the queue offset of a record that falls out of the count, by the next one and by the queue."""
@@ -185,9 +254,18 @@ class QueueCheck:
                 due = following - 1
             else:
                 due = claimed if possible else 0
+        elif following == due > self._first:  # one of two that name a place is another queue's
+            if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
+                replaced, self.entries[-1] = self.entries[-1], entry.packed
+                self._checks.drop_stray(claimed, entry.physical_offset)
+                self._checks.add_stray(claimed, Stray(self, Entry(replaced, 0, b"")))
+                if self._queue.ext is not None:
+                    self._units[claimed] = entry
+            return
         elif possible:
             jumps = following == claimed + 1 if following is not None else self._points_at(claimed, entry)
             due = claimed if jumps else due
+        self._checks.drop_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _points_at(self, queue_offset: int, entry: Entry) -> bool:
@@ -203,7 +281,7 @@ class QueueCheck:
                 raise GapError
             self._first = queue_offset
         elif queue_offset != self._next:
-            self._jump(queue_offset)
+            self._jump(queue_offset, entry)
         self._next = queue_offset + 1
         self.entries.append(entry.packed)
         if self._queue.ext is not None:
@@ -211,19 +289,30 @@ class QueueCheck:
         if len(self.entries) >= COMPARED:
             self._compare()
 
-    def _jump(self, queue_offset: int) -> None:
-        """The count goes on elsewhere."""
+    def _jump(self, queue_offset: int, following: Entry) -> None:
+        """Go on with the count elsewhere."""
         assert self._next is not None
         gap = queue_offset - self._next
         if gap > 0 and not self._whole:
             raise GapError
         if 0 < gap <= _LARGEST_GAP:
-            self.entries += [_FILLER] * gap
+            after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(self._next)
+            for lacking in range(self._next, queue_offset):
+                found = self._lacking(lacking, after, following.physical_offset)
+                if found is None:
+                    self.entries.append(_hole(self._log, following))
+                    continue
+                after = found.physical_offset
+                self.entries.append(found.packed)
+                if self._queue.ext is not None:
+                    self._units[lacking] = found
             return
         # The topic was made anew (or lost more than can be filled in): the later records are the queue.
         self.damages = [damage for damage in self.damages if damage.kind == "record"]
         if gap < 0:
             replaced = min(-gap, len(self.entries))
+            for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
+                self._checks.add_stray(number, Stray(self, Entry(packed, 0, b"")))
             del self.entries[len(self.entries) - replaced :]
             self._next -= replaced
             self._compare()
@@ -231,6 +320,56 @@ class QueueCheck:
         else:
             self.entries = []
             self._first = queue_offset
+
+    def _place_before(self, queue_offset: int) -> int:
+        raw = self._queue.read(queue_offset - 1, 1)
+        return ENTRY.unpack(raw)[0] if raw else -1
+
+    def _lacking(self, queue_offset: int, after: int, before: int) -> Entry | None:
+        """Find the record of a queue offset that no record of the queue has; it stands between two physical offsets.
+
+        One changed byte of its topic or queue id makes it a record of another queue. The entry that was written before
+        leads to it still; where there is none, a record that falls out of another queue's count at this offset is it.
+        """
+        raw = self._queue.read(queue_offset, 1)
+        place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+        message = self._log_record(place, size) if after < place < before else None
+        if message is None or message.queue_offset != queue_offset:
+            stray = None if self._delayed else self._checks.take_stray(queue_offset, after, before, self)
+            if stray is None:
+                return None
+            stray.check.give_away(stray.entry)
+            place, size, _ = ENTRY.unpack(stray.entry.packed)
+            message = self._log_record(place, size)
+            if message is None:
+                return None
+        else:
+            found = self._checks.stray_at(queue_offset, place)
+            if found is not None:
+                found.check.give_away(found.entry)
+        self._claim_back(message)
+        if not self._delayed:
+            tags_code = message.tags_code
+        return Entry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
+
+    def _log_record(self, physical_offset: int, size: int) -> StoredMessage | None:
+        try:
+            raw = self._log.read(physical_offset, size)
+        except CorruptionError:
+            return None
+        return None if raw is None else StoredMessage(raw)
+
+    def _claim_back(self, message: StoredMessage) -> None:
+        """Report a record that names another queue than the one that has it, and put that right."""
+        topic, at = self._topic.encode(), message.physical_offset
+        _, _, topic_at, topic_end, _, _ = message.frame
+        if len(topic) != topic_end - topic_at or (message.topic, message.queue_id) == (self._topic, self._queue_id):
+            return
+        what = f"topic and queue id: expected {self._topic} {self._queue_id}, found {message.topic} {message.queue_id}"
+        self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, message.size))
+        if self._mend:
+            self._log.patch(at + topic_at, topic)
+            self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
     def _compare(self) -> None:
         """Hold what has collected against the queue."""
@@ -291,7 +430,12 @@ class QueueCheck:
             if raw != b"".join(entries[same : same + count]):
                 for number in range(same, same + count):
                     found = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
-                    if found != entries[number] and not self._leads_to(found, entries[number], queue_offset + number):
+                    if found == entries[number] or self._leads_to(found, entries[number], queue_offset + number):
+                        continue
+                    following = entries[number + 1] if number + 1 < len(entries) else None
+                    if following is None or not _is_made_up(entries[number], following):
+                        return number
+                    if not _is_hole(found, following, self._log.file_size):
                         return number
             same += count
         return same
@@ -329,6 +473,15 @@ class QueueCheck:
         queue = self._queue
         if self._next is None:  # no record at all: every entry must be of an older one
             self._next = self._first
+        while queue.max_offset > self._next and not self.gave_all_away:
+            found = self._lacking(self._next, self._place_before(self._next), self._log.end)
+            if found is None:
+                break
+            self.entries.append(found.packed)
+            if queue.ext is not None:
+                self._units[self._next] = found
+            self._next += 1
+        self._compare()
         if queue.max_offset > self._next:
             self._report_ahead(self._next)
             if self._mend:
@@ -353,7 +506,7 @@ class QueueCheck:
     def _check_older(self) -> None:
         """Entries before the log's first record of the queue must point below the log, or be filler."""
         queue = self._queue
-        wrong = _first_not_older(queue, self._first, self._begin)
+        wrong = _first_not_older(queue, self._first, self._begin, self._log.file_size)
         if wrong is None:
             return
         path, position = queue.place_of(wrong)
@@ -373,13 +526,41 @@ class QueueCheck:
         queue.serve_from(self._begin)
 
 
-def _first_not_older(queue: ConsumeQueue, end: int, begin: int) -> int | None:
-    """The first entry below queue offset ``end`` that is no filler and of no message before ``begin`` of the log."""
-    at = queue.stored_begin
+def _hole(log: CommitLog, following: Entry) -> bytes:
+    """Return an entry for a message that is lost, by which readers come to the one that follows.
+
+    A broker that finds no record at an entry leaves out all entries below the next log file, counted from the entry's
+    place. So the entry names the file before the one of the message that follows; no record is so large. Before the
+    first file there is none: there the entry leads to the message that follows, which a broker then gives twice.
+    """
+    place, size, _ = ENTRY.unpack(following.packed)
+    start = place - place % log.file_size
+    return ENTRY.pack(start - log.file_size, _FILLER_SIZE, 0) if start else ENTRY.pack(place, size, 0)
+
+
+def _is_made_up(entry: bytes, following: bytes) -> bool:
+    """Whether an entry is one of `_hole`."""
+    return ENTRY.unpack(entry)[1] == _FILLER_SIZE or entry[:12] == following[:12]
+
+
+def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
+    """Whether readers come past an entry that leads to no message of its own."""
+    place, size, _ = ENTRY.unpack(found)
+    next_place = ENTRY.unpack(following)[0]
+    if size == _FILLER_SIZE:
+        return bool(place % file_size == 0 and place + file_size <= next_place)
+    return found[:12] == following[:12]
+
+
+def _first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:
+    """Return the first entry below queue offset ``end`` that is no filler and of no message before ``begin``."""
+    at, raw = queue.stored_begin, queue.read(end, 1)
+    latest_hole = ENTRY.unpack(raw)[0] - log_file_size if raw else 0
     try:
         for first, block in queue.blocks(at, end):
             place = block["physical_offset"]
-            wrong = np.flatnonzero((place >= begin) & ((place != 0) | (block["size"] != _FILLER_SIZE)))
+            filler = (block["size"] == _FILLER_SIZE) & ((place == 0) | (place <= latest_hole))
+            wrong = np.flatnonzero((place >= begin) & ~filler)
             if len(wrong):
                 return first + int(wrong[0])
             at = first + len(block)
@@ -408,7 +589,7 @@ def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
 
 def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
     """The first entry from ``queue_offset`` to ``end`` that is no filler."""
-    while queue_offset < end and queue.read(queue_offset, 1) == _FILLER:
+    while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER[8:12]:
         raw = queue.read(queue_offset, min(COMPARED, end - queue_offset))
         others = np.flatnonzero(np.frombuffer(raw, ENTRY_DTYPE)["size"] != _FILLER_SIZE)
         queue_offset += int(others[0]) if len(others) else len(raw) // ENTRY_SIZE

@@ -106,6 +106,7 @@ def reconcile(
     for check in checks.all():
         check.finish()
         yield from check.damages
+    checks.forget_empty()
     if index is not None and keys is not None:
         keys.finish()
         yield from keys.damages

@@ -32,7 +32,7 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 
-__all__ = ["Gap", "Kept", "find_record", "keep", "kept", "records"]
+__all__ = ["Gap", "Kept", "cut_records", "find_record", "keep", "kept", "log_records", "records"]
 
 VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -165,14 +165,23 @@ def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | G
     """
     files = files or DiskFiles()
     check_kind(path, files, log_only=True)
-    log = _sources(os.path.join(path, COMMITLOG), files)
+    yield from log_records(path, files)
+    yield from cut_records(path, files)
+
+
+def log_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
+    """Yield the part of `records` that the log holds."""
     end: int | None = None
-    for source in log:
+    for source in _sources(os.path.join(path, COMMITLOG), files):
         if end is not None and source.start > end:
             yield Gap(end, source.start - end, os.path.dirname(source.path), "no file of the log holds these bytes")
         end = source.end
         yield from _read(source, [], files)
-    earlier = log
+
+
+def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
+    """Yield the part of `records` that only cuts hold."""
+    earlier = _sources(os.path.join(path, COMMITLOG), files)
     for cut in kept(path, files):
         found = _sources(cut.path, files)
         for source in found:

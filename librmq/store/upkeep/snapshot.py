@@ -11,12 +11,17 @@ that dies is removed by the next one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
+import re
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
@@ -34,12 +39,14 @@ from librmq.files.rolling import file_name
 from librmq.files.seam import Entry, FileLock, Files, copy_file, link_file, make_folders
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.message.topics import validate_queue
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory
+from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.salvage import Gap
+from librmq.store.upkeep.progress import revise_progress
 
 __all__ = ["Rescued", "Snapshot", "rescue", "restore", "snapshot"]
 
@@ -47,8 +54,11 @@ _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer, or its recovery, may yet change
 _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
-_LARGEST_GAP: Final = 100_000  # of a queue, that is filled in
-_LARGEST_OFFSET: Final = 1 << 40  # of a queue; beyond it a record has lost its count
+_PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
+_TIMER_CHECK: Final = re.compile("timercheck")
+_JOBS: Final = os.path.join(directory.OWN, "spark")
+_NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
+_LONGEST_NUMBER: Final = 20  # digits of a queue offset
 _LONG: Final = struct.Struct(">q")
 
 
@@ -94,7 +104,9 @@ def snapshot(
     _check_copyable(path, files)
     config = config or directory.infer_config(path, files)
     with _growing(target, files) as part:
-        # Before the log's end is known: index files that are full by now have no record behind it.
+        # Before the log's end is known: what progress has passed, and what a note names, is in the log by now.
+        _copy_progress(path, part, files)
+        # The same for index files: those that are full by now have no record behind the end.
         index = _listed(os.path.join(path, directory.INDEX), files)[:-1]
         log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
@@ -104,14 +116,20 @@ def snapshot(
             for topic, queue_id in directory.list_queues(path, files, ext=ext):
                 folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
                 _copy_sequence(path, part, folder, files)
-        _copy_config(path, part, files)
-        begin, found_end = settle(part, config, files, clock)
+        _copy_config(path, part, files, without=_PROGRESS)
+        begin, found_end, queue_ends = settle(part, config, files, clock)
         if found_end != log_end:
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
             )
             what = f"no sound record, though the log goes on to {log_end}: no snapshot is made of a damaged log"
             raise CorruptionError(file, found_end, "record", what)
+
+        def cut(topic: str, queue_id: int, queue_offset: int) -> int:
+            return min(queue_offset, queue_ends.get((topic, queue_id), 0))
+
+        with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
+            revise_progress(part, files, cut, clock.now_ms())
     return Snapshot(target, begin, found_end, copied, linked)
 
 
@@ -133,21 +151,22 @@ def rescue(
 ) -> Rescued:
     """Make a store in ``target`` (empty, or not there yet) of every sound record of the store in ``path``.
 
-    In the order of `librmq.store.recovery.salvage.records`, the cuts that were kept among them; ``tell`` is told of
-    what is left out. Records keep their fields but for the physical offset, and with it the offset id; a queue offset
-    too where an earlier record of the queue has it, or it is too far from the one before.
+    The order is that of `librmq.store.recovery.salvage.records`, the cuts that were kept among them; ``tell`` gets what
+    is left out. Records keep their fields but for the physical offset, and with it the offset id, and the queue offset:
+    the messages of each queue count from 0 without a gap, so that consumers get past what was lost. The progress of
+    groups, of delay levels and of transactions is translated.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     config = config or directory.infer_config(path, files)
     count = gaps = 0
     with _growing(target, files) as part:
         log = CommitLog.open(os.path.join(part, directory.COMMITLOG), config.commitlog_file_size, files=files)
-        following: dict[tuple[str, int], int] = {}
-        for item in salvage.records(path, files):
+        numbers = _Renumbering()
+        for item in _records(path, files, numbers.end_log):
             if isinstance(item, StoredMessage):
                 try:
                     validate_queue(item.topic, item.queue_id)
-                    _append(log, item, following)
+                    _append(log, item, numbers)
                     count += 1
                     continue
                 except MessageIllegalError as error:
@@ -155,26 +174,83 @@ def rescue(
             gaps += 1
             tell(item)
         log.close()
-        _copy_config(path, part, files)
+        _copy_config(path, part, files, without=_TIMER_CHECK)  # which belongs to a timer log that is not copied
+        with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
+            revise_progress(part, files, numbers.new_offset, clock.now_ms())
         settle(part, config, files, clock)
     return Rescued(target, count, gaps)
 
 
-def _append(log: CommitLog, message: StoredMessage, following: dict[tuple[str, int], int]) -> None:
-    """Append a record to a new log, with a queue offset that goes on from those before it."""
+def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[StoredMessage | Gap]:
+    directory.check_kind(path, files, log_only=True)
+    yield from salvage.log_records(path, files)
+    end_log()
+    yield from salvage.cut_records(path, files)
+
+
+class _Renumbering:
+    """Queue offsets of a rescued store: each queue counts from 0 without a gap.
+
+    A consumer does not get past an entry that leads to no record, so no entry is left where a record was lost.
+    """
+
+    def __init__(self) -> None:
+        self._old: dict[tuple[str, int], array[int]] = {}  # by new queue offset
+        self._made_again: dict[tuple[str, int], int] = {}
+        self._log_ends: dict[tuple[str, int], int] = {}
+        self._halves: dict[tuple[int, int], int] = {}
+
+    def next(self, message: StoredMessage) -> int:
+        """Return the queue offset of the next record."""
+        name, old = (message.topic, message.queue_id), message.queue_offset
+        queue = self._old.get(name)
+        if queue is None:
+            queue = self._old[name] = array("q")
+        new = len(queue)
+        if new > 1 and queue[-1] < queue[-2] and old == queue[-1] + 1:
+            self._made_again[name] = new - 1  # two agree that the topic was deleted and made again
+        queue.append(old)
+        if message.topic == HALF_TOPIC:
+            self._halves[message.queue_id, old] = new
+        return new
+
+    def end_log(self) -> None:
+        """Note that what follows was cut from the log: no progress passes over it."""
+        self._log_ends = {name: len(queue) for name, queue in self._old.items()}
+
+    def new_offset(self, topic: str, queue_id: int, queue_offset: int) -> int:
+        """Return the queue offset behind all that ``queue_offset`` of the damaged store had passed."""
+        name = topic, queue_id
+        begin, end = self._made_again.get(name, 0), self._log_ends.get(name, 0)
+        if begin >= end:
+            return end
+        left = np.frombuffer(self._old[name], np.int64)[begin:end] >= queue_offset
+        return begin + int(left.argmax()) if left.any() else end
+
+    def half(self, queue_id: int, queue_offset: int) -> int:
+        """Return the new queue offset of a half message; -1 if it was lost."""
+        return self._halves.get((queue_id, queue_offset), -1)
+
+
+def _append(log: CommitLog, message: StoredMessage, numbers: _Renumbering) -> None:
+    """Append a record to a new log, with a new physical offset and queue offset."""
     raw = bytearray(message.raw)
-    physical_offset = log.claim(len(raw))
     if has_queue_entry(message.sys_flag):
-        name, queue_offset = (message.topic, message.queue_id), message.queue_offset
-        due = following.get(name)
-        if due is None:
-            queue_offset = queue_offset if 0 <= queue_offset < _LARGEST_OFFSET else 0
-        elif not due <= queue_offset <= due + _LARGEST_GAP:
-            queue_offset = due
-        following[name] = queue_offset + 1
-        raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(queue_offset)
-    raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(physical_offset)
+        if message.topic == OP_TOPIC:
+            raw = _op_of_half(message, numbers)
+        raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(numbers.next(message))
+    raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(log.claim(len(raw)))
     log.append(bytes(raw))
+
+
+def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
+    """Return the record of an op message that names the half's new queue offset."""
+    op = record.decode_record(message.raw)
+    text = op.body.decode("ascii", "replace")
+    if text.isdigit() and len(text) < _LONGEST_NUMBER:
+        body = str(numbers.half(message.queue_id, int(text))).encode()
+        op = dataclasses.replace(op, body=body, body_crc=record.body_checksum(body))
+    return bytearray(record.encode_record(op))
 
 
 # ------------------------------------------------------------------------------------------------------ the target
@@ -224,7 +300,7 @@ def _flush_folders(folder: str, files: Files) -> None:
 
 def _check_copyable(path: str, files: Files) -> None:
     kind = directory.check_kind(path, files)
-    if kind is not directory.StoreKind.V4:
+    if kind is not directory.StoreKind.V4 and not directory.is_4_with_timers(path, files):
         raise NotAStoreError(f"{path}: {kind.value}, which has files besides that no snapshot is made of")
 
 
@@ -312,12 +388,31 @@ def _vanished(error: StoreIOError, source: str, files: Files) -> bool:
     return error.errno == errno.ENOENT and files.size(source) is None
 
 
-def _copy_config(path: str, part: str, files: Files, folder: str = directory.CONFIG) -> None:
-    """Copy the tables of ``config/``, each as a whole."""
+def _copy_progress(path: str, part: str, files: Files) -> None:
+    """Copy what says how far consumers, delays, timers and jobs have come."""
+    _copy_config(path, part, files, only=_PROGRESS)
+    if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
+        _copy_sequence(path, part, directory.TIMERLOG, files)
+    _copy_config(path, part, files, _JOBS, only=_NOTE)
+
+
+def _copy_config(
+    path: str,
+    part: str,
+    files: Files,
+    folder: str = directory.CONFIG,
+    *,
+    only: re.Pattern[str] | None = None,
+    without: re.Pattern[str] | None = None,
+) -> None:
+    """Copy the tables of a folder, each as a whole."""
     for entry in files.list(os.path.join(path, folder)):
         name = os.path.join(folder, entry.name)
         if entry.is_folder:
-            _copy_config(path, part, files, name)
+            if only is None:
+                _copy_config(path, part, files, name)
+            continue
+        if (only is not None and not only.fullmatch(entry.name)) or (without and without.fullmatch(entry.name)):
             continue
         files.make_folder(os.path.join(part, folder))
         try:

@@ -1,0 +1,51 @@
+"""Rewrite the progress that a store's ``config`` folder keeps, when the store is copied.
+
+A copy may end earlier than its source, or number its messages differently. Progress that points beyond a queue would
+make a group skip messages that are stored later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final
+
+from librmq.files.seam import Files
+from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerConfig, ConfigTable
+
+__all__ = ["PROGRESS_TABLES", "revise_progress"]
+
+PROGRESS_TABLES: Final = ("consumerOffset.json", "delayOffset.json")
+"""The files of ``config`` that say how far consumers and delay levels have come."""
+
+NewOffset = Callable[[str, int, int], int]
+"""From topic, queue id and queue offset to the queue offset in the copy."""
+
+
+def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int) -> None:
+    """Put ``new_offset`` of every stored queue offset in its place.
+
+    Backups are deleted, since they hold the progress of the source.
+
+    Raises:
+        CorruptionError: a table and its backup can't be read.
+    """
+    folder = os.path.join(path, directory.CONFIG)
+    tables = BrokerConfig.open(folder, files=files)
+    for name, offsets in list(tables.offsets.rows.items()):
+        topic = name.rpartition("@")[0]
+        tables.offsets.set(name, {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()})
+    for level, at in list(tables.delays.rows.items()):
+        tables.delays.set(level, new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), at))
+    for table, file in zip((tables.offsets, tables.delays), PROGRESS_TABLES, strict=True):
+        _write(table, os.path.join(folder, file), files, now_ms)
+
+
+def _write(table: ConfigTable, path: str, files: Files, now_ms: int) -> None:
+    if not files.size(path) and not files.size(f"{path}.bak"):
+        return  # the source has no such table
+    table.persist(now_ms)
+    if files.size(f"{path}.bak") is not None:
+        files.delete(f"{path}.bak")

@@ -1,0 +1,120 @@
+"""What is rescued of a damaged store can be consumed, and progress goes along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from librmq import ManualRunner, Message, Producer, PushConsumer
+from librmq.broker import Broker
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.message.record import FIXED_SIZE
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.snapshot import rescue
+from tests.stores import START_MS
+
+CONFIG = StoreConfig.tiny()
+
+
+def spoil(folder: Path, physical_offset: int, at: int) -> None:
+    """Change one byte of a record."""
+    start = physical_offset - physical_offset % CONFIG.commitlog_file_size
+    with open(folder / "commitlog" / f"{start:020d}", "r+b") as file:
+        file.seek(physical_offset - start + at)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 0x55]))
+
+
+def consumed(folder: Path, group: str) -> list[bytes]:
+    """What a group is given that starts on a store."""
+    runner, seen = ManualRunner(ManualClock(START_MS + 10**9)), []
+    with Broker.open(folder, runner=runner) as broker:
+        consumer = PushConsumer(broker, group)
+        consumer.subscribe("T")(lambda message: seen.append(message.body))
+        consumer.start()
+        runner.advance(60_000)
+        consumer.shutdown()
+    return seen
+
+
+def store_of(folder: Path, count: int = 500) -> list[int]:
+    """A store with messages in one queue, of which a group has consumed 250; where their records are."""
+    runner = ManualRunner(ManualClock(START_MS))
+    with Broker.open(folder, store_config=CONFIG, runner=runner) as broker:
+        broker.create_topic("T", 1)
+        producer = Producer(broker, "p")
+        for number in range(count):
+            producer.send("T", b"%d" % number)
+        places = [message.physical_offset for message in broker.store.messages("T")]
+    tables = BrokerConfig.open(f"{folder}/config")
+    tables.set_consumer_offset("T", "half-way", 0, 250)
+    tables.set_consumer_offset("T", "ready", 0, 500)
+    tables.set_consumer_offset("gone", "ready", 0, 7)
+    tables.persist(START_MS)
+    return places
+
+
+def test_a_rescued_store_is_consumed_to_its_end(tmp_path: Path) -> None:
+    places = store_of(tmp_path / "old")
+    spoil(tmp_path / "old", places[100], 88)
+    made = rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
+    assert (made.records, made.gaps) == (499, 1)
+    assert verify(tmp_path / "new", CONFIG).sound
+    with MessageStore.open(tmp_path / "new", read_only=True) as store:
+        assert [message.queue_offset for message in store.messages("T")] == list(range(499))
+        assert store.queues["T", 0].stored_begin == 0
+    wanted = [b"%d" % number for number in range(500) if number != 100]
+    assert consumed(tmp_path / "new", "fresh") == wanted
+    assert consumed(tmp_path / "new", "half-way") == wanted[249:]
+    assert consumed(tmp_path / "new", "ready") == []
+    tables = BrokerConfig.open(str(tmp_path / "new" / "config"))
+    assert tables.consumer_offset("gone", "ready", 0) == 0
+
+
+def test_a_lost_message_at_the_progress_is_passed(tmp_path: Path) -> None:
+    places = store_of(tmp_path / "old")
+    for number in (0, 249, 250):
+        spoil(tmp_path / "old", places[number], 88)
+    rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
+    assert consumed(tmp_path / "new", "half-way") == [b"%d" % number for number in range(251, 500)]
+
+
+def test_progress_of_delay_levels_and_transactions_is_translated(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "old", CONFIG, clock=ManualClock(START_MS)) as store:
+        delayed = [store.append(Message("T", b"d%d" % number, delay_level=3)) for number in range(6)]
+        halves = [store.append(Message(HALF_TOPIC, b"h%d" % number)) for number in range(12)]
+        for number in (0, 10, 11):
+            store.append(Message(OP_TOPIC, b"%d" % number, tags="d"))
+    tables = BrokerConfig.open(str(tmp_path / "old" / "config"))
+    tables.set_delay_offset(3, 4)
+    tables.set_consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0, 2)
+    tables.persist(START_MS)
+    spoil(tmp_path / "old", delayed[1].physical_offset, 88)
+    spoil(tmp_path / "old", halves[0].physical_offset, 88)
+    spoil(tmp_path / "old", halves[9].physical_offset, FIXED_SIZE - 2)
+    rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
+    tables = BrokerConfig.open(str(tmp_path / "new" / "config"))
+    assert tables.delay_offset(3) == 3
+    assert tables.consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0) == 1
+    assert not (tmp_path / "new" / "config" / "consumerOffset.json.bak").exists()
+    with MessageStore.open(tmp_path / "new", read_only=True) as store:
+        assert [message.body for message in store.messages(HALF_TOPIC)] == [b"h%d" % n for n in range(1, 12) if n != 9]
+        assert [message.body for message in store.messages(OP_TOPIC)] == [b"-1", b"8", b"9"]
+    assert verify(tmp_path / "new", CONFIG).sound
+
+
+def test_progress_of_a_topic_made_again_is_that_of_the_later_one(tmp_path: Path) -> None:
+    store_of(tmp_path / "old", 20)
+    with MessageStore.open(tmp_path / "old", CONFIG) as store:
+        store.queues["T", 0].clear()
+        for number in range(4):
+            store.append(Message("T", b"again %d" % number))
+    tables = BrokerConfig.open(str(tmp_path / "old" / "config"))
+    tables.set_consumer_offset("T", "half-way", 0, 3)
+    tables.persist(START_MS)
+    rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
+    assert consumed(tmp_path / "new", "half-way") == [b"again 3"]
