@@ -89,6 +89,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
+        self._pulled_end = 0  # where the queue goes on behind the messages that are being handed out
         self._last: tuple[HeldQueue, int, int] | None = None  # what was pulled last: from where, and up to where
         self._arrived = _Arrival()
         self._polling = threading.Lock()
@@ -203,6 +204,9 @@ class PullConsumer(Member[PullConsumerConfig]):
         a clock that is moved by hand, at once where there is nothing. Waits for a poll that goes on in another thread;
         `ClientStateError` in an event loop in which `poll_async` goes on.
         """
+        return self._poll(timeout, one_by_one=False)
+
+    def _poll(self, timeout: float | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         if self._arrived.is_awaited_here():
             raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
@@ -214,7 +218,7 @@ class PullConsumer(Member[PullConsumerConfig]):
                 self._begin_poll()
                 has_begun = True
                 while True:
-                    messages, has_moved = self._look()
+                    messages, has_moved = self._look(one_by_one)
                     if messages or self.stopping:
                         return messages
                     remaining = deadline - clock.monotonic()
@@ -233,6 +237,9 @@ class PullConsumer(Member[PullConsumerConfig]):
 
         `ClientStateError` while another poll of this consumer goes on.
         """
+        return await self._poll_async(timeout, one_by_one=False)
+
+    async def _poll_async(self, timeout: float | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         clock = self.runner.clock
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
@@ -246,7 +253,7 @@ class PullConsumer(Member[PullConsumerConfig]):
                 arrived.clear()
                 # No thread is of use here: what a look may wait for is a page of a mapped file, and the interpreter
                 # waits for that as a whole. So a look can't be interrupted either.
-                messages, has_moved = self._look()
+                messages, has_moved = self._look(one_by_one)
                 if messages or self.stopping:
                     return messages
                 remaining = deadline - clock.monotonic()
@@ -259,15 +266,39 @@ class PullConsumer(Member[PullConsumerConfig]):
             self._polling.release()
 
     def __iter__(self) -> Iterator[DeliveredMessage]:
-        """Messages, until a poll finds none in its time."""
-        while messages := self.poll():
-            yield from messages
+        """Hand out messages one by one, until a poll finds none in its time.
+
+        A message counts as consumed when the next one is asked for. A loop that is left early leaves the messages
+        that it was not given to the next poll.
+        """
+        while messages := self._poll(None, one_by_one=True):
+            for message, behind in self._with_ends(messages):
+                if not self._hand_out(message, behind):
+                    break  # the position was moved meanwhile
+                yield message
 
     async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
-        """Messages, until a poll finds none in its time; others in the event loop go on meanwhile."""
-        while messages := await self.poll_async():
-            for message in messages:
+        """Hand out messages as ``for`` does; other coroutines of the event loop go on meanwhile."""
+        while messages := await self._poll_async(None, one_by_one=True):
+            for message, behind in self._with_ends(messages):
+                if not self._hand_out(message, behind):
+                    break
                 yield message
+
+    def _with_ends(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
+        """Pair each message with the queue offset at which reading goes on once it was handed out."""
+        return list(zip(messages, [*(message.queue_offset for message in messages[1:]), self._pulled_end], strict=True))
+
+    def _hand_out(self, message: DeliveredMessage, behind: int) -> bool:
+        """Move the position past one message; False if the position is elsewhere by now."""
+        with self.runner.lock:
+            held = self.held.get(message.queue)
+            if held is None or held.dropped or held.next_offset != message.queue_offset:
+                return False
+            if self.config.auto_commit and held.progress != held.next_offset:
+                self.progressed(held, held.next_offset)
+            held.next_offset = behind
+            return True
 
     def _begin_poll(self) -> None:
         """What was polled before counts as consumed, if so configured."""
@@ -284,13 +315,13 @@ class PullConsumer(Member[PullConsumerConfig]):
                 if held.next_offset == behind:
                     held.next_offset = before
 
-    def _look(self) -> tuple[list[DeliveredMessage], bool]:
+    def _look(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Ask the queues, and have it told when there is something new."""
         self._arrived.clear()
         with self.runner.lock:
-            return ([], False) if self.stopping else self._pull_in_turn()
+            return ([], False) if self.stopping else self._pull_in_turn(one_by_one)
 
-    def _pull_in_turn(self) -> tuple[list[DeliveredMessage], bool]:
+    def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Ask each queue once, up to the first that has something; and whether any went on without."""
         has_moved = False
         queues = [held for held in self.held.values() if not held.dropped and held.queue not in self._paused]
@@ -299,6 +330,10 @@ class PullConsumer(Member[PullConsumerConfig]):
             before = queues[at].next_offset
             messages = self._pull(queues[at])
             if messages:
+                if one_by_one:  # each message moves the position itself, when it is handed out
+                    self._pulled_end = queues[at].next_offset
+                    queues[at].next_offset = messages[0].queue_offset
+                    self._last = queues[at], before, messages[0].queue_offset
                 self._turn = at + 1
                 return messages, True
             has_moved |= queues[at].next_offset != before

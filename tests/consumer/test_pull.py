@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -178,12 +179,61 @@ def test_what_was_polled_and_not_dealt_with_comes_again(filled: World) -> None:
     assert filled.broker.consumer_offset("g", "t", 0) == 10
 
 
+@pytest.mark.parametrize("left_by", ["break", "exception"])
+def test_a_loop_left_early_loses_nothing(filled: World, left_by: str) -> None:
+    """What the loop was not given comes with the next poll, here or elsewhere (issue 14, 1.7)."""
+    consumer = _consumer(filled)
+    consumer.assign(QUEUES)
+    handled = []
+
+    def leave_early() -> None:
+        with consumer:
+            for message in consumer:
+                if len(handled) == 13:
+                    if left_by == "break":
+                        handled.append(message.body)
+                        break
+                    raise RuntimeError("in the middle of the 14th")
+                handled.append(message.body)
+
+    with pytest.raises(RuntimeError) if left_by == "exception" else nullcontext():
+        leave_early()
+    again = _consumer(filled, "l2")
+    again.assign(QUEUES)
+    with again:
+        handled += [message.body for message in again]
+    assert sorted(map(int, handled)) == list(range(30))
+
+
+def test_a_loop_left_early_goes_on_by_the_next_poll(filled: World) -> None:
+    consumer = _consumer(filled, pull_batch_size=10)
+    consumer.assign(QUEUES[:1])
+    with consumer:
+        for message in consumer:
+            if message.queue_offset == 3:
+                break
+        assert consumer.position(QUEUES[0]) == 4
+        assert [message.queue_offset for message in consumer.poll()] == list(range(4, 10))
+
+
+def test_a_seek_within_a_loop_counts_at_once(filled: World) -> None:
+    consumer = _consumer(filled)
+    consumer.assign(QUEUES[:1])
+    seen = []
+    with consumer:
+        for message in consumer:
+            seen.append(message.queue_offset)
+            if seen == [0, 1]:
+                consumer.seek(QUEUES[0], 7)
+    assert seen == [0, 1, 7, 8, 9]
+
+
 def test_a_poll_that_is_interrupted_loses_nothing(filled: World) -> None:
     consumer = _consumer(filled)
     consumer.assign(QUEUES[:1])
     consumer.start()
     functions = (
-        PullConsumer.poll,
+        PullConsumer._poll,
         PullConsumer._begin_poll,
         PullConsumer._look,
         PullConsumer._pull_in_turn,

@@ -86,6 +86,30 @@ async def test_messages_may_be_iterated_over(broker: Broker) -> None:
 
 
 @pytest.mark.anyio
+async def test_an_async_loop_left_early_loses_nothing(broker: Broker) -> None:
+    """``return`` from within the loop leaves the generator for the event loop to close, some time later."""
+    producer = Producer(broker, "writers")
+    for number in range(30):
+        producer.send(Message("T", b"%d" % number))
+    handled: list[int] = []
+
+    async def first_nine(reader: PullConsumer) -> None:
+        async for message in reader:
+            handled.append(int(message.body))
+            if len(handled) == 9:
+                return
+
+    with PullConsumer(broker, "leaving", poll_timeout=0) as reader:
+        reader.subscribe("T")
+        reader.seek_to_begin(reader.queues("T")[0])
+        await first_nine(reader)
+    with PullConsumer(broker, "leaving", poll_timeout=0) as reader:
+        reader.subscribe("T")
+        handled += [int(message.body) async for message in reader]
+    assert handled == list(range(30))
+
+
+@pytest.mark.anyio
 async def test_a_shutdown_ends_a_poll(reader: PullConsumer) -> None:
     polling = asyncio.ensure_future(reader.poll_async(WAIT_S))
     await asyncio.sleep(0)
