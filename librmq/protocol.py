@@ -331,8 +331,23 @@ class PullMessage(Request[PullResponse]):
 
 
 @_value
-class SendBack(Request[None]):
-    """A consumer failed on a message: store it again for its group, for delivery after a delay, or as dead letter."""
+class SentBack:
+    """What became of a message that was sent back."""
+
+    is_dead: bool
+    """It is a dead letter: the group gets it no more."""
+    max_reconsume_times: int
+    """Redeliveries before a message becomes a dead letter."""
+    due_timestamp_ms: int | None = None
+    """When the group gets it again; None for a dead letter."""
+
+
+@_value
+class SendBack(Request["SentBack | None"]):
+    """A consumer failed on a message: store it again for its group, for delivery after a delay, or as dead letter.
+
+    None where the broker does not tell what became of it.
+    """
 
     group: str
     physical_offset: int
@@ -342,6 +357,8 @@ class SendBack(Request[None]):
     """Of the consumer; None: the group's."""
     origin_topic: str = ""
     origin_message_id: str = ""
+    cause: str = ""
+    """Why the consumer failed; a dead letter keeps it as a property."""
 
 
 @_value

@@ -19,7 +19,7 @@ from librmq.message.hosts import Host
 from librmq.message.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
-from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus
+from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus, SentBack
 from librmq.runtime.runner import Runner
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import TIMER_TOPIC, Timers, is_timed
@@ -34,6 +34,8 @@ _DELAY: Final = record.PROPERTY_DELAY
 _PREPARED: Final = record.PROPERTY_TRANSACTION_PREPARED
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
 _ORIGIN_MESSAGE_ID: Final = record.PROPERTY_ORIGIN_MESSAGE_ID
+_CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
+_MOST_PROPERTIES: Final = 30_000  # of a message whose dead letter has room for the cause
 _FIRST_RETRY_LEVEL: Final = 3
 _OK: Final = SendStatus.SEND_OK
 
@@ -209,12 +211,12 @@ class Sending:
 
     # ---- consumers
 
-    def send_back(self, request: SendBack) -> None:
+    def send_back(self, request: SendBack) -> SentBack | None:
         """Store a message again on which a consumer failed: for later, or as dead letter."""
         with self._runner.lock:
             group = self._groups.get(request.group)
             if group.retry_queues <= 0:
-                return
+                return None
             name = self._table.ensure(retry_topic(group.name), group.retry_queues).name
         message = self._look_up(request.physical_offset)
         times = message.reconsume_times
@@ -227,12 +229,14 @@ class Sending:
             with self._runner.lock:
                 name = self._table.ensure(dead_letter_topic(group.name)).name
             properties[_DELAY] = "0"
+            if request.cause and len(message.properties_raw) < _MOST_PROPERTIES:
+                properties[_CAUSE] = request.cause
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
         properties.setdefault(_ORIGIN_MESSAGE_ID, message.offset_id)
         made = Message(name, message.stored_body, flag=message.flag)
         made.properties = properties
-        self.put(
+        stored = self.put(
             made,
             0,
             message.born_timestamp_ms,
@@ -244,6 +248,11 @@ class Sending:
         if self._metrics is not None:
             kind = "dead_letters" if is_dead else "send_backs"
             self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
+        if is_dead:
+            return SentBack(True, most)
+        levels = self._store.levels
+        level = levels.cap(parse_level(properties[_DELAY]))
+        return SentBack(False, most, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
 
     def _look_up(self, physical_offset: int) -> StoredMessage:
         try:

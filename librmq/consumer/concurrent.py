@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import Delivery, Listener
+from librmq.consumer.delivery import Delivery, Listener, cause_of
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.message.message import StoredMessage
-from librmq.protocol import MessageModel, SendBack
+from librmq.protocol import MessageModel, SendBack, SentBack
 from librmq.runtime.runner import Step
 
 if TYPE_CHECKING:
@@ -139,12 +139,11 @@ class ConcurrentDelivery(Delivery):
             failed = messages[consumed:]
             self.counts.failed += len(failed)
             self.count(held, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
-            self.log_failure(held, failed, error)
             if self.config.model is MessageModel.BROADCASTING:
                 self.counts.dropped += len(failed)
+                self.log_retry(held, failed, 1, 0, "and it is dropped: broadcasting repeats nothing", error)
             else:
-                level = error.delay_level if isinstance(error, ReconsumeLater) else 0
-                kept = [message for message in failed if not self._send_back(held, message, level)]
+                kept = self._send_all_back(held, failed, error)
                 if kept:
                     ended = [message for message in messages if message not in kept]
                     self._later(held, kept)
@@ -154,7 +153,37 @@ class ConcurrentDelivery(Delivery):
         if held.throttled:
             self.consumer.pulling.less_is_held(held)
 
-    def _send_back(self, held: HeldQueue, message: DeliveredMessage, level: int) -> bool:
+    def _send_all_back(
+        self, held: HeldQueue, failed: list[DeliveredMessage], error: Exception | None
+    ) -> list[DeliveredMessage]:
+        """Send failed messages back and log what becomes of them; gives those that no broker took."""
+        level = error.delay_level if isinstance(error, ReconsumeLater) else 0
+        kept: list[DeliveredMessage] = []
+        again: list[DeliveredMessage] = []
+        due_ms: int | None = None
+        most = self.max_times()
+        for message in failed:
+            sent = self._send_back(held, message, level, cause_of(error))
+            if sent is False:
+                kept.append(message)
+            elif sent is not None and sent.is_dead:
+                self.log_dead_letter(held, message, message.reconsume_times + 1, error)
+            else:
+                if sent is not None and not again:
+                    most, due_ms = sent.max_reconsume_times, sent.due_timestamp_ms
+                again.append(message)
+        if again:
+            wait = "" if due_ms is None else f" in {(due_ms - self.runner.now_ms()) / 1000:g} s"
+            self.log_retry(held, again, again[0].reconsume_times + 1, most, f"the next comes{wait}", error)
+        if kept:
+            told = f"the next comes in {AGAIN_MS / 1000:g} s, since no broker took it back"
+            self.log_retry(held, kept, kept[0].reconsume_times + 1, most, told, error)
+        return kept
+
+    def _send_back(
+        self, held: HeldQueue, message: DeliveredMessage, level: int, cause: str
+    ) -> SentBack | Literal[False] | None:
+        """Send one message back; gives what became of it, or False where no broker took it."""
         consumer = self.consumer
         request = SendBack(
             consumer.group,
@@ -163,14 +192,15 @@ class ConcurrentDelivery(Delivery):
             self.config.max_reconsume_times,
             message.topic,
             message.origin_message_id,
+            cause,
         )
         try:
-            consumer.client.endpoint(held.queue.broker_name).call(request)
+            sent = consumer.client.endpoint(held.queue.broker_name).call(request)
         except RmqError as error:
             _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
             return False
         self.counts.sent_back += 1
-        return True
+        return sent
 
     # ---- what could not be sent back
 
@@ -203,8 +233,12 @@ class ConcurrentDelivery(Delivery):
                 if first is None or held.dropped or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
                 _log.warning("%s: timeout of %s at %d", self.consumer.label, held.label, first.queue_offset)
-                if not self._send_back(held, first, EXPIRED_LEVEL):
+                cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
+                sent = self._send_back(held, first, EXPIRED_LEVEL, cause)
+                if sent is False:
                     break
+                if sent is not None and sent.is_dead:
+                    self.log_dead_letter(held, first, first.reconsume_times + 1, TimeoutError(cause))
                 held.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
                 if held.throttled:
                     self.consumer.pulling.less_is_held(held)

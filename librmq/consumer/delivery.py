@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
@@ -24,7 +24,9 @@ from librmq.runtime.runner import Work
 if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer
 
-__all__ = ["BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts", "Delivery", "Listener"]
+__all__ = ["BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts", "Delivery", "Listener", "cause_of"]
+
+_LONGEST_CAUSE: Final = 500
 
 _log = logging.getLogger("librmq.consumer")
 
@@ -217,22 +219,74 @@ class Delivery:
             topic, group = held.queue.topic, self.consumer.group
             self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
 
-    def log_failure(self, held: HeldQueue, messages: Sequence[DeliveredMessage], error: Exception | None) -> None:
-        """Once for each failure, with its address."""
+    def log_retry(
+        self,
+        held: HeldQueue,
+        messages: Sequence[DeliveredMessage],
+        attempt: int,
+        most: int | None,
+        next_one: str,
+        error: Exception | None,
+    ) -> None:
+        """Log that an attempt failed and when the next one comes; with a traceback after the first attempt alone."""
         first = messages[0]
-        label = self.consumer.label
-        where = f"{held.label} at {first.queue_offset} ({first.message_id})"
-        fields = {
+        others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
+        of = "" if most is None else f" of {most + 1}"
+        is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
+        _log.log(
+            logging.INFO if is_asked_for else logging.WARNING,
+            "%s: attempt %d%s on %s%s failed (%s), %s",
+            self.consumer.label,
+            attempt,
+            of,
+            _where(held, first),
+            others,
+            cause_of(error),
+            next_one,
+            exc_info=error if attempt == 1 and not is_asked_for else None,
+            extra=self._fields(held, first, attempt),
+        )
+
+    def log_dead_letter(
+        self, held: HeldQueue, message: DeliveredMessage, attempt: int, error: Exception | None
+    ) -> None:
+        """Log that a message was given up."""
+        is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
+        _log.error(
+            "%s: dead letter of group %s: %s, key %s, after %d attempts: %s",
+            self.consumer.label,
+            self.consumer.group,
+            _where(held, message),
+            " ".join(message.keys) or "none",
+            attempt,
+            cause_of(error),
+            exc_info=error if attempt == 1 and not is_asked_for else None,
+            extra=self._fields(held, message, attempt),
+        )
+
+    def _fields(self, held: HeldQueue, message: DeliveredMessage, attempt: int) -> dict[str, object]:
+        return {
             "rmq_group": self.consumer.group,
-            "rmq_topic": first.topic,
+            "rmq_topic": message.topic,
             "rmq_queue": str(held.queue),
-            "rmq_queue_offset": first.queue_offset,
-            "rmq_message_id": first.message_id,
+            "rmq_queue_offset": message.queue_offset,
+            "rmq_message_id": message.message_id,
+            "rmq_attempt": attempt,
         }
-        if error is None or isinstance(error, ReconsumeLater | SuspendQueue):
-            _log.info("%s: later: %s %s", label, where, error or "", extra=fields)
-        else:
-            _log.warning("%s: the listener failed on %s", label, where, exc_info=error, extra=fields)
+
+
+def _where(held: HeldQueue, message: DeliveredMessage) -> str:
+    return f"{held.label} at {message.queue_offset} ({message.message_id})"
+
+
+def cause_of(error: Exception | None) -> str:
+    """Return an exception in one line that a property takes; what was returned instead of one is told as such."""
+    if error is None:
+        return "the listener did not acknowledge it"
+    text = str(error)
+    name = type(error).__name__
+    told = f"{name}: {text}" if text else name
+    return "".join(char if char.isprintable() else " " for char in told[:_LONGEST_CAUSE])
 
 
 class _Call(Work):

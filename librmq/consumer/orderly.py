@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import BlockedQueue, Delivery, Listener
+from librmq.consumer.delivery import BlockedQueue, Delivery, Listener, cause_of
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
-from librmq.listener import SuspendQueue
+from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import Message, MessageQueue
 from librmq.message.record import (
+    PROPERTY_DEAD_LETTER_CAUSE,
     PROPERTY_DELAY,
     PROPERTY_MAX_RECONSUME_TIMES,
     PROPERTY_ORIGIN_MESSAGE_ID,
@@ -56,6 +57,8 @@ MOST_WITHOUT_REST_MS: Final = 60_000
 REST_MS: Final = 10
 LEAST_SUSPENSION_MS: Final = 10
 MOST_SUSPENSION_MS: Final = 30_000
+MOST_PROPERTIES: Final = 30_000
+"""A message with fewer bytes of properties has room for why it is given up."""
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 
 _log = logging.getLogger("librmq.consumer")
@@ -360,15 +363,20 @@ class OrderlyDelivery(Delivery):
                 return self._suspension(None)
             self._commit(held, "success")
             return None
-        self.log_failure(held, messages, error)
         self.counts.failed += len(messages)
-        if self._all_given_up(held, messages):
+        attempt = messages[0].reconsume_times + 1
+        if self._all_given_up(held, messages, error):
             self._commit(held, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
         self.count(held, len(messages), "suspend")
         held.messages.put_back(messages)
+        rest_ms = self._suspension(error)
+        if attempt == 1:
+            self.log_retry(
+                held, messages, 1, self.config.max_reconsume_times, f"the next comes in {rest_ms / 1000:g} s", error
+            )
         self._report(held, messages[0])
-        return self._suspension(error)
+        return rest_ms
 
     def _commit(self, held: HeldQueue, result: str) -> None:
         self.counts.consumed += held.messages.begun
@@ -405,22 +413,29 @@ class OrderlyDelivery(Delivery):
 
     # ---- at the maximum
 
-    def _all_given_up(self, held: HeldQueue, messages: list[DeliveredMessage]) -> bool:
+    def _all_given_up(self, held: HeldQueue, messages: list[DeliveredMessage], error: Exception | None) -> bool:
         """Count a failure of each message, or send it back if it has had enough; whether all have."""
         most = self.config.max_reconsume_times
+        at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
         done = True
         for message in messages:
-            if most is None or message.reconsume_times < most or not self._send_back(held, message, most):
+            has_had_enough = at_once or (most is not None and message.reconsume_times >= most)
+            if not has_had_enough or not self._give_message_up(held, message, error, at_once):
                 message.failed_again()
                 done = False
         return done
 
-    def _send_back(self, held: HeldQueue, message: DeliveredMessage, most: int) -> bool:
+    def _give_message_up(
+        self, held: HeldQueue, message: DeliveredMessage, error: Exception | None, at_once: bool
+    ) -> bool:
+        """Make a message a dead letter: as 4.9 does by way of its next delay, or ``at_once``; whether it is one."""
         consumer = self.consumer
         if self.config.model is MessageModel.BROADCASTING:
             self.counts.dropped += 1
+            self.log_retry(held, [message], message.reconsume_times + 1, None, "and it is dropped: broadcasting", error)
             return True
-        times = message.reconsume_times
+        times = message.reconsume_times + at_once
+        most = times if at_once else self.config.max_reconsume_times or 0
         back = Message(retry_topic(consumer.group), message.body, flag=message.flag)
         back.properties.update(message.properties)
         back.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id
@@ -428,15 +443,20 @@ class OrderlyDelivery(Delivery):
         back.properties[PROPERTY_RECONSUME_TIME] = str(times)
         back.properties[PROPERTY_MAX_RECONSUME_TIMES] = str(most)
         back.properties.pop(PROPERTY_TRANSACTION_PREPARED, None)
-        back.properties[PROPERTY_DELAY] = str(3 + times)
+        back.properties.pop(PROPERTY_DELAY, None)
+        if not at_once:
+            back.properties[PROPERTY_DELAY] = str(3 + times)
+        if len(message.properties_raw) < MOST_PROPERTIES:
+            back.properties[PROPERTY_DEAD_LETTER_CAUSE] = cause_of(error)
         client = consumer.client
         request = SendMessage(
             INNER_PRODUCER, back, 0, self.runner.now_ms(), client.host, reconsume_times=times, max_reconsume_times=most
         )
         try:
             client.endpoint(held.queue.broker_name).call(request)
-        except RmqError as error:
-            _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
+        except RmqError as refused:
+            _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, refused)
             return False
         self.counts.sent_back += 1
+        self.log_dead_letter(held, message, message.reconsume_times + 1, error)
         return True

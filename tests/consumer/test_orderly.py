@@ -11,7 +11,7 @@ import pytest
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.files.memory import MemoryFiles
-from librmq.listener import SuspendQueue
+from librmq.listener import DeadLetter, SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues
 from tests.world import Seam, World, unreachable
@@ -127,6 +127,32 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(world: World) -> Non
     assert properties["ORIGIN_MESSAGE_ID"] == properties["UNIQ_KEY"]
     world.advance(100)
     assert [message.body for message in world.broker.dead_letters("g")] == [b"bad"]
+
+
+def test_dead_letter_ends_an_orderly_message_at_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """``raise DeadLetter`` was retried for ever by an orderly consumer (issue 14, 1.10)."""
+
+    def listen(message: DeliveredMessage) -> None:
+        if message.body == b"bad" and message.reconsume_times == 1:
+            raise DeadLetter("unknown customer")
+        if message.body == b"bad":
+            raise ValueError("not yet")
+
+    _ordered(world, listener=listen).start()
+    world.advance(1)
+    world.send("bad", "good", keys="k")
+    with caplog.at_level(logging.WARNING, "librmq"):
+        world.advance(2)
+    assert world.bodies() == ["bad", "bad", "good"]
+    letter = world.broker.dead_letters("g")[0]
+    assert (letter.body, letter.reconsume_times) == (b"bad", 2)
+    assert letter.properties["DEAD_LETTER_CAUSE"] == "DeadLetter: unknown customer"
+    retry, *_, dead = caplog.records
+    assert "attempt 1 on t/broker-a/0 at 0" in retry.getMessage()
+    assert retry.getMessage().endswith("the next comes in 1 s")
+    assert retry.exc_info
+    assert dead.levelname == "ERROR"
+    assert "key k, after 2 attempts: DeadLetter: unknown customer" in dead.getMessage()
 
 
 def test_a_dead_letter_that_cannot_be_sent_keeps_the_queue_waiting(world: World) -> None:

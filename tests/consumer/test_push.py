@@ -269,19 +269,42 @@ def test_what_cannot_be_sent_back_is_delivered_again_after_5_seconds(one_queue: 
     assert consumer.progress()[MessageQueue("t", "broker-a", 0)] == 2
 
 
-def test_an_exception_is_logged_once_with_its_address(one_queue: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_attempt_is_a_line_and_the_first_has_the_traceback(
+    one_queue: World, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(message: DeliveredMessage) -> None:
-        if not message.reconsume_times:
-            raise ValueError("no stock")
+        raise ValueError("no stock")
+
+    one_queue.consumer(listener=fail, max_reconsume_times=2).start()
+    one_queue.send("a", keys="o-1")
+    with caplog.at_level(logging.WARNING, "librmq"):
+        one_queue.advance(600)
+    first, second, dead = caplog.records
+    assert (first.levelname, second.levelname, dead.levelname) == ("WARNING", "WARNING", "ERROR")
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False, False]
+    assert "g@c1: attempt 1 of 3 on t/broker-a/0 at 0" in first.getMessage()
+    assert "(ValueError: no stock), the next comes in 10 s" in first.getMessage()
+    assert "attempt 2 of 3" in second.getMessage()
+    assert second.getMessage().endswith("the next comes in 30 s")
+    assert "dead letter of group g: " in dead.getMessage()
+    assert dead.getMessage().endswith("key o-1, after 3 attempts: ValueError: no stock")
+    fields = ("rmq_group", "rmq_topic", "rmq_attempt")
+    assert [dead.__dict__[name] for name in fields] == ["g", "t", 3]
+    letter = one_queue.broker.dead_letters("g")[0]
+    assert letter.properties["DEAD_LETTER_CAUSE"] == "ValueError: no stock"
+
+
+def test_a_dead_letter_without_room_for_its_cause_is_stored(one_queue: World) -> None:
+    def fail(message: DeliveredMessage) -> None:
+        raise DeadLetter("no\nway\1")
 
     one_queue.consumer(listener=fail).start()
-    one_queue.send("a")
-    with caplog.at_level(logging.WARNING, "librmq"):
-        one_queue.advance(60)
-    records = [record for record in caplog.records if record.exc_info]
-    assert len(records) == 1
-    assert "g@c1: the listener failed on t/broker-a/0 at 0" in records[0].getMessage()
-    assert records[0].__dict__["rmq_group"] == "g"
+    one_queue.send("a", properties={"p": "x" * 32_000})
+    one_queue.send("b")
+    one_queue.advance(1)
+    first, second = one_queue.broker.dead_letters("g")
+    assert "DEAD_LETTER_CAUSE" not in first.properties
+    assert second.properties["DEAD_LETTER_CAUSE"] == "DeadLetter: no way "
 
 
 def test_a_redelivery_whose_topic_has_no_listener_any_more_fails(one_queue: World) -> None:
