@@ -171,9 +171,14 @@ class Producer:
     # ------------------------------------------------------------------------------------------------------------ life
 
     def start(self) -> Self:
-        """Tell the brokers that this producer is there. A second start is a `ClientStateError`."""
+        """Join the group now instead of with the first send. While the producer runs, this does nothing.
+
+        Raises:
+            ClientStateError: The producer was shut down, or its client has another producer of the group.
+        """
         with self._runner.lock:
-            self._life.start(self._join)
+            if not self._life.is_running:
+                self._life.start(self._join)
         return self
 
     def _join(self) -> None:

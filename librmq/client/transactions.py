@@ -108,7 +108,8 @@ class TransactionProducer(Producer):
     """Sends messages that are seen only once a local transaction is committed. Thread-safe.
 
     ``check(message)`` tells the broker how a transaction ended of which it heard nothing; any producer of the group may
-    be asked, after a restart too, so it looks where the outcome is kept (a database), not into memory. ``execute``
+    be asked, after a restart too, so it looks where the outcome is kept (a database), not into memory. The producer
+    joins its group, and may be asked, as soon as it is made. ``execute``
     runs the local transaction of `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the
     broker's workers. The group is not to be shared with ordinary producers, which can't be asked.
     """
@@ -129,6 +130,7 @@ class TransactionProducer(Producer):
         self._check = check
         self._execute = execute
         self._check_pool = check_pool
+        self.start()  # a restarted process is asked about its transactions before it sends another one
 
     def send_in_transaction(
         self, message: Message, arg: object = None, *, execute: Execute | None = None

@@ -125,6 +125,17 @@ def test_what_is_unknown_is_asked_about_until_it_is_discarded(shop: Shop) -> Non
     assert shop.topic(CHECK_MAX_TIME_TOPIC) == [b"never"]
 
 
+def test_a_producer_made_after_a_restart_is_asked(shop: Shop) -> None:
+    """It joined with its first send alone, so that its halves were given up unasked (issue 14, 1.14)."""
+    with shop.producer(execute=says(UNKNOWN)) as before:
+        before.send_in_transaction(Message("T", b"sent before"))
+    shop.answers[b"sent before"] = COMMIT
+    after = shop.producer()
+    shop.runner.advance(3 * MINUTE)
+    assert shop.delivered == [b"sent before"]
+    after.shutdown()
+
+
 def test_checks_can_be_rolled_back(shop: Shop) -> None:
     shop.producer().send_in_transaction(Message("T", b"x"), execute=says(UNKNOWN))
     shop.answers[b"x"] = ROLLBACK
