@@ -33,6 +33,7 @@ __all__ = [
     "group_differences",
     "own_share",
     "refuse_differences",
+    "told_differences",
     "unowned_queues",
 ]
 
@@ -265,14 +266,26 @@ def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[To
     return differences
 
 
-def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> None:
-    """The guard: `GroupMismatchError` if the instances of ``group`` differ (see `group_differences`)."""
+def told_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> str:
+    """Say on what the instances of ``group`` differ and what to do about it; empty where they do not."""
     differences = group_differences(subscriptions)
-    if differences:
-        raise GroupMismatchError(
-            f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues would be left to nobody, "
-            "or messages passed over: give every instance the same subscriptions, or those that differ a new group name"
-        )
+    if not differences:
+        return ""
+    return (
+        f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues are left without a reader, "
+        "or messages passed over: give every instance the same subscriptions, or those that differ a new group name"
+    )
+
+
+def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise if the instances of ``group`` differ: the guard (see `group_differences`).
+
+    Raises:
+        GroupMismatchError: They do; the message names topics, clients and subscriptions.
+    """
+    told = told_differences(group, subscriptions)
+    if told:
+        raise GroupMismatchError(told)
 
 
 def unowned_queues(

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
-from librmq.errors import ClientError, ClientStateError
+from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.hashing import string_hash
 from librmq.message.hosts import Host, encode_host
 from librmq.message.ids import UniqueIds
@@ -32,7 +32,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner, Step
 
-__all__ = ["Client", "LifeCycle", "Member", "State"]
+__all__ = ["Client", "LifeCycle", "Member", "State", "StateLog"]
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
@@ -83,6 +83,45 @@ class LifeCycle:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
 
 
+class StateLog:
+    """Log lines about conditions that last: one when a condition begins or changes, one when it is over.
+
+    Called under the runner's lock.
+    """
+
+    def __init__(self, logger: logging.Logger, label: str) -> None:
+        self._logger = logger
+        self._label = label
+        self._causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
+
+    def failing(
+        self,
+        key: tuple[str, ...],
+        what: str,
+        error: Exception,
+        level: int = logging.WARNING,
+        *,
+        traceback: bool = False,
+    ) -> None:
+        """Note that ``what`` fails: logged unless it failed for the same kind of reason before."""
+        cause = type(error), getattr(error, "code", None)
+        is_known = self._causes.get(key) == cause
+        self._causes[key] = cause
+        self._logger.log(
+            logging.DEBUG if is_known else level,
+            "%s: %s fails: %s",
+            self._label,
+            what,
+            error,
+            exc_info=error if traceback and not is_known else None,
+        )
+
+    def works(self, key: tuple[str, ...], what: str) -> None:
+        """Note that ``what`` succeeds: logged if it failed before."""
+        if self._causes and self._causes.pop(key, None) is not None:
+            self._logger.info("%s: %s works again", self._label, what)
+
+
 class Member(Protocol):
     """A producer or consumer as its client sees it."""
 
@@ -130,6 +169,7 @@ class Client:
         """How often a broker has forgotten this client, and with it the pulls that it held."""
         self._joined_ms = 0
         self._told: set[str] = set()  # the brokers that know this client
+        self._states = StateLog(_log, self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
 
@@ -149,6 +189,18 @@ class Client:
                 self._unwatch = self.route.watch(self._route_changed)
                 self._joined_ms = self.runner.now_ms()
             self.beat()
+
+    def check_route(self, route: Route) -> None:
+        """Refuse to serve a producer or consumer of another route: its messages would go to this client's brokers.
+
+        Raises:
+            ConfigError: ``route`` is not the one that this client was made for.
+        """
+        if route is not self.route:
+            raise ConfigError(
+                f"client {self.client_id} belongs to another route ({self.route!r}, not {route!r}): "
+                "make a Client of this route, or leave client= out"
+            )
 
     def members(self) -> list[Member]:
         """The producers and consumers of this client that have joined."""
@@ -226,10 +278,11 @@ class Client:
                 try:
                     self.route.endpoint(name).call(beat)
                 except ClientError as error:
-                    _log.warning("%s: no heartbeat to %s: %s", self.client_id, name, error)
+                    self._states.failing(("heartbeat", name), f"heartbeat to {name}", error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:
                     self._told.add(name)
+                    self._states.works(("heartbeat", name), f"heartbeat to {name}")
 
     def _route_changed(self) -> None:
         names = set(self.route.broker_names())

@@ -154,6 +154,8 @@ class Producer:
             unknown = ", ".join(sorted(settings.keys() - known))
             raise ConfigError(f"unknown setting {unknown}; known are {', '.join(sorted(known))}") from None
         self._usual_timeout_ms = 1000 * self.config.timeout
+        if client is not None:
+            client.check_route(route)
         self.client = client or Client(route, instance_name=instance_name)
         self.route = route
         self.hooks: list[SendHook] = list(hooks)

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.client.allocation import refuse_differences
-from librmq.client.identity import Client, LifeCycle, State
+from librmq.client.allocation import refuse_differences, told_differences
+from librmq.client.identity import Client, LifeCycle, State, StateLog
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
@@ -22,6 +22,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     ConsumerData,
+    ConsumerIds,
     ConsumerOffsets,
     ConsumersChanged,
     GroupSubscriptions,
@@ -54,6 +55,8 @@ class Member(Generic[C]):
         validate_group(group)
         if client is not None and instance_name is not None:
             raise ConfigError("instance_name: the client that was given has one")
+        if client is not None:
+            client.check_route(route)
         self.group = group
         self.config = config
         self.route = route
@@ -72,6 +75,8 @@ class Member(Generic[C]):
         """Shutting down: nothing new begins."""
         self.offsets: Offsets
         self.metrics: Metrics | None = None
+        self.states = StateLog(_log, self.label)
+        self._differences = ""
         self.rebalancing = Rebalancing(self, self._take, self._give_up, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
@@ -127,6 +132,7 @@ class Member(Generic[C]):
             if tag_filter is not None:
                 self.filters[subscription.topic] = tag_filter
             if self.is_running:
+                self.rebalancing.note_queues(subscription.topic)
                 self.client.beat()
                 self.rebalancing.wake()
 
@@ -140,7 +146,7 @@ class Member(Generic[C]):
     def _start(self) -> None:
         config = self.config
         if config.model is MessageModel.CLUSTERING:
-            self.offsets = BrokerOffsets(self.client, self.group)
+            self.offsets = BrokerOffsets(self.client, self.group, self.states)
             if self.kind == "push":
                 retries = retry_topic(self.group)
                 self.subscriptions[retries] = Subscription(retries, version=self.runner.now_ms())
@@ -149,20 +155,54 @@ class Member(Generic[C]):
                 _log.warning("%s: broadcasting without an instance_name: its progress is lost at the end", self.label)
             folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
             aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
-            self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files, aside)
+            self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files, aside, self.states)
         if config.guard:
-            self._refuse_to_differ()
+            refuse_differences(self.group, self._subscriptions_of_all())
+        self._warn_of_same_id()
         self._started_ms = self.runner.now_ms()
         self.client.join(self)
         self.rebalancing.start()
 
-    def _refuse_to_differ(self) -> None:
+    def _subscriptions_of_all(self) -> dict[str, dict[str, tuple[str, str]]]:
+        """What each instance of the group subscribes to, by client id and topic."""
         group: dict[str, dict[str, tuple[str, str]]] = {}
         for name in self.route.broker_names():
             for client_id, subscriptions in self.client.endpoint(name).call(GroupSubscriptions(self.group)).items():
                 group.setdefault(client_id, {}).update(_comparable(subscriptions))
         group[self.client.client_id] = _comparable(self.subscriptions)
-        refuse_differences(self.group, group)
+        return group
+
+    def warn_of_differences(self) -> None:
+        """Log once a change that instances of the group subscribe to different things."""
+        try:
+            group = self._subscriptions_of_all()
+        except RmqError:
+            return  # whether they differ is not known
+        own = group[self.client.client_id]
+        told = "" if all(other == own for other in group.values()) else told_differences(self.group, group)
+        if told and told != self._differences:
+            _log.warning("%s: %s", self.label, told)
+        elif self._differences and not told:
+            _log.info("%s: all instances of the group subscribe to the same again", self.label)
+        self._differences = told
+
+    def _warn_of_same_id(self) -> None:
+        """Log where another instance of the group uses the same client id."""
+        for name in self.route.broker_names():
+            try:
+                is_there = self.client.client_id in self.client.endpoint(name).call(ConsumerIds(self.group))
+            except RmqError:
+                continue
+            if is_there:
+                _log.warning(
+                    "%s: group %s has an instance of client id %s at %s already. Two instances of one id count as one, "
+                    "and both consume its queues: give each an instance_name of its own, or shut the other down first",
+                    self.label,
+                    self.group,
+                    self.client.client_id,
+                    name,
+                )
+                return
 
     def _stop(self, timeout: float | None, begin: Callable[[], threading.Event | None]) -> bool:
         """If it runs: ``begin`` under the lock, wait for what that gives, save, leave; whether all ended in time."""
@@ -301,9 +341,6 @@ class Member(Generic[C]):
             if data.permission & PERM_READ
             for number in range(data.read_queues)
         )
-
-    def _tell(self, what: str, error: RmqError) -> None:
-        _log.warning("%s: %s: %s", self.label, what, error)
 
 
 def _comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, tuple[str, str]]:

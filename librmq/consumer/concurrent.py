@@ -194,11 +194,14 @@ class ConcurrentDelivery(Delivery):
             message.origin_message_id,
             cause,
         )
+        broker_name = held.queue.broker_name
+        key, what = ("send back", broker_name), f"sending failed messages back to {broker_name}"
         try:
-            sent = consumer.client.endpoint(held.queue.broker_name).call(request)
+            sent = consumer.client.endpoint(broker_name).call(request)
         except RmqError as error:
-            _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, error)
+            consumer.states.failing(key, what, error)
             return False
+        consumer.states.works(key, what)
         self.counts.sent_back += 1
         return sent
 

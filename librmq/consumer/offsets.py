@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from librmq.client.identity import Client
+from librmq.client.identity import Client, StateLog
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.seam import Files, make_folders
@@ -50,9 +50,10 @@ class Offsets(Protocol):
 class BrokerOffsets:
     """Progress at the brokers, for all instances of the group."""
 
-    def __init__(self, client: Client, group: str) -> None:
+    def __init__(self, client: Client, group: str, states: StateLog | None = None) -> None:
         self._client = client
         self._group = group
+        self._states = states or StateLog(_log, group)
 
     def read(self, queue: MessageQueue) -> int | None:
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
@@ -68,10 +69,11 @@ class BrokerOffsets:
                 request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
                 self._client.endpoint(queue.broker_name).call(request)
             except RmqError as error:
-                _log.warning("%s: progress %d of %s is not stored: %s", self._group, progress, one.label, error)
+                self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
             else:
                 one.told = progress
+                self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
         return all_stored
 
     save_soon = save
@@ -80,7 +82,15 @@ class BrokerOffsets:
 class LocalOffsets:
     """Progress in a file, for this client alone."""
 
-    def __init__(self, folder: str, client_id: str, group: str, files: Files, aside: Aside | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        client_id: str,
+        group: str,
+        files: Files,
+        aside: Aside | None = None,
+        states: StateLog | None = None,
+    ) -> None:
         """``aside`` lets others go on while `save_soon` writes; None writes within it.
 
         `MalformedError` if neither the file nor what it was before can be read.
@@ -90,6 +100,7 @@ class LocalOffsets:
         self.path = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
         self._aside = aside
+        self._states = states or StateLog(_log, group)
         self._process = os.getpid()
         self._is_writing = False  # aside
         self._one_at_a_time = threading.Lock()
@@ -121,7 +132,7 @@ class LocalOffsets:
         except RmqError as error:
             self._failed(error)
             return False
-        _tell(changed)
+        self._stored(changed)
         return True
 
     def save_soon(self, held: Iterable[HeldQueue]) -> bool:
@@ -133,7 +144,7 @@ class LocalOffsets:
             def written(error: Exception | None) -> None:
                 self._is_writing = False
                 if error is None:
-                    _tell(changed)
+                    self._stored(changed)
                 else:
                     self._failed(error)
 
@@ -168,12 +179,16 @@ class LocalOffsets:
             self._written = number
 
     def _failed(self, error: Exception) -> None:
-        _log.warning("%s: progress is not stored: %s", self.path, error)
+        self._states.failing(("progress",), f"storing progress in {self.path}", error)
+
+    def _stored(self, changed: Mapping[HeldQueue, int]) -> None:
+        self._states.works(("progress",), f"storing progress in {self.path}")
+        for one, progress in changed.items():
+            one.told = progress
 
 
-def _tell(stored: Mapping[HeldQueue, int]) -> None:
-    for one, progress in stored.items():
-        one.told = progress
+def _key(queue: MessageQueue) -> tuple[str, ...]:
+    return "progress", queue.broker_name
 
 
 def _table(document: object) -> dict[MessageQueue, int]:

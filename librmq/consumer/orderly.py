@@ -127,8 +127,9 @@ class OrderlyDelivery(Delivery):
                 request = LockQueues(consumer.group, consumer.client.client_id, wanted)
                 got = consumer.client.endpoint(broker_name).call(request)
             except RmqError as error:
-                _log.warning("%s: %s locks nothing: %s", consumer.label, broker_name, error)
+                consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
                 continue
+            consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
             for held in queues:
                 self._judge_lock(held, held.queue in got, now_ms)
         if any(not held.locked or len(held.messages) for held in consumer.held.values()):
@@ -179,10 +180,7 @@ class OrderlyDelivery(Delivery):
             self._renew_on_grid(now_ms)
             return False
         if now_ms - held.lock_timestamp_ms > TRUSTED_MS:
-            try:
-                self._judge_lock(held, self.lock(held.queue), now_ms)
-            except RmqError as error:
-                _log.warning("%s: the lock of %s is not renewed: %s", self.consumer.label, held.label, error)
+            if not self._renew_one(held, now_ms):
                 return False
             if not held.locked:
                 self._renew_on_grid(now_ms)
@@ -193,12 +191,18 @@ class OrderlyDelivery(Delivery):
         """Whether the progress is this client's to tell: after a minute without a lock others may be further."""
         if not self._locks or now_ms - held.owned_timestamp_ms < BROKER_LOCK_MS:
             return True
+        return self._renew_one(held, now_ms) and held.locked
+
+    def _renew_one(self, held: HeldQueue, now_ms: int) -> bool:
+        """Ask for the lock of one queue; False where the broker can't be asked."""
+        broker_name = held.queue.broker_name
         try:
             self._judge_lock(held, self.lock(held.queue), now_ms)
         except RmqError as error:
-            _log.warning("%s: the lock of %s is not renewed: %s", self.consumer.label, held.label, error)
+            self.consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
             return False
-        return held.locked
+        self.consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
+        return True
 
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
         if self._has_lock(held, now_ms):
@@ -452,11 +456,14 @@ class OrderlyDelivery(Delivery):
         request = SendMessage(
             INNER_PRODUCER, back, 0, self.runner.now_ms(), client.host, reconsume_times=times, max_reconsume_times=most
         )
+        broker_name = held.queue.broker_name
+        key, what = ("send back", broker_name), f"sending dead letters to {broker_name}"
         try:
-            client.endpoint(held.queue.broker_name).call(request)
+            client.endpoint(broker_name).call(request)
         except RmqError as refused:
-            _log.warning("%s: %s is not sent back: %s", consumer.label, message.message_id, refused)
+            consumer.states.failing(key, what, refused)
             return False
+        consumer.states.works(key, what)
         self.counts.sent_back += 1
         self.log_dead_letter(held, message, message.reconsume_times + 1, error)
         return True

@@ -345,8 +345,9 @@ class PullConsumer(Member[PullConsumerConfig]):
         try:
             response = self._ask(held)
         except RmqError as error:
-            self._tell(f"poll of {held.label} at {held.next_offset}", error)
+            self.states.failing(("poll", queue.broker_name, queue.topic), f"polling {held.label}", error)
             return []
+        self.states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
         if response.status is PullStatus.HELD:
             return []
         self._last = held, held.next_offset, response.next_offset

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.errors import BrokerError, RmqError
-from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runtime.runner import Step
 
@@ -121,11 +120,12 @@ class Pulling:
                 )
             )
         except RmqError as error:
-            level = logging.DEBUG if queue.topic.startswith(RETRY_PREFIX) else logging.WARNING
             if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
                 consumer.client.forgotten_by(queue.broker_name)
-            _log.log(level, "%s: pull of %s at %d: %s", consumer.label, held.label, held.next_offset, error)
+            level = logging.DEBUG if held.is_retry else logging.WARNING
+            consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {held.label}", error, level)
             return now_ms + AFTER_ERROR_MS
+        consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
         if progress is not None:
             held.told = progress
         status = response.status

@@ -65,12 +65,30 @@ class Rebalancing:
         self._started_ms = 0
         self._made_ms = member.runner.now_ms()
         self._open = False
+        self._brokers: frozenset[str] = frozenset()
+        self._there: dict[str, frozenset[MessageQueue]] = {}
         self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
         """Be due at once."""
-        self._started_ms = self._member.runner.now_ms()
-        self._member.runner.wake(self.step)
+        member = self._member
+        self._started_ms = member.runner.now_ms()
+        self._brokers = frozenset(member.route.broker_names())
+        for topic in member.subscriptions:
+            self.note_queues(topic)
+        member.runner.wake(self.step)
+
+    def note_queues(self, topic: str) -> None:
+        """Remember which queues of a topic are there when the instance subscribes to it."""
+        self._there.setdefault(topic, frozenset(self._queues(topic)))
+
+    def _queues(self, topic: str) -> list[MessageQueue]:
+        return [
+            MessageQueue(topic, broker.broker_name, number)
+            for broker in self._member.route.topic_route(topic)
+            if broker.permission & PERM_READ
+            for number in range(broker.read_queues)
+        ]
 
     def wake(self) -> None:
         """Members or routes have changed."""
@@ -95,6 +113,7 @@ class Rebalancing:
                 self._drop(held, now_ms)
         if any(held.lost for held in member.held.values()):
             self._open = True
+        member.warn_of_differences()
         if changed:
             if member.metrics is not None:
                 for topic in changed:
@@ -107,26 +126,22 @@ class Rebalancing:
     def _topic(self, topic: str, now_ms: int) -> bool:
         """Whether anything has changed."""
         member = self._member
-        data = member.route.topic_route(topic)
-        queues = [
-            MessageQueue(topic, broker.broker_name, number)
-            for broker in data
-            if broker.permission & PERM_READ
-            for number in range(broker.read_queues)
-        ]
+        queues = self._queues(topic)
         if not queues:
             return False  # as in the original, what is held stays
         if member.config.model is MessageModel.CLUSTERING:
-            clients = self._clients([broker.broker_name for broker in data])
-            if clients is None:
+            clients = self._clients([data.broker_name for data in member.route.topic_route(topic)])
+            if not clients:  # no broker tells, or the broker has forgotten the group: what is held stays
                 self._open = True
                 return False
+            key, what = ("share", topic), f"sharing out the queues of {topic}"
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
-            except Exception:  # a strategy may be anybody's: as in the original, what is held stays
-                _log.exception("%s: the queues of %s cannot be shared out", member.label, topic)
+            except Exception as error:  # a strategy may be the user's: as in 4.9, what is held stays
+                member.states.failing(key, what, error, logging.ERROR, traceback=True)
                 self._open = True
                 return False
+            member.states.works(key, what)
         else:
             share = queues
         return self._update(topic, dict.fromkeys(share), now_ms)
@@ -137,8 +152,9 @@ class Rebalancing:
             try:
                 clients = client.endpoint(name).call(ConsumerIds(self._member.group))
             except RmqError as error:
-                _log.warning("%s: %s does not tell who is in the group: %s", self._member.label, name, error)
+                self._member.states.failing(("members", name), f"asking {name} for the group's members", error)
             else:
+                self._member.states.works(("members", name), f"asking {name} for the group's members")
                 if client.client_id not in clients:
                     client.forgotten_by(name)
                 return clients
@@ -180,9 +196,10 @@ class Rebalancing:
             stored = member.offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
         except RmqError as error:
-            _log.warning("%s: no start is known for %s: %s", member.label, queue, error)
+            member.states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
             self._open = True
             return False
+        member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         held = member.make_held(queue, next_offset, stored)
         member.held[queue] = held
         _log.info("%s: takes %s at %d", member.label, held.label, next_offset)
@@ -195,6 +212,8 @@ class Rebalancing:
         is_retry = queue.topic.startswith(RETRY_PREFIX)
         if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):
             return 0
+        if config.consume_from is ConsumeFrom.LAST and self._is_new(queue):
+            return 0
         endpoint = self._member.client.endpoint(queue.broker_name)
         if config.consume_from is ConsumeFrom.LAST or is_retry:
             return endpoint.call(MaxOffset(queue.topic, queue.queue_id))
@@ -202,6 +221,13 @@ class Rebalancing:
         if timestamp_ms is None:
             timestamp_ms = self._made_ms - _HALF_AN_HOUR_MS
         return endpoint.call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
+
+    def _is_new(self, queue: MessageQueue) -> bool:
+        """Whether the queue was made after a broadcasting instance had subscribed: it is to get all of its messages."""
+        there = self._there.get(queue.topic)
+        is_known_broker = queue.broker_name in self._brokers
+        is_broadcasting = self._member.config.model is MessageModel.BROADCASTING
+        return is_broadcasting and is_known_broker and there is not None and queue not in there
 
 
 def _renewed(subscription: Subscription, now_ms: int) -> Subscription:

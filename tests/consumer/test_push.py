@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.identity import Client
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
-from librmq.consumer import ConsumeContext, ConsumerConfig, DeliveredMessage, PushConsumer
+from librmq.consumer import ConsumeContext, ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (
     ClientStateError,
     ConfigError,
@@ -756,6 +757,88 @@ def test_pulling_stops_while_offsets_span_too_much(one_queue: World) -> None:
     assert max(most) > 20 >= max(at_pulls)
 
 
+def test_instances_that_differ_are_told_of_once_a_change(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Two instances with different subscriptions lost messages without a word (issue 14, 2.2)."""
+    with caplog.at_level(logging.WARNING, "librmq"):
+        world.consumer("c1", tags="a").start()
+        world.advance(1)
+        assert caplog.records == []
+        other = world.consumer("c2", tags="b")
+        other.start()
+        world.advance(100)
+        for who in ("g@c1", "g@c2"):
+            told = [
+                record for record in caplog.records if record.getMessage().startswith(f"{who}: instances of group g")
+            ]
+            assert len(told) == 1
+            assert told[0].levelname == "WARNING"
+            assert "give every instance the same subscriptions" in told[0].getMessage()
+        caplog.clear()
+        other.shutdown()
+        world.consumer("c3", tags="a").start()
+        world.advance(100)
+        assert caplog.records == []
+
+
+def test_two_clients_of_one_id_are_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.consumer("c1").start()
+    with caplog.at_level(logging.WARNING, "librmq"):
+        world.consumer("c1").start()
+    assert "client id 127.0.0.1@c1 at broker-a already" in caplog.text
+    assert "an instance_name of its own" in caplog.text
+
+
+def test_a_client_of_another_route_is_named(world: World) -> None:
+    with Broker.temporary(runner=world.runner) as other:
+        client = Client(other, instance_name="elsewhere")
+        for make in (PushConsumer, PullConsumer, Producer):
+            with pytest.raises(ConfigError, match="@elsewhere belongs to another route"):
+                make(world.broker, "g", client=client)
+
+
+@pytest.mark.parametrize("start", list(ConsumeFrom))
+def test_broadcasting_gets_the_message_that_makes_its_topic(world: World, tmp_path: Path, start: ConsumeFrom) -> None:
+    """The first send to a new topic made queues whose first message never came (issue 14, 2.4)."""
+    settings = {"model": MessageModel.BROADCASTING, "consume_from": start, "offsets_folder": str(tmp_path)}
+    world.consumer("c1", topic="new", **settings).start()
+    world.send("before the first rebalance", topic="new", queue=0)
+    world.advance(1)
+    world.send("after it", topic="new", queue=1)
+    world.advance(1)
+    world.broker.create_topic("new", 6)
+    world.send("in a queue that is new", topic="new", queue=5)
+    world.advance(1)
+    assert world.bodies() == ["before the first rebalance", "after it", "in a queue that is new"]
+
+
+def test_broadcasting_leaves_out_what_was_there(world: World, tmp_path: Path) -> None:
+    world.send("old", queue=0)
+    world.consumer("c1", model=MessageModel.BROADCASTING, offsets_folder=str(tmp_path)).start()
+    world.advance(1)
+    world.send("new", queue=0)
+    world.advance(1)
+    assert world.bodies() == ["new"]
+
+
+def test_a_broker_that_is_cut_off_is_a_line_a_topic(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A cut broker of 8 queues made 269 warnings a minute (issue 14, 5.1)."""
+    seam = Seam(world.broker)
+    world.consumer(route=seam).start()
+    world.advance(1)
+    seam.fail = unreachable(PullMessage, UpdateOffset, ConsumerIds)
+    world.send("a", "b", "c", "d")
+    with caplog.at_level(logging.INFO, "librmq.consumer"):
+        world.advance(60)
+        assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
+            "g@c1: pulling t/broker-a/0 fails: no answer",
+            "g@c1: storing progress at broker-a fails: no answer",
+        ]
+        seam.fail = lambda request: None
+        world.advance(4)
+    assert sorted(world.bodies()) == ["a", "b", "c", "d"]
+    assert "g@c1: pulling t works again" in caplog.text
+
+
 def test_pause_and_resume(one_queue: World) -> None:
     consumer = one_queue.consumer()
     consumer.start()
@@ -1170,7 +1253,7 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, ca
     one_queue.broker.create_topic("t", 2)
     one_queue.advance()
     assert one_queue.held(consumer) == [0]
-    assert "cannot be shared out" in caplog.text
+    assert "sharing out the queues of t fails: oops" in caplog.text
     broken = False
     one_queue.advance(19)
     assert one_queue.held(consumer) == [0]
