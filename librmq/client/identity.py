@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
+from random import Random
 from typing import Final, Protocol, TypeVar, cast
 
 from librmq.errors import ClientError, ClientStateError, ConfigError
@@ -163,6 +164,8 @@ class Client:
         # A test's ids are the same from run to run; all others are drawn.
         maker, first = (None, None) if identity is None else (string_hash(self.client_id), 0)
         self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
+        self.random = Random() if identity is None else None
+        """Draws a producer's first queues; None in a kit, where the schedule and its seed decide."""
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
         self.times_forgotten = 0

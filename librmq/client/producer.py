@@ -505,7 +505,9 @@ class Producer:
         if before is not None and before.queues == tuple(queues):
             found = before  # another topic has changed: this one's turns go on
         else:
-            first = self._runner.choose(f"first queue of {topic}", range(len(queues)))
+            count, random = len(queues), self.client.random
+            begin = 0 if random is None else random.randrange(count)
+            first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
             found = _TopicQueues(tuple(queues), RoundRobin(first))
         with self._runner.lock:
             if not is_new and version == self._route_version:  # once it is made, it may have another number

@@ -104,12 +104,20 @@ def test_sends_go_to_the_queues_in_turn(broker: Broker) -> None:
     broker.call(CreateTopic("T", 3, 3))
     producer = Producer(broker, "shop")
     results = [producer.send("T", b"%d" % number, tags="a", keys=["k"]) for number in range(6)]
-    assert [result.queue.queue_id for result in results] == [0, 1, 2, 0, 1, 2]
+    first = results[0].queue.queue_id
+    assert [result.queue.queue_id for result in results] == [(first + turn) % 3 for turn in range(6)]
     assert [result.queue_offset for result in results] == [0, 0, 0, 1, 1, 1]
     stored = list(broker.store)
     assert [message.unique_key for message in stored] == [result.message_id for result in results]
     assert [message.offset_id for message in stored] == [result.offset_id for result in results]
     assert {(message.tags, message.keys) for message in stored} == {("a", ("k",))}
+
+
+def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
+    """Twelve processes with one send each had all sent to queue 0 (issue 14, 2.14)."""
+    broker.call(CreateTopic("T", 8, 8))
+    begun = {Producer(broker, f"shop{number}").send("T", b"x").queue.queue_id for number in range(60)}
+    assert len(begun) > 2
 
 
 def test_a_message_is_not_changed_and_each_send_is_another(broker: Broker) -> None:

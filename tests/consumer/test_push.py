@@ -826,7 +826,8 @@ def test_a_broker_that_is_cut_off_is_a_line_a_topic(world: World, caplog: pytest
     world.consumer(route=seam).start()
     world.advance(1)
     seam.fail = unreachable(PullMessage, UpdateOffset, ConsumerIds)
-    world.send("a", "b", "c", "d")
+    for number, body in enumerate("abcd"):
+        world.send(body, queue=number)
     with caplog.at_level(logging.INFO, "librmq.consumer"):
         world.advance(60)
         assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [

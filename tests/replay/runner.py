@@ -46,6 +46,7 @@ class ReplayRunner(ManualRunner):
     def choose(self, kind: str, options: Sequence[T]) -> T:
         if not kind.startswith("first queue of ") or self._first_queue is None:
             return super().choose(kind, options)
+        options = sorted(options)  # type: ignore[type-var]  # they are numbers, from a random one on
         known = self._queues
         at = known.index(self._first_queue) if self._first_queue in known else self._first_queue[1]
         return options[at % len(options)]
