@@ -77,6 +77,11 @@ class ProcessQueue:
         return self._waiting[0].queue_offset if self._waiting else None
 
     @property
+    def end(self) -> int:
+        """The queue offset behind the last message that was ever put; 0 for none."""
+        return self._largest + 1
+
+    @property
     def progress(self) -> int:
         """The smallest queue offset not yet consumed; the largest ever plus one when empty."""
         first = self.first

@@ -160,7 +160,8 @@ class Pulling:
     def _idle(self, held: HeldQueue, response: PullResponse, now_ms: int) -> int | None:
         """Nothing there. What was passed over since the last message counts as consumed when the hold is over."""
         held.next_offset = response.next_offset
-        if len(held.messages) or (held.progress is not None and held.progress >= held.next_offset):
+        will_reach = held.messages.end if len(held.messages) else held.progress
+        if will_reach is not None and will_reach >= held.next_offset:  # nothing was passed over
             held.idle_since_ms = None
             return None
         if held.idle_since_ms is None:
@@ -168,6 +169,8 @@ class Pulling:
         due_ms = held.idle_since_ms + HOLD_MS
         if now_ms < due_ms:
             return due_ms
+        if len(held.messages):
+            return now_ms + HOLD_MS
         self._passed_over(held)
         return None
 

@@ -354,6 +354,16 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: World) 
     asyncio.run(run())
 
 
+def test_progress_passes_what_the_filter_drops_behind_a_message(one_queue: World) -> None:
+    consumer = one_queue.consumer(tags="a")
+    consumer.start()
+    one_queue.send("a", tags="a")
+    one_queue.send("b", tags="b")  # comes with the same pull, behind what the listener gets
+    one_queue.advance(30)
+    assert consumer.progress("t") == {MessageQueue("t", "broker-a", 0): 2}
+    assert one_queue.broker.consumer_offset("g", "t") == 2
+
+
 def test_progress_is_saved_from_10_seconds_on_every_5_when_there_is_any(one_queue: World) -> None:
     seam = Seam(one_queue.broker)
     one_queue.consumer(route=seam).start()
