@@ -184,7 +184,7 @@ def test_a_loop_left_early_loses_nothing(filled: World, left_by: str) -> None:
     """What the loop was not given comes with the next poll, here or elsewhere (issue 14, 1.7)."""
     consumer = _consumer(filled)
     consumer.assign(QUEUES)
-    handled = []
+    handled: list[bytes] = []
 
     def leave_early() -> None:
         with consumer:

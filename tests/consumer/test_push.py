@@ -809,8 +809,8 @@ def test_a_client_of_another_route_is_named(world: World) -> None:
 @pytest.mark.parametrize("start", list(ConsumeFrom))
 def test_broadcasting_gets_the_message_that_makes_its_topic(world: World, tmp_path: Path, start: ConsumeFrom) -> None:
     """The first send to a new topic made queues whose first message never came (issue 14, 2.4)."""
-    settings = {"model": MessageModel.BROADCASTING, "consume_from": start, "offsets_folder": str(tmp_path)}
-    world.consumer("c1", topic="new", **settings).start()
+    settings: dict[str, Any] = {"model": MessageModel.BROADCASTING, "consume_from": start}
+    world.consumer("c1", topic="new", offsets_folder=str(tmp_path), **settings).start()
     world.send("before the first rebalance", topic="new", queue=0)
     world.advance(1)
     world.send("after it", topic="new", queue=1)
