@@ -73,6 +73,7 @@ class World:
         assert isinstance(broker.runner, ManualRunner)
         self.runner: ManualRunner = broker.runner
         self.producer = Producer(broker, "producers")
+        self.producer.client.random = None  # it begins at queue 0
         self.seen: list[Seen] = []
         self.consumers: list[PushConsumer] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, TypeVar
 
 import pytest
@@ -57,6 +58,11 @@ class Cluster:
         self.fail = fail
         self.tried: list[str] = []
         self.runner: Runner = brokers[0].runner
+        self._named = count(1)
+
+    def identity(self) -> tuple[tuple[str, int], str]:
+        """Name clients as a kit does, so that producers begin at the first queue."""
+        return ("127.0.0.1", 0), f"client-{next(self._named)}"
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         return tuple(data for broker in self.brokers.values() for data in broker.topic_route(topic))
