@@ -214,7 +214,7 @@ class Member(Generic[C]):
                 if is_first:
                     self.stopping = True
                     ended = begin()
-            if is_first and ended is not None:
+            if is_first and ended is not None and not self.runner.is_inherited:
                 seconds = self.config.shutdown_timeout if timeout is None else timeout
                 in_time = self.runner.clock.wait(ended, seconds)
         finally:  # Ctrl-C ends the waiting alone

@@ -116,6 +116,8 @@ class Runner:
         """Work that waits for its turn."""
         self.running: set[Work] = set()
         """Work that has begun and not ended, coroutines that wait included."""
+        self.is_inherited = False
+        """In a child process after a fork: the threads are the parent's, and no work that has begun ends here."""
         self._heap: list[tuple[int, int, Step]] = []
         self._count = itertools.count()
 

@@ -379,7 +379,7 @@ _runners: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for runner in list(_runners):  # its threads are the parent's
-        runner._stopping = True
+        runner._stopping = runner.is_inherited = True
         runner._threads.clear()
         runner.running.clear()
         runner.lock = threading.RLock()  # some thread of the parent may hold it

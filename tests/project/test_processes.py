@@ -108,6 +108,31 @@ broker.close()
     )
 
 
+def test_a_consumer_in_a_forked_child_shuts_down_at_once(tmp_path: Path) -> None:
+    """A listener that was at work at the fork never ends in the child; waiting for it would take an hour here."""
+    run(
+        """
+broker = Broker.open(sys.argv[1], store_config=StoreConfig.tiny())
+begun, released = threading.Event(), threading.Event()
+consumer = PushConsumer(broker, "billing", shutdown_timeout=3600.0)
+
+@consumer.subscribe("orders")
+def charge(message):
+    begun.set()
+    released.wait()
+
+consumer.start()
+Producer(broker, "shop").send("orders", b"1")
+begun.wait()
+in_child(consumer.shutdown)
+released.set()
+assert consumer.shutdown()
+broker.close()
+""",
+        tmp_path / "data",
+    )
+
+
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
 def test_the_workers_of_a_prefork_pool_open_a_broker_each(tmp_path: Path, way: str) -> None:
     """As Celery's or gunicorn's parent does: it loads the application, has opened a store and closed it, and forks; the
