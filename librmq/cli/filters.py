@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from librmq.cli import filter_cases
 from librmq.cli.input import read_rows, standard_input
-from librmq.cli.output import Output, printable
+from librmq.cli.output import Output
 from librmq.errors import ConfigError, FilterError, InputError
+from librmq.message.printable import printable
 
 __all__ = ["bloom", "filter_"]
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from librmq.cli.input import settle_config
-from librmq.cli.main import DAMAGED
-from librmq.cli.output import Output, complain
+from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog, LogItem
 from librmq.errors import CorruptionError

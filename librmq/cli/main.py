@@ -13,15 +13,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
-from librmq.cli.output import Output, complain, open_output
+from librmq.cli.output import BAD_INPUT, DAMAGED, INTERRUPTED, Output, complain, open_output
 
 __all__ = ["main"]
-
-DAMAGED: Final = 1
-BAD_INPUT: Final = 2
-INTERRUPTED: Final = 130
 
 _TIME_HELP: Final = (
     "a time: milliseconds since 1970, or ISO 8601 (2024-05-01T08:00:00Z; local time unless it names a zone), "
@@ -112,15 +108,23 @@ def _join_times(words: list[str]) -> list[str]:
 # -------------------------------------------------------------------------------------------------- arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    everywhere = argparse.ArgumentParser(add_help=False)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, safe to show, and end with status 2."""
+        self.print_usage(sys.stderr)
+        complain(f"{self.prog}: error: {message}")
+        raise SystemExit(BAD_INPUT)
+
+
+def _parser() -> _Parser:
+    everywhere = _Parser(add_help=False)
     everywhere.add_argument(
         "--format",
         choices=("table", "jsonl"),
         default=argparse.SUPPRESS,
         help="a table for people (the default on a terminal) or JSON lines (the default in a pipe)",
     )
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="librmq",
         description="Looks into, checks, repairs and continues the store of a RocketMQ 4.9 broker.",
         epilog="Exit status: 0 done, 1 the store is damaged, 2 bad usage or input, 130 interrupted.",
@@ -231,12 +235,12 @@ def _parser() -> argparse.ArgumentParser:
     running = actions.add_parser("run", help="run one", parents=[everywhere], allow_abbrev=False)
     running.add_argument("name", metavar="NAME", help="the pipeline")
     running.add_argument("stores", metavar="STORE", nargs="+", help="the folders of the stores")
-    running.add_argument("--out", metavar="FOLDER", help="write the result there, as Parquet; else it is printed")
+    running.add_argument("-o", "--out", metavar="FOLDER", help="write the result there, as Parquet; else it is printed")
     running.add_argument("--overwrite", action="store_true", help="replace what is there")
     running.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline")
     page = command("report", "spark", "write a page with plots of what is in stores, with Spark", store=False)
     page.add_argument("stores", metavar="STORE", nargs="+", help="the folders of the stores")
-    page.add_argument("--out", metavar="FILE", default="report.html", help="the page (report.html)")
+    page.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html)")
     doctor = command("doctor", "spark", "say what is missing for Spark to run here", store=False)
     doctor.add_argument("--start", action="store_true", help="start a session too")
     for one in (running, page, doctor):

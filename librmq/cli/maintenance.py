@@ -8,8 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from librmq.cli.input import read_config, settle_config, standard_input
-from librmq.cli.main import DAMAGED
-from librmq.cli.output import Output, complain
+from librmq.cli.output import DAMAGED, Output, complain
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles

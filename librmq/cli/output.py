@@ -9,12 +9,18 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol, TextIO
 
 from librmq.errors import MissingExtraError
+from librmq.message.printable import UNSAFE, escape, printable
 
-__all__ = ["JsonLines", "Output", "complain", "json_line", "open_output", "printable"]
+__all__ = ["JsonLines", "Output", "complain", "json_line", "open_output"]
 
-# What a terminal could take for a command, or show in another order than it stands; half a pair is no text.
-_UNSAFE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_UNSAFE_IN_JSON: Final = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", ""))
+DAMAGED: Final = 1
+"""Exit status: the store is damaged."""
+BAD_INPUT: Final = 2
+"""Exit status: bad usage or bad input."""
+INTERRUPTED: Final = 130
+"""Exit status: ended by Ctrl-C."""
+
+_UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")  # those JSON escapes itself
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
@@ -30,22 +36,13 @@ class Output(Protocol):
         ...
 
     def close(self) -> None:
-        """Print whatever was not printed."""
+        """Print what was not printed yet."""
         ...
 
 
-def printable(text: str) -> str:
-    """Text from elsewhere, safe to show: control characters as escapes."""
-    return _UNSAFE.sub(_escape, text)
-
-
-def _escape(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
-
-
 def json_line(row: Mapping[str, Any]) -> str:
-    """A row as JSON on one line: Unicode as it is, but for what a terminal could take for a command."""
-    return _UNSAFE_IN_JSON.sub(_escape, _encode(row))
+    """Return a row as JSON on one line: Unicode as it is, but for what a terminal could take for a command."""
+    return _UNSAFE_IN_JSON.sub(escape, _encode(row))
 
 
 class JsonLines:
@@ -55,18 +52,23 @@ class JsonLines:
         self._stream = stream
 
     def row(self, row: Mapping[str, Any]) -> None:
+        """Print a row."""
         self._stream.write(json_line(row) + "\n")
 
     def flush(self) -> None:
+        """Let programs see every row so far."""
         self._stream.flush()
 
     close = flush
 
 
 def open_output(form: str | None, stream: TextIO) -> Output:
-    """Output in the ``form`` asked for (``table`` or ``jsonl``), or in the one that suits ``stream``.
+    """Return output in the ``form`` asked for (``table`` or ``jsonl``), or in the one that suits ``stream``.
 
-    `MissingExtraError` for a table without what draws it; a terminal then gets JSON lines, and a hint.
+    A terminal gets JSON lines and a hint where the extra that draws tables is missing.
+
+    Raises:
+        MissingExtraError: A table was asked for, and what draws it is missing.
     """
     if form == "jsonl" or (form is None and not stream.isatty()):
         return JsonLines(stream)
@@ -82,7 +84,7 @@ def open_output(form: str | None, stream: TextIO) -> Output:
 
 
 def complain(message: str) -> None:
-    """Say something on standard error, on as many lines as ``message`` has."""
+    """Print a message on standard error, on as many lines as it has."""
     lines = (printable(line) for line in message.split("\n"))
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()

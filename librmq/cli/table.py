@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from librmq.cli.output import printable
+from librmq.message.printable import printable
 
 __all__ = ["Table"]
 
@@ -96,6 +96,7 @@ class Table:
         self._rows: list[Row] = []
 
     def row(self, row: Row) -> None:
+        """Take a row; a full table is drawn."""
         kind = str(row.get("type") or ("queue" if "max_physic_offset" in row else "other"))
         if kind in _LISTS:
             self._take_list(kind, row)
@@ -121,6 +122,7 @@ class Table:
         """A table is drawn when it is full."""
 
     def close(self) -> None:
+        """Draw the rows that were taken."""
         rows, self._rows = self._rows, []
         if not rows:
             return

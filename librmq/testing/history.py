@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from librmq.message.message import Message, StoredMessage
+from librmq.message.printable import printable
 from librmq.runtime.runner import Work
 
 __all__ = ["Delivered", "Event", "History"]
@@ -23,7 +24,7 @@ class Event(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {self.what}"
+        return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {printable(self.what)}"
 
 
 @dataclass(slots=True)

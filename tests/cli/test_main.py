@@ -132,6 +132,38 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None
     assert capsys.readouterr().err.startswith("usage: librmq")
 
 
+def test_what_a_terminal_could_take_for_a_command_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["dump", "s", "--\x1b[31m"],
+        ["\x1b[31m"],
+        ["dump", "\x1b[31m\u202e"],
+        ["filter", "--explain", "\x1b[31m"],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "\x1b" not in said
+        assert "\u202e" not in said
+        assert "[31m" in said
+
+
+@pytest.mark.parametrize("words", [["report", "s"], ["spark", "run", "lag", "s"]])
+@pytest.mark.parametrize("option", ["-o", "--out"])
+def test_the_file_to_write_is_named_by_either_option(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], option: str
+) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def note(arguments: argparse.Namespace, output: Output) -> int:
+        seen.append(arguments)
+        return 0
+
+    module = types.ModuleType("librmq.cli.spark")
+    module.spark = module.report = note  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "librmq.cli.spark", module)
+    assert main([*words, option, "x"]) == 0
+    assert seen[0].out == "x"
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli.output import JsonLines, complain, json_line, open_output, printable
+from librmq.cli.output import JsonLines, complain, json_line, open_output
 from librmq.errors import MissingExtraError
+from librmq.message.printable import printable
 
 # Erase the screen, set the title, eight-bit control, right-to-left override, no character at all.
 NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f"
