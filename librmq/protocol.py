@@ -287,6 +287,19 @@ class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
 
 
 @_value
+class CheckSubscription(Request[None]):
+    """Ask, before a consumer starts, whether the broker can serve a subscription.
+
+    `BrokerError` SYSTEM_ERROR where filters of its type are switched off, SUBSCRIPTION_PARSE_FAILED where it can't be
+    parsed.
+    """
+
+    client_id: str
+    group: str
+    subscription: Subscription
+
+
+@_value
 class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
     """The groups that subscribe to a topic or have progress in it, as they are now; None where nobody is there."""
 
@@ -471,7 +484,7 @@ class ViewMessage(Request["StoredMessage | None"]):
 
 @_value
 class QueryMessages(Request[tuple[StoredMessage, ...]]):
-    """Messages of a topic by key or unique id, in log order."""
+    """Messages of a topic by key or unique id, in log order; 64 at most."""
 
     topic: str
     key: str

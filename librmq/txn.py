@@ -53,6 +53,7 @@ _SAME_KEY: Final = 4096  # records that are looked at for the family of a half
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
+_MOST_UNCOUNTED: Final = 1 << 16
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
 _SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
@@ -169,6 +170,7 @@ class Transactions:
         discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
         delivered: Callable[[Delivered], None] = lambda final: None,
         make_topic: Callable[[str], None] = lambda topic: None,
+        is_reachable: Callable[[str], bool] | None = None,
         original: bool = False,
         waits: bool = True,
         aside: Aside | None = None,
@@ -179,7 +181,11 @@ class Transactions:
         in the broker's table. None of them may raise, or call this object. With sync durability an end returns when it
         has reached the device, unless ``waits`` is false: then the caller waits for `last_op`. ``aside`` lets other
         things go on while the store is flushed at the end of a check pass; None flushes within `run_due`.
+        ``is_reachable(group)`` tells whether a producer of the group can be asked: a check that reaches none does not
+        count towards ``check_max``. None counts each, as 4.9 does.
         """
+        self._is_reachable = None if original else is_reachable
+        self._uncounted: set[int] = set()
         self._store = store
         self._offsets = offsets
         self._settings = settings or TransactionSettings()
@@ -527,8 +533,18 @@ class Transactions:
             ask=ask,
             discarded=discarded,
             make_topic=self._make_topic,
+            is_reachable=self._is_reachable,
+            uncounted=self._uncounted,
         )
         return self._pass
+
+    def not_reached(self, question: CheckBack) -> None:
+        """Note that a question has reached no producer after all: it does not count, unless all do as in 4.9.
+
+        Kept in memory: after a restart it counts.
+        """
+        if self._is_reachable is not None and len(self._uncounted) < _MOST_UNCOUNTED:
+            self._uncounted.add(question.half.queue_offset)
 
     def save(self) -> None:
         """Store how far the check pass that is under way, if any, has come: it ends there.
@@ -562,5 +578,7 @@ class Transactions:
     def _passed(self, current: CheckPass) -> None:
         for topic, queue_offset in current.progress().items():
             self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
+        below = progress(self._store, self._offsets, HALF_TOPIC)
+        self._uncounted.difference_update([offset for offset in self._uncounted if offset < below])
         if self._ended is not None:
-            self._ended.forget_below(progress(self._store, self._offsets, HALF_TOPIC))
+            self._ended.forget_below(below)

@@ -5,6 +5,8 @@ Mirrors of ``AdminBrokerProcessor`` and ``QueryMessageProcessor`` what librmq ha
 
 from __future__ import annotations
 
+from typing import Final
+
 from librmq.broker.groups import Groups
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.topics import Topics
@@ -16,6 +18,8 @@ from librmq.scheduling.relay import HOP_TOPIC
 from librmq.store import MessageStore
 
 __all__ = ["Administration"]
+
+_MOST_FOUND: Final = 64
 
 
 class Administration:
@@ -58,8 +62,7 @@ class Administration:
             return None  # no record begins there
 
     def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
-        """Messages by key."""
-        found = self._store.find_by_key(
-            request.topic, request.key, request.begin_ms, request.end_ms, request.max_messages
-        )
+        """Find messages by key: 64 at most, as in 4.9."""
+        most = min(request.max_messages, _MOST_FOUND)
+        found = self._store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, most)
         return tuple(found)

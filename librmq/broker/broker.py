@@ -21,6 +21,7 @@ from typing import Any, Final, Self, TypeVar
 
 from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
+from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.groups import Groups
 from librmq.broker.locks import QueueLocks
 from librmq.broker.long_polling import Holds
@@ -40,6 +41,7 @@ from librmq.errors import (
     BrokerUnreachableError,
     DiskFullError,
     FlushFailedError,
+    MessageIllegalError,
     NoRouteError,
     StoreClosedError,
     StoreError,
@@ -54,6 +56,7 @@ from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     ChannelClosed,
+    CheckSubscription,
     CleanUnusedTopics,
     ConsumerIds,
     CreateTopic,
@@ -89,7 +92,6 @@ from librmq.scheduling.relay import HOP_TOPIC, HopProxy
 from librmq.scheduling.timer import Timers
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerConfig
-from librmq.store.format.checkpoint import has_abort
 
 __all__ = ["Broker"]
 
@@ -201,7 +203,6 @@ class Broker:
             files = _DiskByHand() if by_hand else DiskFiles()
         tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
         self._registrations = tables.registrations(now_ms)
-        was_killed = has_abort(files, path)
         self.store = MessageStore.open(
             path,
             store_config,
@@ -211,16 +212,16 @@ class Broker:
             filters=self._registrations,
         )
         try:
-            self._compose(tables, by_hand, was_killed, now_ms)
+            self._compose(tables, by_hand, now_ms)
             _open_brokers.add(self)
         except BaseException:
             self.store.close()
             raise
 
-    def _compose(self, tables: BrokerConfig, by_hand: bool, was_killed: bool, now_ms: int) -> None:
+    def _compose(self, tables: BrokerConfig, by_hand: bool, now_ms: int) -> None:
         self._by_hand = by_hand
         name, runner, config, store = self.name, self.runner, self.config, self.store
-        self._writing = Writing(None if by_hand else self._submit_writing)
+        self._writing = Writing(None if by_hand else self._submit_writing, store.flush)
         self._write_again = Step(f"{name} writes its tables again", self._run_writing, self)
         save = self._writing.save
         self._topics = Topics(tables.topics, save, config, name, self.cluster_name, runner.now_ms, self._changed)
@@ -231,11 +232,14 @@ class Broker:
             self._writing,
             self._registrations,
             round(1000 * config.save_offsets_every_s),
+            store.flush,
             runner.now_ms,
             lambda at: runner.wake(saving, at),
         )
         saving = Step(f"{name} saves progress", self._saving.run_due, self)
         self._offsets = self._saving.offsets
+        with runner.lock:  # before anything goes on from its progress: transactions and hops do
+            self._offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
         self._schedule = DelaySchedule(
             store,
             DelayProgress(tables, self._writing),
@@ -259,6 +263,7 @@ class Broker:
                 store,
                 CheckOffsets(self._offsets),
                 delivered=self._hopped,
+                make_topic=self._make_target,
                 aside=self._aside("flushes for its hops", lambda at: runner.wake(self._hopping, at)),
             )
         self._hopping = Step(f"{name} sends on by levels", self._run_hops, self)
@@ -279,7 +284,7 @@ class Broker:
             self.cluster_name,
             self._delayed,
             lambda: transactions.prepared(),
-            self._timers,
+            DelayedSends(store.levels, runner.now_ms, self._timers, has_relay=config.hops),
             self._wake_timers,
             self._wake_hops,
             self._wake_housekeeping if by_hand else None,
@@ -337,6 +342,7 @@ class Broker:
             SendBack: sending.send_back,
             EndTransaction: transactions.end,
             PullMessage: pulling.pull,
+            CheckSubscription: pulling.check_subscription,
             Heartbeat: locked(clients.heartbeat),
             Unregister: locked(clients.unregister),
             ChannelClosed: locked(clients.channel_closed),
@@ -367,8 +373,6 @@ class Broker:
             self._wake_hops()
             if (HALF_TOPIC, 0) in store.queues:
                 transactions.prepared()
-            if was_killed:
-                self._offsets.hold_back(lambda topic, queue_id: progress.end(MaxOffset(topic, queue_id)))
 
     # ---- endpoint and route
 
@@ -556,6 +560,13 @@ class Broker:
         if delayed is not None:
             self.runner.wake(self._delay, delayed)
         return due
+
+    def _make_target(self, topic: str, queue_id: int) -> None:
+        """See that a topic has the queue: it may have been deleted since the message was sent."""
+        with self.runner.lock:
+            found = self._topics.ensure(topic, self.config.default_topic_queues)
+        if not 0 <= queue_id < found.queues:
+            raise MessageIllegalError(f"topic {topic!r} has {found.queues} queues: there is no queue {queue_id}")
 
     def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
         arrived = self.store.message_at(result.physical_offset)

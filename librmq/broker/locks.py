@@ -22,7 +22,11 @@ class QueueLocks:
     def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
         """The id of the client that has the queue, None if nobody does."""
         held = self._held.get((group, queue))
-        return None if held is None or now_ms - held[1] > self._expiry_ms else held[0]
+        if held is None or now_ms - held[1] > self._expiry_ms:
+            return None
+        if held[1] > now_ms:  # the clock was put back: the lock does not outlive its expiry by that
+            self._held[group, queue] = held[0], now_ms
+        return held[0]
 
     def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
         """Lock queues, or go on holding them; gives those that the client has now."""

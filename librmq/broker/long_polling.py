@@ -113,6 +113,8 @@ class Holds:
     def run_due(self, now_ms: int) -> int | None:
         """Answer the pulls that other messages have passed; returns when to look again."""
         due = self._due
+        if due and due[0][0] > now_ms + max(self._sweep_ms, 0):  # the clock was put back
+            now_ms = max(due)[0]
         while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
             _, _, queue, holder, hold = heapq.heappop(due)
             if self._is_held(queue, holder, hold):

@@ -76,8 +76,10 @@ class ConsumerOffsets:
                 self._of.pop((group, topic), None)
 
     def hold_back(self, end_of: Callable[[str, int], int]) -> None:
-        """Put progress that is ahead of its queue's end back to it: after a crash of the machine messages may be gone
-        of which it was known that they had been consumed, and those that come next get their queue offsets.
+        """Put progress that is ahead of its queue's end back to that end.
+
+        A crash of the machine may take messages that were consumed. The next messages get their queue offsets, and
+        must not be skipped. Another process may have recovered the store, so the abort marker tells nothing here.
         """
         for name, row in self._table.rows.items():
             topic, _, group = name.rpartition("@")
@@ -85,7 +87,7 @@ class ConsumerOffsets:
                 end = end_of(topic, queue_id)
                 if queue_offset > end:
                     _log.warning(
-                        "group %s: progress in %s/%d was %d, behind its end, and is set to %d",
+                        "group %s: progress in %s/%d was %d, beyond the queue's end: set to %d",
                         group,
                         topic,
                         queue_id,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.offsets import ConsumerOffsets
-from librmq.errors import StoreClosedError, StoreIOError
+from librmq.errors import LASTING, StoreClosedError, StoreError
 from librmq.store.format.broker_tables import BrokerConfig, ConfigTable
 
 if TYPE_CHECKING:
@@ -30,26 +31,37 @@ _AGAIN_MS: Final = 10_000  # after a failure that may pass
 class Writing:
     """The files of one broker's tables: of what is to be written to one, the latest wins."""
 
-    def __init__(self, submit: Callable[[], None] | None) -> None:
-        """``submit()`` has `write` called soon, without the runner's lock, and then `written` under it; None writes
-        when `save` is called.
+    def __init__(self, submit: Callable[[], None] | None, flush: Callable[[], object]) -> None:
+        """Take the functions that do the waiting.
+
+        Args:
+            submit: Has `write` called soon, without the runner's lock, and then `written` under it. None writes when
+                `save` is called.
+            flush: Returns when the store's messages have reached the device.
         """
         self._submit = submit
+        self._flush = flush
+        self._rests_on_log: set[ConfigTable] = set()
         self._latest: dict[ConfigTable, bytes] = {}
         self._written: dict[ConfigTable, bytes] = {}
         self._is_submitted = False
         self._one_at_a_time = threading.Lock()
         self._why_over: str | None = None
 
-    def save(self, table: ConfigTable, now_ms: int) -> None:
+    def save(self, table: ConfigTable, now_ms: int, *, rests_on_log: bool = False) -> None:
         """Write what a table holds now. Under the runner's lock.
 
-        It is durable when a `write` returns that was called later. `StoreClosedError` behind the end: the files are
-        somebody else's by then.
+        It is durable when a later `write` returns. With ``rests_on_log`` the store is flushed first: progress that
+        passes a message must not reach the device before the retry copy of that message.
+
+        Raises:
+            StoreClosedError: after the end, when the files belong to another process.
         """
         self._check_goes_on()
+        if rests_on_log:
+            self._rests_on_log.add(table)
         if self._submit is None:
-            table.persist(now_ms)
+            self._write(table, None, now_ms)
         else:
             self._latest[table] = table.snapshot(now_ms)
             self.submit()
@@ -70,9 +82,18 @@ class Writing:
             self._check_goes_on()
             while pending := self._pending():
                 table, data = pending[0]
-                table.write(data)
+                self._write(table, data)
                 self._written[table] = data
                 self._check_goes_on()
+
+    def _write(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
+        """Write a table as it was snapshot, or (None) as it is, after the flush of what it rests on."""
+        if table in self._rests_on_log:
+            self._flush()
+        if data is None:
+            table.persist(now_ms)
+        else:
+            table.write(data)
 
     def _pending(self) -> list[tuple[ConfigTable, bytes]]:
         """What is to be written, by table."""
@@ -111,11 +132,13 @@ class Saving:
         writing: Writing,
         registrations: Registrations,
         offsets_after_ms: int,
+        flush: Callable[[], object],
         now_ms: Callable[[], int],
         wake: Callable[[int], None],
     ) -> None:
         """``wake(at_ms)`` has `run_due` called by then."""
-        self.offsets = ConsumerOffsets(tables.offsets, writing.save, self._offsets_changed)
+        self._flush = flush
+        self.offsets = ConsumerOffsets(tables.offsets, partial(writing.save, rests_on_log=True), self._offsets_changed)
         self._tables = tables
         self._writing = writing
         self._registrations = registrations
@@ -138,9 +161,11 @@ class Saving:
 
     def run_due(self, now_ms: int) -> int | None:
         """Save what is due; returns when the next is."""
-        if self._offsets_ms is not None and self._offsets_ms <= now_ms:
+        if self._offsets_ms is not None and not now_ms < self._offsets_ms <= now_ms + max(
+            self._offsets_after_ms, _AGAIN_MS
+        ):  # that far away only if the clock was put back
             self._offsets_ms = self._save(self.offsets.save, now_ms)
-        if self._filters_ms is not None and self._filters_ms <= now_ms:
+        if self._filters_ms is not None and not now_ms < self._filters_ms <= now_ms + _FILTERS_MS:
             self._filters_ms = self._save(self._save_filters, now_ms)
         return min((due for due in (self._offsets_ms, self._filters_ms) if due is not None), default=None)
 
@@ -149,7 +174,10 @@ class Saving:
         """Save; when to try again."""
         try:
             save(now_ms)
-        except StoreIOError as error:
+        except LASTING as error:  # the next message meets it too
+            _log.error("progress and filters can't be saved any more: %s", error)
+            return None
+        except StoreError as error:
             _log.error("progress or filters could not be saved: %s", error)
             return now_ms + _AGAIN_MS
         return None
@@ -159,6 +187,7 @@ class Saving:
         self.offsets.save(now_ms)
         self._save_filters(now_ms)
         self._writing.end(why)
+        self._flush()
         self._tables.persist(now_ms)
 
     def _save_filters(self, now_ms: int) -> None:

@@ -23,6 +23,7 @@ from librmq.message.topics import OFFSET_MOVED_TOPIC
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
+    CheckSubscription,
     MessageModel,
     PullMessage,
     PullResponse,
@@ -138,6 +139,10 @@ class Pulling:
 
     def _check(self, request: PullMessage) -> Selection:
         """Refuse what can't be read; else what the group takes."""
+        if request.max_messages < 0:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR, f"max_messages: expected 0 or more, found {request.max_messages}"
+            )
         name = request.topic
         group = self._groups.known.get(request.group) or self._groups.get(request.group)
         if not group.consumes:
@@ -196,11 +201,17 @@ class Pulling:
             found = self._selected[group, topic] = made_of, selection
         return found[1]
 
+    def check_subscription(self, request: CheckSubscription) -> None:
+        """Refuse what could not be pulled."""
+        self._check_type(request.subscription)
+        parse_selection(request.subscription)
+
     def _check_type(self, subscription: Subscription) -> None:
         if subscription.expression_type not in ("", "TAG") and not self._store.config.enable_property_filter:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
-                f"filters of type {subscription.expression_type} are switched off: set enable_property_filter",
+                f"topic {subscription.topic!r}: filters of type {subscription.expression_type} are switched off: "
+                "open the broker with StoreConfig(enable_property_filter=True)",
             )
 
     def _tell_moved(self, request: PullMessage, next_offset: int) -> None:

@@ -6,27 +6,40 @@ takes no lock of the runner; only who waits for the message is told under it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from librmq.broker.delayed_sends import DelayedSends, names_time
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import Holds
 from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
-from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError
-from librmq.message import record
+from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError, MessageIllegalError
+from librmq.java.integers import java_int
+from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.hosts import Host
-from librmq.message.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
-from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendResponse, SendStatus, SentBack
+from librmq.protocol import (
+    PERM_WRITE,
+    ResponseCode,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SendResponse,
+    SendStatus,
+    SentBack,
+)
 from librmq.runtime.runner import Runner
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer import TIMER_TOPIC, Timers, is_timed
+from librmq.scheduling.timer import TIMER_TOPIC, is_timed
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 
 __all__ = ["Sending"]
+
+_log = logging.getLogger("librmq.broker")
 
 _CLUSTER: Final = record.PROPERTY_CLUSTER
 _WAIT: Final = record.PROPERTY_WAIT
@@ -37,6 +50,7 @@ _ORIGIN_MESSAGE_ID: Final = record.PROPERTY_ORIGIN_MESSAGE_ID
 _CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
 _MOST_PROPERTIES: Final = 30_000  # of a message whose dead letter has room for the cause
 _FIRST_RETRY_LEVEL: Final = 3
+_MOST_ODD_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
 
 
@@ -54,7 +68,7 @@ class Sending:
         cluster_name: str,
         delayed: Callable[[int, int], None],
         prepared: Callable[[], None],
-        timers: Timers | None,
+        delayed_sends: DelayedSends,
         timed: Callable[[], None],
         hops: Callable[[], None],
         stored: Callable[[], None] | None,
@@ -62,7 +76,7 @@ class Sending:
         metrics: Metrics | None,
     ) -> None:
         """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``prepared()`` of each half message; ``timed()`` of each that ``timers`` deliver; ``hops()`` of each of the
+        ``prepared()`` of each half message; ``timed()`` of each that a timer delivers; ``hops()`` of each of the
         hop topic; ``stored()``, unless None, of each message at all. ``write_tables()`` returns when new topics are
         durable.
         """
@@ -76,7 +90,8 @@ class Sending:
         self._cluster = cluster_name
         self._delayed = delayed
         self._prepared = prepared
-        self._timers = timers
+        self._delayed_sends = delayed_sends
+        self._odd_levels: set[tuple[str, int]] = set()
         self._timed = timed
         self._hops = hops
         self._stored = stored
@@ -116,13 +131,12 @@ class Sending:
             sys_flag = self._make_half(made, queue_id, sys_flag, wait)
         elif topic.is_retry:
             stored_queue_id = self._send_to_retry(made, queue_id, request)
-        elif self._timers is not None and is_timed(properties):
-            waiting = self._timers.waiting_form(made, queue_id)
-            if waiting is not None:
-                made, stored_queue_id = waiting, 0
         elif name == HOP_TOPIC:
-            stored_queue_id = 0  # the one that is looked into
-        if wait is not None and _DELAY in properties and parse_level(properties[_DELAY]) > 0:
+            stored_queue_id = self._send_to_relay(made, request)
+        elif names_time(properties) and is_timed(properties):
+            made, stored_queue_id = self._delayed_sends.waiting_form(made, queue_id)
+            properties = made.properties
+        if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
             properties[_WAIT] = wait
         result = self.put(
             made,
@@ -153,6 +167,8 @@ class Sending:
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
+        if any(map(_is_timed, request.messages)):
+            raise MessageIllegalError(f"topic {first.topic!r}: a message of a batch can't name a time: send it alone")
         if self._store.is_writing():
             self._check_busy(first.topic)
         results = self._store.append_batch(
@@ -188,9 +204,35 @@ class Sending:
         topic.is_ready = True
         return topic
 
+    def _level(self, topic: str, text: str) -> int:
+        """Return the delay level that a send asks for; one that does not exist is told in the log, once a topic."""
+        level = java_int(text)
+        if level is None:
+            raise MessageIllegalError(f"topic {topic!r}: {_DELAY} is a delay level, a whole number, found {text!r:.80}")
+        levels = self._store.levels
+        is_odd = not 0 <= level <= levels.max_level and not topic.startswith(RETRY_PREFIX)
+        if is_odd and (topic, level) not in self._odd_levels:
+            if len(self._odd_levels) < _MOST_ODD_LEVELS:
+                self._odd_levels.add((topic, level))
+            what = f"waits as level {levels.max_level}, the highest" if level > 0 else "is not delayed"
+            _log.warning("topic %s: there is no delay level %d: the message %s, as in 4.9", topic, level, what)
+        return level
+
+    def _send_to_relay(self, carried: Message, request: SendMessage) -> int:
+        """See that a message for the relay has somewhere to go; gives the queue, the one that the relay reads."""
+        name, queue_id = self._delayed_sends.target_of(carried)
+        target = self._topics.get(name)
+        if target is None or not target.is_ready:
+            target = self._for_send(name, request.default_queues)
+        if not 0 <= queue_id < target.queues:
+            _choose(target, max(queue_id, 0))
+        return 0
+
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
         """Make a half message of one that a transaction decides about; gives its flags."""
         properties = message.properties
+        if names_time(properties) and is_timed(properties):
+            raise MessageIllegalError(f"topic {message.topic!r}: a message of a transaction can't name a time")
         if wait is not None:
             properties[_WAIT] = wait
         properties.pop(_DELAY, None)  # what is not decided can't be delayed
@@ -217,7 +259,10 @@ class Sending:
             group = self._groups.get(request.group)
             if group.retry_queues <= 0:
                 return None
-            name = self._table.ensure(retry_topic(group.name), group.retry_queues).name
+            retries = self._table.ensure(retry_topic(group.name), group.retry_queues)
+        if not retries.permission & PERM_WRITE:
+            raise BrokerError(ResponseCode.NO_PERMISSION, f"topic {retries.name!r} may not be written")
+        name, queue_id = retries.name, retries.next_queue()
         message = self._look_up(request.physical_offset)
         times = message.reconsume_times
         most = group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
@@ -227,7 +272,7 @@ class Sending:
         is_dead = times >= most or request.delay_level < 0
         if is_dead:
             with self._runner.lock:
-                name = self._table.ensure(dead_letter_topic(group.name)).name
+                name, queue_id = self._table.ensure(dead_letter_topic(group.name)).name, 0
             properties[_DELAY] = "0"
             if request.cause and len(message.properties_raw) < _MOST_PROPERTIES:
                 properties[_CAUSE] = request.cause
@@ -238,7 +283,7 @@ class Sending:
         made.properties = properties
         stored = self.put(
             made,
-            0,
+            queue_id,
             message.born_timestamp_ms,
             message.born_host,
             message.sys_flag,
@@ -324,7 +369,7 @@ class Sending:
     def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""
         now, end = self._runner.now_ms(), self._store.log.end
-        if end != self._stuck_at:
+        if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now
         took_ms = now - self._stuck_since
         if took_ms <= self._busy_after_ms and self._store.is_free_within(self._longest_wait_s):
@@ -335,6 +380,10 @@ class Sending:
             ResponseCode.SYSTEM_BUSY,
             f"the store is busy: a write has taken {took_ms} ms so far, others wait up to {self._longest_wait_s} s",
         )
+
+
+def _is_timed(message: Message) -> bool:
+    return names_time(message.properties) and is_timed(message.properties)
 
 
 def _choose(topic: Topic, queue_id: int) -> int:

@@ -60,6 +60,7 @@ class BrokerTransactions:
         self._metrics = metrics
         self._topics = topics
         self._turns: dict[str, int] = {}
+        self._unasked: set[str] = set()  # groups of which the log tells that they can't be asked
         self._questions: list[CheckBack] = []
         self._finals: deque[Delivered] = deque()  # of which nobody was told yet
         self._lock = threading.Lock()  # of an end and of the check
@@ -73,6 +74,7 @@ class BrokerTransactions:
             discarded=self._discarded,
             delivered=self._finals.append,
             make_topic=self._make_topic,
+            is_reachable=self._is_reachable,
             original=original,
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
@@ -149,24 +151,43 @@ class BrokerTransactions:
     def _make_topic(self, name: str) -> None:
         self._topics.ensure(name)
 
+    def _is_reachable(self, group: str) -> bool:
+        """Tell whether a producer of the group is connected; the log tells once that none is."""
+        if self._registry.producers.get(group):
+            return True
+        self._unreachable(group, "none is connected: start a TransactionProducer of the group")
+        return False
+
+    def _unreachable(self, group: str, why: object) -> None:
+        if group not in self._unasked:
+            self._unasked.add(group)
+            _log.warning("producer group %s can't be asked about its open transactions, which wait: %s", group, why)
+
     def _ask(self, question: CheckBack) -> None:
-        """Pass a question on to the producer of the group whose turn it is; without one nobody is asked."""
-        producers = self._registry.producers.get(question.group)
-        if not producers:
-            return
+        """Pass a question on to the producer of the group whose turn it is, or to the next that takes it."""
+        producers = list((self._registry.producers.get(question.group) or {}).values())
         turn = self._turns.get(question.group, 0)
         self._turns[question.group] = turn + 1
-        client = list(producers.values())[turn % len(producers)]
-        if self._metrics is not None:
-            self._metrics.count("transaction_checks", topic=question.topic)
-        try:
-            client.call(
-                CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
-            )
-        except RmqError as error:  # an ordinary producer, or one that is about to leave: the next check asks again
-            _log.warning("group %s: a producer can't be asked about a transaction: %s", question.group, error)
-        except Exception:  # of an executor of the user's, which was shut down: the check goes on
-            _log.exception("group %s: a producer can't be asked about a transaction", question.group)
+        request = CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
+        why: object = "none is connected"
+        for number in range(len(producers)):
+            try:
+                producers[(turn + number) % len(producers)].call(request)
+            except RmqError as error:  # an ordinary producer, or one that is about to leave
+                why = error
+            except Exception:  # of an executor of the user's, which was shut down: the check goes on
+                _log.exception("producer group %s can't be asked about a transaction", question.group)
+                return
+            else:
+                if question.group in self._unasked:
+                    self._unasked.discard(question.group)
+                    _log.info("producer group %s is asked about its open transactions again", question.group)
+                if self._metrics is not None:
+                    self._metrics.count("transaction_checks", topic=question.topic)
+                return
+        self._unreachable(question.group, why)
+        with self._lock:
+            self._transactions.not_reached(question)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count("discard", half)

@@ -244,7 +244,9 @@ class Client:
     def _next_beat(self, now_ms: int) -> int:
         """The next of the times at which the original repeats its heartbeat: 1 s after the start, then every 30 s."""
         first_ms = self._joined_ms + FIRST_HEARTBEAT_MS
-        return first_ms if now_ms < first_ms else now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
+        if self._joined_ms <= now_ms < first_ms:
+            return first_ms
+        return now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
 
     def tell_all(self, request: Request[None]) -> None:
         """Send a request to each broker that can be reached; one that fails is logged."""

@@ -171,8 +171,9 @@ class RouteTable:
 
     def _learn(self, now_ms: int) -> int | None:
         changed = False
+        longest_ms = self._expiry_ms + self._poll_ms  # more is left only if the clock was put back
         for entry in self._entries.values():
-            if entry.learnt_ms is not None and entry.learnt_ms <= now_ms:
+            if entry.learnt_ms is not None and not now_ms < entry.learnt_ms <= now_ms + longest_ms:
                 entry.is_routed, entry.learnt_ms, changed = entry.link.is_up, None, True
         if changed:
             self._tell()

@@ -35,6 +35,7 @@ __all__ = ["Rebalancing", "next_on_grid"]
 
 INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
+_LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 
 _log = logging.getLogger("librmq.consumer")
@@ -42,7 +43,7 @@ _log = logging.getLogger("librmq.consumer")
 
 def next_on_grid(now_ms: int, first_ms: int, interval_ms: int) -> int:
     """The first time after ``now_ms`` of those that begin at ``first_ms`` and come every ``interval_ms``."""
-    if now_ms < first_ms:
+    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # else the clock was put back
         return first_ms
     return now_ms - (now_ms - first_ms) % interval_ms + interval_ms
 

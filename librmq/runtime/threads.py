@@ -24,6 +24,8 @@ _SLICE_MS: Final = 5
 """So long a thread takes one step after the other; then others get the lock."""
 _YIELD_S: Final = 0.0005
 _START_AGAIN_MS: Final = 1000
+_SLEWED_MS: Final = 500
+"""A clock that is corrected by this much was not put back."""
 _MANY: Final = 32
 _SWIFT_S: Final = 0.001
 """Listeners are swift when one worker begins with `_MANY` in this time,"""
@@ -58,6 +60,7 @@ class ThreadRunner(Runner):
         self._workers = 0
         self._holder_looks = False  # whoever holds the lock is a thread of ours that looks again before it waits
         self._sleeps_until = 0  # 0 while the clock thread is awake
+        self._seen_ms = 0  # the time when the clock thread looked last
         self._begun = 0  # how often a worker has begun with user code
         self._is_swift = False
         self._is_watched = False  # by the clock thread, which has
@@ -142,6 +145,17 @@ class ThreadRunner(Runner):
             now = self.now_ms()
         return top
 
+    def _heed_clock_put_back(self) -> None:
+        """Let every step look at the time that the clock has now, where that was put back."""
+        now, seen = self.now_ms(), self._seen_ms
+        self._seen_ms = now
+        if now < seen - _SLEWED_MS:
+            _log.warning("the clock was put back by %d s: all that waits looks at the time again", (seen - now) // 1000)
+            for _, _, step in list(self._heap):
+                if step.at is not None and step.at > now:
+                    step.at = now
+                    heapq.heappush(self._heap, (now, next(self._count), step))
+
     def _run_clock(self) -> None:
         turn, lock = self._clock_turn, self.lock
         with lock:
@@ -150,6 +164,7 @@ class ThreadRunner(Runner):
             self._is_clock_there = True
             while not self._stopping:
                 self._holder_looks = True
+                self._heed_clock_put_back()
                 top = self._run_steps()
                 self._holder_looks = False
                 until = NEVER if top is None else top.at or 0

@@ -149,12 +149,22 @@ class HopProxy:
         *,
         save_every_s: float | None = 10,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        make_topic: Callable[[str, int], None] = lambda topic, queue_id: None,
         aside: Aside | None = None,
     ) -> None:
-        """``offsets`` keeps the progress, which is noted there so long after it changed; None leaves that to `save`.
-        ``delivered(message, result)`` is told of what came to its topic. ``aside`` lets other things go on while the
-        store is flushed; None flushes within `run_due`.
+        """Take where the progress is kept.
+
+        Args:
+            store: Open for writing.
+            offsets: Keeps the progress.
+            choose: Chooses the next level; the best approximation by default.
+            save_every_s: The progress is noted this long after it changed; None leaves that to `save`.
+            delivered: ``delivered(message, result)`` is told of what came to its topic.
+            make_topic: ``make_topic(topic, queue_id)`` sees, before a delivery, that the queue can be consumed;
+                `MessageIllegalError` drops the message.
+            aside: Lets other things go on while the store is flushed; None flushes within `run_due`.
         """
+        self._make_topic = make_topic
         self._store = store
         self._offsets = offsets
         self._choose = choose
@@ -245,6 +255,8 @@ class HopProxy:
             arrived = now_ms >= target_ms
             if arrived:
                 following = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
+                validate_topic(topic)
+                self._make_topic(topic, queue_id)
                 result = self._store.append_again(message, topic, queue_id, following)
             else:
                 level = self._choose(target_ms - now_ms, self._store.levels)

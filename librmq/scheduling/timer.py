@@ -162,7 +162,8 @@ class Timers:
     def _recover(self) -> None:
         """Go on from the checkpoint, or from the begin where it can't be this log's."""
         slots = self._slots
-        if not slots.recover(self._checkpoint.log_position, self._read_ms):
+        position = slots.end_of_units_below(self._store.log.end, self._checkpoint.log_position)
+        if not slots.recover(position, self._read_ms):
             _log.error("the timer's checkpoint and log do not belong together: all that is stored is delivered again")
             self._queue_offset, self._read_ms = 0, self._write_ms
             slots.recover(0, self._read_ms)
@@ -171,6 +172,10 @@ class Timers:
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == TIMER_TOPIC:
                 self._queue_offset = min(self._queue_offset, message.queue_offset + 1)
+        _, end = self._store.queue_range(TIMER_TOPIC, _QUEUE)
+        if self._queue_offset > end:  # a crash took messages: the next ones get their queue offsets
+            _log.warning("the timer's queue offset was %d, beyond the queue's end: set to %d", self._queue_offset, end)
+            self._queue_offset = end
 
     # ------------------------------------------------------------------------------------------------------ putting
 
@@ -195,6 +200,10 @@ class Timers:
         if fields.get("properties_raw") is None:
             fields["properties_raw"] = _encoded(message.properties)
         return self._store.append(message, queue_id, **fields)
+
+    def takes(self, delay_ms: int) -> bool:
+        """Tell whether a message may wait so long."""
+        return delay_ms <= 1000 * self._settings.timer_max_delay_sec
 
     def waiting_form(self, message: Message, queue_id: int) -> Message | None:
         """What is to be stored in queue 0 of the timer topic instead of a message that names a time.
@@ -263,7 +272,7 @@ class Timers:
                 if left == 0:
                     return False
                 physical_offset, size, write_time_ms, magic = units[-4:]
-                self._take(physical_offset, size, write_time_ms, magic, emptying.deleted, now_ms)
+                self._take(emptying, physical_offset, size, write_time_ms, magic, now_ms)
                 del units[-4:]
                 left -= 1
             self._slots.empty(emptying.time_ms, emptying.last)
@@ -285,16 +294,23 @@ class Timers:
         return _Emptying(time_ms, last, units, deleted)
 
     def _take(
-        self, physical_offset: int, size: int, write_time_ms: int, magic: int, deleted: set[str], now_ms: int
+        self, slot: _Emptying, physical_offset: int, size: int, write_time_ms: int, magic: int, now_ms: int
     ) -> None:
         """Deliver what a unit stands for, or put it on."""
         message = self._message(physical_offset, size)
         if message is None:
             return
         rolls = bool(magic & ROLL)
-        if deleted and not rolls and message.unique_key:
+        out_ms = java_long(message.properties.get(OUT_MS, "")) or 0
+        if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
+            # A crash took the message of this unit, and another one stands there: its own unit delivers it.
+            _log.error(
+                "the timer's unit for physical offset %d is passed over: another message is there", physical_offset
+            )
+            return
+        if slot.deleted and not rolls and message.unique_key:
             topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
-            if delete_key(topic, message.unique_key) in deleted:
+            if delete_key(topic, message.unique_key) in slot.deleted:
                 return
         self._deliver(message, write_time_ms, rolls, now_ms)
 
@@ -492,7 +508,7 @@ class Timers:
         if reached.number < self._written_saves:
             return
         self._checkpoint = reached.checkpoint
-        self._slots.log.trim(reached.checkpoint.read_time_ms - self._settings.window_ms)
+        self._slots.log.trim(self._store.log.begin)
 
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
         """What waits in the wheel, by slot: when it is due (ms), and the message."""

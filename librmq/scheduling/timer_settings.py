@@ -119,21 +119,36 @@ def delete_key(topic: str, unique_key: str) -> str:
     return f"{topic}+{unique_key}"
 
 
-def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSettings) -> int | None:
-    """The slot's time for a message, None if it is to be delivered at once. `TimerRefusedError` as `Timers.put`."""
-    deliver_ms = None
+def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
+    """Return when a message is to be delivered (ms) that names a time; ``now_ms`` if it names none.
+
+    Raises:
+        TimerRefusedError: the time is no number.
+    """
     for name, unit, begin in ((DELAY_SEC, 1000, now_ms), (DELAY_MS, 1, now_ms), (DELIVER_MS, 1, 0)):
         if name in properties:
             value = java_long(properties[name])
             if value is None:
                 raise TimerRefusedError(f"{name}: expected a whole number, found {properties[name]!r:.80}")
-            deliver_ms = begin + value * unit
-            break
-    if deliver_ms is None or deliver_ms <= now_ms:
+            return begin + value * unit
+    return now_ms
+
+
+def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSettings) -> int | None:
+    """Return the slot's time for a message, None if it is to be delivered at once.
+
+    Raises:
+        TimerRefusedError: as for `Timers.put`.
+    """
+    deliver_ms = deliver_time_ms(properties, now_ms)
+    if deliver_ms <= now_ms:
         if DELETE_KEY in properties:
             raise TimerRefusedError("what it deletes is due by now")
         return None
     if deliver_ms - now_ms > 1000 * settings.timer_max_delay_sec:
-        raise TimerRefusedError(f"the time is more than {settings.timer_max_delay_sec} seconds away")
+        raise TimerRefusedError(
+            f"the time is {(deliver_ms - now_ms) // 1000} s away: "
+            f"the timer takes up to timer_max_delay_sec, {settings.timer_max_delay_sec} s"
+        )
     precision_ms = settings.timer_precision_ms
     return (deliver_ms - 1) // precision_ms * precision_ms

@@ -49,6 +49,17 @@ class TimerSlots:
         """Whether there is a wheel: whether anything was ever put into it."""
         return self._wheel is not None
 
+    def end_of_units_below(self, physical_offset: int, log_position: int) -> int:
+        """Return the position in the timer log, ``log_position`` at most, up to which units name messages below.
+
+        What follows names messages that a crash took. Others stand in their place by and by.
+        """
+        for position, block in self.log.blocks(log_position):
+            beyond = np.flatnonzero(block["physical_offset"] >= physical_offset)
+            if len(beyond):
+                return position + int(beyond[0]) * UNIT_SIZE
+        return log_position
+
     def recover(self, log_position: int, begin_ms: int) -> bool:
         """Cut the log at ``log_position``, and make the wheel agree with it from the slot of ``begin_ms`` on.
 

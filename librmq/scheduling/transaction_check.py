@@ -26,6 +26,7 @@ __all__ = ["CheckPass"]
 _log = logging.getLogger("librmq.txn")
 
 _OPS_READ: Final = 32
+_LOOK_AHEAD: Final = 1000
 _CHECK_TIMES: Final = record.PROPERTY_TRANSACTION_CHECK_TIMES
 _PREPARED_AT: Final = record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 
@@ -50,11 +51,30 @@ class CheckPass:
         ask: Callable[[StoredMessage, int], None],
         discarded: Callable[[StoredMessage, int], None],
         make_topic: Callable[[str], None],
+        is_reachable: Callable[[str], bool] | None = None,
+        uncounted: set[int] | None = None,
     ) -> None:
-        """The limits are those of `librmq.txn.TransactionSettings`. ``has_ended(queue_offset)`` knows of ends that came
-        while the pass goes on; ``ask(copy, check_times)`` is called for each copy that was put back to be asked about,
-        ``discarded(half, check_times)`` for each half that was given up, ``make_topic(topic)`` before one is needed.
+        """Begin a pass; the limits are those of `librmq.txn.TransactionSettings`.
+
+        Args:
+            store: Open for writing.
+            offsets: Keeps the progress.
+            start_ms: When the pass begins.
+            timeout_ms: Age of a half at its first check, unless it has an immunity of its own.
+            longest_ms: A pass that takes longer ends where it is.
+            check_max: A half is discarded after this many checks.
+            reserved_ms: A half is discarded at this age.
+            has_ended: ``has_ended(queue_offset)`` knows of ends that came while the pass goes on.
+            ask: ``ask(copy, check_times)`` is called for each copy that was put back to be asked about.
+            discarded: ``discarded(half, check_times)`` is called for each half that was given up.
+            make_topic: ``make_topic(topic)`` is called before a topic is needed.
+            is_reachable: ``is_reachable(group)`` tells whether a producer of the group can be asked: what reaches none
+                is no check. None counts it as one, as 4.9 does.
+            uncounted: Queue offsets of copies whose last check reached no producer after all.
         """
+        self._is_reachable = is_reachable
+        self._uncounted = set() if uncounted is None else uncounted
+        self._reachable_at = -1
         self._store = store
         self._offsets = offsets
         self._start_ms = start_ms
@@ -111,6 +131,9 @@ class CheckPass:
         if checked is not None:
             parsed = java_int(checked)
             check_times = -1 if parsed is None else parsed
+            if half.queue_offset in self._uncounted:
+                self._uncounted.discard(half.queue_offset)
+                check_times -= 1
             if check_times >= self._check_max:
                 return self._give_up(half, properties)
             check_times += 1
@@ -142,10 +165,36 @@ class CheckPass:
         if self._has_ended(half.queue_offset):  # while the pass went on
             self._find_op()
             return True
+        group = properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+        if self._is_reachable is not None and not self._is_reachable(group):
+            if not self._has_reachable_ahead(now_ms):
+                return False  # nothing is written for halves that all wait for a producer
+            properties[_CHECK_TIMES] = str(check_times - 1)
+            self._put_back(half, properties)
+            return True
         copy = self._put_back(half, properties)
         if copy is not None:
             self._ask(copy, check_times)
         return True
+
+    def _has_reachable_ahead(self, now_ms: int) -> bool:
+        """Tell whether the pass comes to a half that is due and whose producers can be asked.
+
+        Looks at `_LOOK_AHEAD` halves; more than that are taken to hold one.
+        """
+        assert self._is_reachable is not None
+        for queue_offset in range(max(self._reachable_at, self.queue_offset + 1), self._end):
+            if queue_offset > self.queue_offset + _LOOK_AHEAD:
+                return True
+            if queue_offset in self._op_of or self._has_ended(queue_offset):
+                continue
+            found = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
+            if not found.messages or 0 <= now_ms - found.messages[0].born_timestamp_ms < self._timeout_ms:
+                return False
+            if self._is_reachable(found.messages[0].properties.get(record.PROPERTY_PRODUCER_GROUP, "")):
+                self._reachable_at = queue_offset
+                return True
+        return False
 
     def _find_op(self) -> None:
         """Read on to the op message of the half that is judged."""

@@ -15,11 +15,10 @@ from librmq.broker import Broker, BrokerSettings
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
-from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
-from librmq.message.message import Message, MessageQueue
+from librmq.files import Files, MemoryFiles
+from librmq.message import Message, MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
-from librmq.protocol import ConsumeFrom, EndTransaction, MessageModel, SendMessage, TransactionState
+from librmq.protocol import ConsumeFrom, EndTransaction, Heartbeat, MessageModel, SendMessage, TransactionState
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling.half_messages import CHECK_GROUP
@@ -27,7 +26,7 @@ from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
 from librmq.scheduling.timer import TimerSettings
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.txn import TransactionSettings
-from tests.broker.parties import HOST
+from tests.broker.parties import HOST, Listening
 
 WAIT_S = 30.0
 HOUR_MS = 3_600_000
@@ -107,7 +106,7 @@ def eventually(broker: Broker, is_so: Callable[[], bool]) -> bool:
 
 def timed(broker: Broker, body: bytes = b"x") -> None:
     message = Message("T", body, unique_key=body.decode())
-    message.properties["TIMER_DELAY_MS"] = str(HOUR_MS)
+    message.properties["TIMER_DELAY_SEC"] = str(HOUR_MS // 1000)
     broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
 
 
@@ -313,6 +312,7 @@ def test_nothing_is_delivered_twice_while_a_check_is_noted() -> None:
     settings = TransactionSettings(interval_s=0.001, timeout_s=0)
     with opened(MemoryFiles(), transactions=settings) as broker:
         flush_behind(broker, gate)
+        broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
         with gate.shut():
             half = prepare(broker, 0)
             assert gate.come.acquire(timeout=WAIT_S)

@@ -266,12 +266,16 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def close_and_open(self) -> None:
         self.broker.close()
-        self.saved, self.save_ms = dict(self.offsets), None
-        self.open()
+        self.saved = dict(self.offsets)
+        self.reopen()
 
     @rule()
     def kill_and_open(self) -> None:
         self.broker.abandon()
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open again what was saved: progress beyond its queue's end is put back."""
         ends = {key: len(self.sent.get(key[1:], [])) for key in self.saved}
         self.offsets = {key: min(queue_offset, ends[key]) for key, queue_offset in self.saved.items()}
         self.save_ms = None if self.offsets == self.saved else self.now_ms + SAVED_AFTER_MS

@@ -22,6 +22,7 @@ from librmq.java import json as java_json
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ChannelClosed,
+    CheckSubscription,
     ConsumerIds,
     ConsumersChanged,
     MaxOffset,
@@ -391,16 +392,13 @@ def test_progress_is_saved_five_seconds_after_it_changed() -> None:
         assert refusal(again.call, UpdateOffset("g", "T", 1, -1)) == ResponseCode.SYSTEM_ERROR
 
 
-def test_progress_behind_the_end_after_a_crash_is_put_back() -> None:
+def test_progress_beyond_a_queues_end_is_put_back() -> None:
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)
     send(broker, "T")
     for queue_id, queue_offset in ((0, 3), (1, 7), (2, 0)):  # as if messages behind it had not reached the device
         broker.call(UpdateOffset("g", "T", queue_id, queue_offset))
     broker.close()
-    with opened(files, runner) as again:
-        assert again.consumer_offsets("g", "T") == {0: 3, 1: 7, 2: 0}
-        again.abandon()
     with opened(files, runner) as again:
         assert again.consumer_offsets("g", "T") == {0: 1, 1: 0, 2: 0}
 
@@ -539,3 +537,20 @@ def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
 def test_a_broker_is_opened_by_open() -> None:
     with pytest.raises(TypeError, match="open"):
         Broker()
+
+
+def test_a_pull_of_fewer_than_none_is_an_error() -> None:
+    with opened() as broker:
+        send(broker, "T")
+        assert refusal(pull, broker, "T", max_messages=-1) == ResponseCode.SYSTEM_ERROR
+
+
+def test_a_subscription_is_checked_before_a_start() -> None:
+    by_tag, by_sql = Subscription("T", "a || b"), Subscription("T", "a = 1", "SQL92")
+    with opened(store=StoreConfig.tiny(enable_property_filter=False)) as broker:
+        broker.call(CheckSubscription("c1", "g", by_tag))
+        assert refusal(broker.call, CheckSubscription("c1", "g", by_sql)) == ResponseCode.SYSTEM_ERROR
+    with opened() as broker:
+        broker.call(CheckSubscription("c1", "g", by_sql))
+        broken = CheckSubscription("c1", "g", Subscription("T", "a =", "SQL92"))
+        assert refusal(broker.call, broken) == ResponseCode.SUBSCRIPTION_PARSE_FAILED

@@ -211,7 +211,7 @@ def test_of_what_is_to_be_written_the_latest_wins() -> None:
     files = MemoryFiles()
     tables = BrokerConfig.open("/config", files=files)
     submitted: list[None] = []
-    writing = Writing(lambda: submitted.append(None))
+    writing = Writing(lambda: submitted.append(None), lambda: None)
     for queues in (1, 2):
         tables.set_topic("T", read_queues=queues, write_queues=queues, permission=6)
         writing.save(tables.topics, queues)
@@ -239,7 +239,7 @@ def test_what_failed_is_kept_unless_it_is_outdated(caplog: pytest.LogCaptureFixt
     files = Full()
     tables = BrokerConfig.open("/config", files=files)
     submitted: list[None] = []
-    writing = Writing(lambda: submitted.append(None))
+    writing = Writing(lambda: submitted.append(None), lambda: None)
     tables.set_topic("T", read_queues=1, write_queues=1, permission=6)
     writing.save(tables.topics, 1)
     with pytest.raises(StoreIOError) as raised:

@@ -9,10 +9,9 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
-from librmq.files.memory import MemoryFiles
-from librmq.message import record
-from librmq.message.message import Message
-from librmq.protocol import ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
+from librmq.files import MemoryFiles
+from librmq.message import Message, record
+from librmq.protocol import PERM_READ, QueryMessages, ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
 from librmq.runtime.manual import ManualRunner
 from tests.broker.parties import HOST, manual, opened, send
 
@@ -148,6 +147,23 @@ def test_levels_out_of_range(level: int, stored: str | None) -> None:
         assert message.properties.get("DELAY") == stored
 
 
+def test_a_level_that_does_not_exist_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with opened() as broker:
+        for level in (99, 99, -1, -1, 18):
+            send(broker, "T", delay_level=level)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "no delay level 99" in told[0]
+    assert "no delay level -1" in told[1]
+
+
+def test_a_level_that_is_no_number_is_refused() -> None:
+    message = Message("T", b"x")
+    message.properties["DELAY"] = "soon"
+    with opened() as broker, pytest.raises(MessageIllegalError, match="DELAY"):
+        broker.call(SendMessage("p", message, 0, 1, HOST))
+
+
 def test_a_batch_lies_side_by_side() -> None:
     with opened() as broker:
         messages = tuple(Message("T", b"%d" % at, tags="a", wait_store_ok=True) for at in range(3))
@@ -221,6 +237,32 @@ def test_what_a_send_back_asks_for(level: int, most: int | None, topic: str, sto
         assert stored is not None
         assert (stored.topic, stored.properties["DELAY"], stored.reconsume_times) == (topic, stored_level, 1)
         assert stored.properties["WAIT"] == "false"
+
+
+def test_redeliveries_spread_over_the_queues_of_a_retry_topic() -> None:
+    with opened() as broker:
+        broker.create_topic("%RETRY%g", 4)
+        sent = send(broker, "T")
+        for _ in range(4):
+            broker.call(SendBack("g", sent.physical_offset, 1))
+        manual(broker).advance(2_000)
+        assert sorted(message.queue_id for message in broker.messages("%RETRY%g")) == [0, 1, 2, 3]
+
+
+def test_a_retry_topic_without_write_permission_refuses_a_send_back() -> None:
+    with opened() as broker:
+        broker.create_topic("%RETRY%g", 1, permission=PERM_READ)
+        sent = send(broker, "T")
+        with pytest.raises(BrokerError) as caught:
+            broker.call(SendBack("g", sent.physical_offset, 0))
+        assert caught.value.code == ResponseCode.NO_PERMISSION
+
+
+def test_a_query_ends_at_64() -> None:
+    with opened() as broker:
+        for _ in range(70):
+            send(broker, "T", keys="k")
+        assert len(broker.call(QueryMessages("T", "k", 100))) == 64
 
 
 def test_a_group_has_its_own_maximum() -> None:

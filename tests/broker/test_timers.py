@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker
-from librmq.errors import ConfigError
-from librmq.files.memory import MemoryFiles
-from librmq.message.message import Message
-from librmq.protocol import PullStatus, SendMessage
+from librmq.errors import BrokerError, ConfigError, MessageIllegalError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.protocol import PullStatus, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer import TimerRefusedError, TimerSettings, delete_key
@@ -58,10 +58,86 @@ def test_a_deletion() -> None:
         assert bodies(broker) == []
 
 
-def test_without_timers_the_properties_are_the_users() -> None:
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"TIMER_DELAY_SEC": 7},
+        {"TIMER_DELAY_MS": 7_000},
+        {"TIMER_DELIVER_MS": 1 << 60},
+        {"TIMER_DELAY_SEC": 5, "TIMER_DEL_UNIQKEY": "T+x"},
+    ],
+)
+def test_without_timer_and_relay_a_time_is_refused(properties: dict[str, object]) -> None:
+    """The error names what to switch on: 4.9 would deliver the message at once."""
     with opened() as broker:
-        timed(broker, TIMER_DELAY_SEC=5)
+        with pytest.raises(MessageIllegalError, match=r"timers=.* or .*hops=True"):
+            timed(broker, b"x", **properties)
+        assert broker.store.log.end == 0
+
+
+def test_a_time_in_a_batch_or_a_transaction_is_refused() -> None:
+    with opened(timers=WHEEL) as broker:
+        message = Message("T", b"x")
+        message.properties["TIMER_DELAY_SEC"] = "5"
+        with pytest.raises(MessageIllegalError, match="batch"):
+            broker.call(SendBatch("p", (message, message), 0, 1, HOST))
+        message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+        with pytest.raises(MessageIllegalError, match="transaction"):
+            broker.call(SendMessage("p", message, 0, 1, HOST))
+
+
+@pytest.mark.parametrize("settings", [{}, {"timers": WHEEL}, {"hops": True}])
+def test_a_delay_that_is_a_level_waits_as_one(settings: dict[str, Any]) -> None:
+    with opened(**settings) as broker:
+        timed(broker, TIMER_DELAY_MS=10_000)
+        assert [message.queue_id for message in broker.messages("SCHEDULE_TOPIC_XXXX")] == [2]
+        manual(broker).advance(9_900)
+        assert bodies(broker) == []
+        manual(broker).advance(200)
         assert bodies(broker) == [b"x"]
+
+
+def test_what_the_timer_does_not_take_the_relay_carries() -> None:
+    with opened(timers=WHEEL, hops=True) as broker:
+        days = 3_600_000 * 24
+        timed(broker, b"timer", TIMER_DELAY_MS=days + 1)
+        timed(broker, b"relay", TIMER_DELAY_MS=5 * days + 1)
+        assert [message.body for message in broker.messages("rmq_sys_wheel_timer")] == [b"timer"]
+        assert [message.body for message in broker.messages("SYSTEM_SCHEDULE_MSG")] == [b"relay"]
+        manual(broker).advance(5 * days)
+        assert bodies(broker) == [b"timer"]
+        manual(broker).advance(2_000)
+        assert bodies(broker) == [b"timer", b"relay"]
+
+
+def carried(broker: Broker, queue_id: int = 0) -> None:
+    message = send_at(Message("T", b"x"), broker.runner.now_ms() + 20_000, queue_id)
+    broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
+
+
+def test_what_the_relay_delivers_can_be_consumed() -> None:
+    """The target topic is made by the send, and again if it was deleted meanwhile."""
+    with opened(hops=True) as broker:
+        carried(broker)
+        assert "T" in broker.topics()
+        broker.delete_topic("T")
+        manual(broker).advance(21_000)
+        assert [message.body for message in pull(broker, "T").messages] == [b"x"]
+
+
+def test_the_relay_refuses_a_queue_that_is_not_there() -> None:
+    with opened(hops=True) as broker:
+        broker.create_topic("T", 2)
+        with pytest.raises(BrokerError, match="there is no queue 5"):
+            carried(broker, 5)
+        message = Message("SYSTEM_SCHEDULE_MSG", b"x")
+        with pytest.raises(MessageIllegalError, match="send_at"):
+            broker.call(SendMessage("p", message, 0, 1, HOST))
+
+
+def test_without_relay_its_messages_are_refused() -> None:
+    with opened() as broker, pytest.raises(MessageIllegalError, match="hops=True"):
+        carried(broker)
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -8,9 +8,9 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.config import StoreConfig
-from librmq.errors import BrokerError, DiskFullError
-from librmq.files.memory import MemoryFiles
-from librmq.message.message import Message
+from librmq.errors import BrokerError, DiskFullError, RmqError
+from librmq.files import MemoryFiles
+from librmq.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -113,9 +113,12 @@ def test_producers_are_asked_in_turn_and_their_answer_counts() -> None:
         assert runner.next_due_ms() is None
 
 
+QUICK = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
+
+
 def test_a_half_message_is_given_up_after_its_checks() -> None:
-    settings = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
-    with opened(transactions=settings) as broker:
+    """As in 4.9 a check counts that reaches no producer."""
+    with opened(transactions=QUICK, original_transactions=True) as broker:
         runner = manual(broker)
         client = producer(broker, "c1")
         prepare(broker)
@@ -130,14 +133,66 @@ def test_a_half_message_is_given_up_after_its_checks() -> None:
         assert runner.next_due_ms() is None
 
 
+def test_a_check_that_reaches_no_producer_is_told_and_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    with opened(transactions=QUICK) as broker:
+        runner = manual(broker)
+        prepare(broker)
+        before = broker.store.log.end
+        runner.advance(3_600_000)
+        assert broker.store.log.end == before  # nor does it write
+        assert [record.getMessage()[:28] for record in caplog.records] == ["producer group p can't be as"]
+        client = producer(broker, "c1")
+        runner.advance(3_000 * 3)
+        assert len(client.heard) == 3
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
+        runner.advance(3_000)
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
+
+
+def test_halves_of_a_group_without_producer_keep_no_others_waiting() -> None:
+    with opened(transactions=QUICK) as broker:
+        runner = manual(broker)
+        alone = Message("T", b"alone", unique_key="A")
+        alone.properties |= {"TRAN_MSG": "true", "PGROUP": "gone"}
+        broker.call(SendMessage("gone", alone, 0, runner.now_ms(), HOST))
+        client = producer(broker, "c1")
+        prepare(broker)
+        runner.advance(60_000)
+        assert len(client.heard) == 3
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
+        broker.call(Heartbeat("c2", client, frozenset({"p", "gone"}), ()))
+        runner.advance(3_000)
+        request = client.heard[-1]
+        assert isinstance(request, CheckTransaction)
+        assert (request.group, request.message.properties["TRANSACTION_CHECK_TIMES"]) == ("gone", "1")
+
+
+def test_a_question_that_is_refused_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    class Ordinary(Listening):
+        def call(self, request: Request[Any], /) -> Any:
+            super().call(request)
+            raise RmqError("no transaction producer")
+
+    with opened(transactions=QUICK) as broker:
+        runner, ordinary = manual(broker), Ordinary()
+        broker.call(Heartbeat("c1", ordinary, frozenset({"p"}), ()))
+        prepare(broker)
+        runner.advance(60_000)
+        assert len(ordinary.heard) > 10
+        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
+        assert len(caplog.records) == 1
+        other = producer(broker, "c2")
+        runner.advance(3_000)
+        assert len(other.heard) == 1
+
+
 def test_a_producer_that_fails_as_it_is_asked_ends_no_check(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Listening):
         def call(self, request: Request[Any], /) -> Any:
             super().call(request)
             raise RuntimeError("cannot schedule new futures after shutdown")
 
-    settings = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
-    with opened(transactions=settings) as broker:
+    with opened(transactions=QUICK) as broker:
         client = Fails()
         broker.call(Heartbeat("c1", client, frozenset({"p"}), ()))
         for number in range(2):

@@ -165,7 +165,7 @@ def test_an_ordinary_producer_of_the_group_cannot_answer(shop: Shop, caplog: pyt
     producer.shutdown()
     Producer(shop.broker, "shop").start()
     shop.runner.advance(2 * MINUTE)
-    assert "can't be asked about a transaction" in caplog.text
+    assert "can't be asked about its open transactions" in caplog.text
 
 
 def test_a_pool_of_the_users_own_checks(shop: Shop) -> None:

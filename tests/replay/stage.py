@@ -114,7 +114,7 @@ class Stage:
         )
         broker = Broker.open(
             STORE,
-            BrokerSettings(transactions=transactions),
+            BrokerSettings(transactions=transactions, original_transactions=True),
             name=name,
             cluster_name=told["brokerClusterName"],
             store_config=store,

@@ -536,16 +536,22 @@ def test_chains_that_lead_nowhere_end(caplog: pytest.LogCaptureFixture) -> None:
     assert "which is not before it" in caplog.text
 
 
-def test_old_files_of_the_timer_log_go() -> None:
+def test_a_file_of_the_timer_log_goes_with_its_messages() -> None:
+    """As 5.3.3: once the commit log's begin has passed all that the file names."""
     wheel = Wheel()
     for number in range(200):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
         wheel.pass_to(number * 1000)
         wheel.save()
-    assert wheel.timers._slots.log.begin > 0
+    starts = [entry.name for entry in wheel.files.list(f"{ROOT}/timerlog")]
+    assert len(starts) == 200 // 19 + 1
     wheel.pass_to(300_000)
     assert len(wheel.delivered()) == 200
     assert len(wheel.after_kill().delivered()) == 200
+    wheel.store.log.delete_before(wheel.store.log.end // 4096 * 4096)
+    wheel.put(b"last", TIMER_DELAY_SEC=5)
+    wheel.save()
+    assert len(wheel.files.list(f"{ROOT}/timerlog")) < len(starts) // 2
 
 
 def test_units_and_blanks_are_read_back() -> None:

@@ -321,14 +321,17 @@ class TimerLog:
                     break
                 at += count * UNIT_SIZE
 
-    def trim(self, write_time_ms: int) -> None:
-        """Delete the files, but the last, whose units were all written before a time."""
+    def trim(self, physical_offset: int) -> None:
+        """Delete the files, but the last, whose units all name messages below a physical offset.
+
+        As 5.3.3: a file stays until the commit log's begin has passed what it names.
+        """
         size = self._files.file_size
         while len(self._files.starts) > 1:
             start = self._files.starts[0]
             at = (size - _BLANK.size) // UNIT_SIZE * UNIT_SIZE - UNIT_SIZE
             last = self.unit(start + at)
-            if last is None or last.write_time_ms >= write_time_ms:
+            if last is None or last.physical_offset >= physical_offset:
                 return
             self._files.delete_before(start + size)
 

@@ -1,0 +1,106 @@
+"""Choose how a message waits that names a time: by an exact delay level, the timer, or the relay.
+
+A message names its time by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and TIMER_DELIVER_MS. A broker that
+has neither timer nor relay, and no level of exactly that length, refuses it: 4.9 would deliver it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from librmq.errors import MessageIllegalError
+from librmq.java.integers import java_int, java_long
+from librmq.message import Message, record
+from librmq.message.delay_levels import DelayLevels
+from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, send_at
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_settings import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
+
+__all__ = ["DelayedSends"]
+
+_TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
+_SWITCH_ON: Final = "open the broker with BrokerSettings(timers=TimerSettings()) or BrokerSettings(hops=True)"
+
+
+class DelayedSends:
+    """What one broker does with messages that name a time. Thread-safe."""
+
+    def __init__(
+        self, levels: DelayLevels, now_ms: Callable[[], int], timers: Timers | None, *, has_relay: bool
+    ) -> None:
+        self._levels = levels
+        self._now_ms = now_ms
+        self._timers = timers
+        self._has_relay = has_relay
+
+    def waiting_form(self, message: Message, queue_id: int) -> tuple[Message, int]:
+        """Return what to store instead of a message that names a time, and the queue to store it in.
+
+        A message whose time has come is stored as it is.
+
+        Raises:
+            MessageIllegalError: the broker has nothing that waits so long; the text names what to switch on.
+            TimerRefusedError: the time is no number, or too far away.
+        """
+        now_ms = self._now_ms()
+        deliver_ms = deliver_time_ms(message.properties, now_ms)
+        delay_ms = deliver_ms - now_ms
+        timers = self._timers
+        if DELETE_KEY not in message.properties:
+            if delay_ms <= 0:
+                return message, queue_id
+            is_relative = DELIVER_MS not in message.properties
+            if (
+                is_relative
+                and delay_ms in self._levels.delays_ms
+                and (timers is None or DELAY_MS in message.properties)
+            ):
+                return self._by_level(message, delay_ms), queue_id
+            if self._has_relay and (timers is None or not timers.takes(delay_ms)):
+                return send_at(_without_time(message), deliver_ms, queue_id), 0
+        if timers is None:
+            what = (
+                "cancels a timed message" if DELETE_KEY in message.properties else f"is to wait {delay_ms / 1000:g} s"
+            )
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: the message {what}, which is no delay level of this broker: {_SWITCH_ON}"
+            )
+        waiting = timers.waiting_form(message, queue_id)
+        return (message, queue_id) if waiting is None else (waiting, 0)
+
+    def _by_level(self, message: Message, delay_ms: int) -> Message:
+        made = _without_time(message)
+        made.properties[record.PROPERTY_DELAY] = str(self._levels.delays_ms.index(delay_ms) + 1)
+        return made
+
+    def target_of(self, carried: Message) -> tuple[str, int]:
+        """Return the topic and queue to which the relay is to carry a message.
+
+        Raises:
+            MessageIllegalError: the relay is off, or the message does not say when it is to go where.
+        """
+        if not self._has_relay:
+            raise MessageIllegalError(
+                f"topic {HOP_TOPIC!r}: nothing carries its messages to their time: "
+                "open the broker with BrokerSettings(hops=True)"
+            )
+        properties = carried.properties
+        topic, queue_id = properties.get(TARGET_TOPIC), java_int(properties.get(TARGET_QUEUE_ID, "0"))
+        if topic in (None, HOP_TOPIC) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
+            raise MessageIllegalError(
+                f"topic {HOP_TOPIC!r}: a message needs {TARGET_MS}, {TARGET_TOPIC} and {TARGET_QUEUE_ID}: "
+                "make it by librmq.hops.send_at"
+            )
+        return topic or "", queue_id
+
+
+def names_time(properties: dict[str, str]) -> bool:
+    """Tell, cheaply, whether a message may name a time."""
+    return DELAY_MS in properties or DELIVER_MS in properties or DELAY_SEC in properties
+
+
+def _without_time(message: Message) -> Message:
+    made = Message(message.topic, message.body, flag=message.flag)
+    made.properties = {name: value for name, value in message.properties.items() if name not in _TIMES}
+    return made

@@ -1,0 +1,91 @@
+"""A clock that is put back by an hour: what waits comes now, not when the clock has caught up."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from librmq.broker import Broker, BrokerSettings
+from librmq.client.producer import Producer
+from librmq.clock import SystemClock
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage, PushConsumer
+from librmq.delay import DelaySettings
+from librmq.files import MemoryFiles
+from librmq.listener import SuspendQueue
+from librmq.message import Message, MessageQueue
+from librmq.protocol import LockQueues
+
+WAIT_S = 30.0
+HOUR_MS = 3_600_000
+
+
+class Adjusted(SystemClock):
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
+
+
+@pytest.fixture
+def clock() -> Adjusted:
+    return Adjusted()
+
+
+@pytest.fixture
+def broker(clock: Adjusted) -> Iterator[Broker]:
+    settings = BrokerSettings(delay=DelaySettings(first_look_s=0), save_offsets_every_s=0.5)
+    store = StoreConfig.tiny(message_delay_level="1s 1s 1s 1s")
+    with Broker.open("/b", settings, files=MemoryFiles(), clock=clock, store_config=store) as opened:
+        yield opened
+
+
+def test_a_delayed_message_and_a_retry_come_now(broker: Broker, clock: Adjusted) -> None:
+    seen: queue.Queue[bytes] = queue.Queue()
+    consumer = PushConsumer(broker, "g")
+
+    @consumer.subscribe("T")
+    def listen(message: DeliveredMessage) -> None:
+        seen.put(message.body)
+        if message.body == b"retried" and not message.reconsume_times:
+            raise ValueError("the first time")
+
+    consumer.start()
+    producer = Producer(broker, "p")
+    producer.send("T", b"retried")
+    assert seen.get(timeout=WAIT_S) == b"retried"
+    producer.send(Message("T", b"delayed", delay_level=1))
+    clock.ahead_ms = -HOUR_MS
+    assert {seen.get(timeout=WAIT_S), seen.get(timeout=WAIT_S)} == {b"retried", b"delayed"}
+    consumer.shutdown()
+
+
+def test_a_suspended_queue_goes_on_now(broker: Broker, clock: Adjusted) -> None:
+    seen: queue.Queue[int] = queue.Queue()
+    attempts: list[int] = []
+    consumer = PushConsumer(broker, "g", orderly=True)
+
+    @consumer.subscribe("T")
+    def listen(message: DeliveredMessage) -> None:
+        attempts.append(1)
+        seen.put(1)
+        if len(attempts) == 1:
+            raise SuspendQueue
+
+    Producer(broker, "p").send("T", b"x")
+    consumer.start()
+    seen.get(timeout=WAIT_S)
+    clock.ahead_ms = -HOUR_MS
+    seen.get(timeout=WAIT_S)
+    consumer.shutdown()
+
+
+def test_a_lock_does_not_outlive_its_expiry(broker: Broker, clock: Adjusted) -> None:
+    queues = frozenset((MessageQueue("T", broker.name, 0),))
+    assert broker.call(LockQueues("g", "c1", queues)) == queues
+    clock.ahead_ms = -HOUR_MS
+    assert not broker.call(LockQueues("g", "c2", queues))
+    clock.ahead_ms = 61_000 - HOUR_MS
+    assert broker.call(LockQueues("g", "c2", queues)) == queues
