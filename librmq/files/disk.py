@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.lock import DiskLock, lock_holder
@@ -20,6 +21,9 @@ from librmq.files.seam import Entry, File, FileLock, named
 
 __all__ = ["DiskFiles", "TemporaryFolder"]
 
+_BINARY: Final = getattr(os, "O_BINARY", 0)
+# No link is followed to a file that is written: it might lead out of the store.
+_TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -49,13 +53,17 @@ class DiskFiles:
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with named("open", path):
-            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | getattr(os, "O_BINARY", 0))
+            try:
+                descriptor = os.open(path, _TO_WRITE if writable else os.O_RDONLY | _BINARY)
+            except OSError as error:
+                if error.errno == errno.ELOOP and os.path.islink(path):
+                    raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
+                raise
         return self._map(path, descriptor, writable, keep_descriptor)
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with named("create", path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-            descriptor = os.open(path, flags, 0o644)
+            descriptor = os.open(path, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             try:
                 with named("set the length of", path):
@@ -135,7 +143,7 @@ class DiskFiles:
             if file.descriptor >= 0:
                 yield file.descriptor
                 return
-            descriptor = os.open(file.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+            descriptor = os.open(file.path, _TO_WRITE)
             try:
                 yield descriptor
             finally:
@@ -215,8 +223,9 @@ class DiskFiles:
         beside = os.path.join(os.path.dirname(folder), os.path.basename(path) + ".tmp")  # in a folder of other names
         try:
             with named("copy", path):
-                shutil.copyfile(path, beside)
-                with open(beside, "rb+") as file:
+                with open(path, "rb") as source, _new_file(beside) as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
+                    file.flush()
                     os.fsync(file.fileno())
                 os.replace(beside, path)
         except StoreIOError:
@@ -237,7 +246,7 @@ class DiskFiles:
         beside = path + ".tmp"
         try:
             with named("write", path):
-                with open(beside, "wb") as file:
+                with _new_file(beside) as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
@@ -260,6 +269,13 @@ class DiskFiles:
         # As df counts: what only the superuser may fill counts neither as used nor as free.
         within_reach = usage.used + usage.free
         return usage.used / within_reach if within_reach else 0.0
+
+
+def _new_file(path: str) -> BinaryIO:
+    """Make an empty file in the place of a leftover, or of a link, of that name."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.fdopen(os.open(path, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644), "wb")
 
 
 class TemporaryFolder:

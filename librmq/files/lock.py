@@ -1,78 +1,133 @@
-"""A store's lock file, locked so that a broker's JVM and other processes see it."""
+"""A store's lock file, locked so that a broker's JVM and other processes see it.
+
+The first byte is locked as the broker does (``FileChannel.tryLock(0, 1, false)``). A lock of ``fcntl`` belongs to the
+process and ends when the process closes any descriptor of the file, even one that a backup opened for reading. Linux
+also has locks of the open file description: they conflict with the others and end only with the descriptor that took
+them. Within the process a registry refuses a second writer.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
 import sys
 import threading
+from contextlib import suppress
 from typing import Final
 
-from librmq.errors import StoreIOError, StoreLockedError
+from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
+from librmq.files.seam import named
 
 if sys.platform != "win32":
     import fcntl
-from librmq.files.seam import named
 
 __all__ = ["DiskLock", "lock_holder"]
 
+_FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x")
+"""``struct flock``: type, whence, start, length, pid on 64-bit Linux; start, length, pid, type, whence on macOS."""
+_HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
+_OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_IN_THE_WAY: Final = (errno.EACCES, errno.EAGAIN)
 
-_LOCKED_BYTE: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
-
-# The process's own locks by (device, inode): fcntl does not exclude one's own process, and closing any descriptor
-# of the file would release the lock, so the file of a held lock is never opened again here.
-_held: dict[tuple[int, int], str] = {}
+_Key = tuple[int, int]  # device and inode
+_held: dict[_Key, DiskLock] = {}
 _held_guard = threading.Lock()
-
-
-def _conflict(descriptor: int) -> str | None:
-    """Who would be in the way of locking the first byte."""
-    asked = _LOCKED_BYTE.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-    kind, _, _, _, pid = _LOCKED_BYTE.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    return None if kind == fcntl.F_UNLCK else f"process {pid}"
+_found: dict[_Key, tuple[int, int]] = {}  # process and descriptor that held a lock when last looked for
 
 
 class DiskLock:
-    """The first byte of the lock file, locked as the broker's JVM does (``FileChannel.tryLock(0, 1, false)``)."""
+    """The lock of one store, held until `release`.
+
+    Raises:
+        StoreLockedError: another writer holds it; the message names the process where it can be known.
+        CorruptionError: the name belongs to something else than a regular file, such as a symbolic link.
+        StoreIOError: the file can't be opened, written or locked.
+    """
 
     def __init__(self, path: str) -> None:
+        self._path = os.path.abspath(path)
+        self._descriptor = -1
         with _held_guard, named("lock", path):
-            if os.path.exists(path):
-                status = os.stat(path)
-                if (status.st_dev, status.st_ino) in _held:
+            for held in _held.values():
+                if held._path == self._path:
                     raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if sys.platform != "win32":
-                    try:
-                        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0, os.SEEK_SET)
-                    except OSError as error:
-                        if error.errno not in (errno.EACCES, errno.EAGAIN):
-                            raise
-                        holder = _conflict(descriptor) or "another process"
-                        raise StoreLockedError(f"{path}: locked by {holder}") from None
-                os.pwrite(descriptor, b"lock", 0)
-                status = os.fstat(descriptor)
-            except BaseException:
+            while self._descriptor < 0:
+                self._descriptor, self._key = self._take(path)
+
+    def _take(self, path: str) -> tuple[int, _Key]:
+        """Return the locked file's descriptor, -1 where the file was replaced meanwhile, and what identifies it."""
+        if not _may_be_opened(path):
+            raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
+        try:
+            descriptor = os.open(path, _OPEN, 0o644)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
+            raise
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptionError(path, 0, "name", "expected a regular file")
+            if sys.platform != "win32":
+                self._lock(descriptor, path)
+            if not _is_at(path, _key_of(status)):
                 os.close(descriptor)
+                return -1, _key_of(status)
+            os.write(descriptor, b"lock")
+        except BaseException:
+            with suppress(OSError):
+                os.close(descriptor)
+            raise
+        _held[_key_of(status)] = self
+        return descriptor, _key_of(status)
+
+    @staticmethod
+    def _lock(descriptor: int, path: str) -> None:
+        try:
+            _set_lock(descriptor, fcntl.F_WRLCK)
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
                 raise
-            self._key = (status.st_dev, status.st_ino)
-            self._descriptor = descriptor
-            _held[self._key] = path
+            holder = _conflict(descriptor, os.fstat(descriptor)) or "another process"
+            raise StoreLockedError(f"{path}: locked by {holder}") from None
+
+    def check(self) -> None:
+        """Check that the lock file is still the one that was locked: by another one, another writer may be let in.
+
+        Raises:
+            StoreIOError: it was deleted or replaced.
+        """
+        if not _is_at(self._path, self._key):
+            what = OSError(errno.ESTALE, "the lock file was deleted or replaced: another process may write here too")
+            raise StoreIOError("keep the lock", self._path, what)
 
     def release(self) -> None:
+        """Give the lock back; doing so again does nothing."""
         with _held_guard:
             if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+                descriptor, self._descriptor = self._descriptor, -1
                 _held.pop(self._key, None)
+                try:
+                    if sys.platform != "win32":  # a child between fork and exec may have a copy of the descriptor
+                        _set_lock(descriptor, fcntl.F_UNLCK)
+                finally:
+                    os.close(descriptor)
+
+    def forget(self) -> None:
+        """Close a forked child's copy of the descriptor; the parent keeps its lock."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def _after_fork() -> None:
     global _held_guard
-    _held.clear()  # locks of fcntl are not inherited: the child holds none of its parent's
-    _held_guard = threading.Lock()  # some thread of the parent may hold it
+    _held_guard = threading.Lock()  # a thread of the parent may hold it
+    for lock in list(_held.values()):
+        lock.forget()
+    _held.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -80,7 +135,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_holder(path: str) -> str | None:
-    """Who holds the lock, None for nobody; changes nothing."""
+    """Return what holds the lock of the file ``path``, None where nothing does. Changes nothing."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -88,13 +143,86 @@ def lock_holder(path: str) -> str | None:
     except OSError as error:
         raise StoreIOError("look at the lock", path, error) from error
     with _held_guard:
-        if (status.st_dev, status.st_ino) in _held:
+        if _key_of(status) in _held:
             return f"this process (pid {os.getpid()})"
         if sys.platform == "win32":
             return None
         with named("look at the lock", path):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be anything, a pipe too
             try:
-                return _conflict(descriptor)
+                return _conflict(descriptor, status)
             finally:
                 os.close(descriptor)
+
+
+def _may_be_opened(path: str) -> bool:
+    """Return whether no lock of this process is on the file, which closing it again might end."""
+    try:
+        return _key_of(os.stat(path)) not in _held
+    except OSError:
+        return True
+
+
+def _is_at(path: str, key: _Key) -> bool:
+    try:
+        return _key_of(os.lstat(path)) == key
+    except FileNotFoundError:
+        return False
+
+
+def _key_of(status: os.stat_result) -> _Key:
+    return status.st_dev, status.st_ino
+
+
+def _set_lock(descriptor: int, kind: int) -> None:
+    """Lock or unlock the first byte, by the open file description where the system can."""
+    if _HAS_OWN_LOCKS:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(kind))
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel, or a file system, that does not know them
+                raise
+    fcntl.lockf(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+
+
+def _flock(kind: int) -> bytes:
+    if sys.platform == "darwin":
+        return _FLOCK.pack(0, 1, 0, kind, os.SEEK_SET)
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
+
+
+def _conflict(descriptor: int, status: os.stat_result) -> str | None:
+    """Return what is in the way of locking the first byte, None where nothing is."""
+    found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
+    pid, kind = (found[2], found[3]) if sys.platform == "darwin" else (found[4], found[0])
+    if kind == fcntl.F_UNLCK:
+        return None
+    if pid <= 0:  # a lock of an open file description, which has no process
+        pid = _find_holder(_key_of(status))
+    return f"process {pid}" if pid > 0 else "another process"
+
+
+def _find_holder(key: _Key) -> int:
+    """Return the process that has a locked descriptor of the file, 0 where none can be seen."""
+    known = _found.get(key)
+    if known is not None and _has_lock(*known, key):
+        return known[0]
+    _found.pop(key, None)
+    with suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with suppress(OSError):  # it ended meanwhile, or is another user's
+                    for descriptor in map(int, os.listdir(f"/proc/{name}/fd")):
+                        if _has_lock(int(name), descriptor, key):
+                            _found[key] = int(name), descriptor
+                            return int(name)
+    return 0
+
+
+def _has_lock(pid: int, descriptor: int, key: _Key) -> bool:
+    with suppress(OSError):
+        if _key_of(os.stat(f"/proc/{pid}/fd/{descriptor}")) == key:
+            with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii") as file:
+                return "lock:" in file.read()
+    return False

@@ -80,9 +80,15 @@ class Entry:
 
 
 class FileLock(Protocol):
-    """A held lock of a store; ``release`` gives it back (once)."""
+    """A held lock of a store."""
 
-    def release(self) -> None: ...
+    def check(self) -> None:
+        """Check that the lock still keeps other writers out; `StoreIOError` if its file was deleted or replaced."""
+        ...
+
+    def release(self) -> None:
+        """Give the lock back; doing so again does nothing."""
+        ...
 
 
 class Files(Protocol):

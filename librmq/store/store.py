@@ -211,7 +211,7 @@ class MessageStore(Appends):
         self.checkpoint = parts.checkpoint
         self._dispatcher = parts.dispatcher
         self._lanes = parts.lanes
-        self._commit = GroupCommit(self.log.flush, self.log.end, self._on_failed_flush)
+        self._commit = GroupCommit(self._flush_log, self.log.end, self._on_failed_flush)
         self._settled = 0  # below this physical offset queues and index have reached the device too
         self._derived_failure: StoreIOError | None = None  # a flush of queues or index: until reopened, none counts
         self._retention = Retention(
@@ -476,6 +476,12 @@ class MessageStore(Appends):
             background, self._background = self._background, None
         if background is not None:
             background.stop()
+
+    def _flush_log(self) -> int:
+        """Flush the log, if this handle is still the only writer: what another one wrote over is not acknowledged."""
+        if self._file_lock is not None:
+            self._file_lock.check()
+        return self.log.flush()
 
     def _on_failed_flush(self) -> None:
         self._accepts = False

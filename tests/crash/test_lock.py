@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 import librmq
+from librmq.broker import Broker
 from librmq.cli import main
 from librmq.config import StoreConfig
-from librmq.errors import StoreLockedError
+from librmq.errors import CorruptionError, FlushFailedError, StoreLockedError
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -175,3 +176,89 @@ def test_librmq_is_refused_while_a_jvm_writes(store: Path, capsys: pytest.Captur
         with MessageStore.open(store, read_only=True) as reader:
             assert len(list(reader)) == 1
     fill(store)
+
+
+# ------------------------------------------------------------------------------------- what must not end the lock
+
+
+def test_a_backup_by_the_process_itself_does_not_end_the_lock(store: Path, tmp_path: Path) -> None:
+    """Repair 1.6: closing any descriptor of the file ends a lock of the process."""
+    with MessageStore.open(store, CONFIG) as writer:
+        shutil.copytree(store, tmp_path / "copy")
+        (store / "lock").read_bytes()
+        with process(*librmq_process(store)) as (_, said):
+            assert said.startswith("refused:")
+            assert f"process {os.getpid()}" in said
+        writer.append(Message("t", b"2"))
+
+
+def test_a_forked_child_holds_no_lock(store: Path) -> None:
+    """Neither while its parent lives nor after: it closes its copy."""
+    writer = MessageStore.open(store, CONFIG)
+    asked, answer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(answer)
+            os.read(asked, 1)  # returns when the parent closes its end
+        finally:
+            os._exit(0)
+    try:
+        assert_refused(store, f"this process (pid {os.getpid()})")
+        writer.close()
+        with process(*librmq_process(store)) as (_, said):
+            assert said == "locked"
+    finally:
+        os.close(answer)
+        os.close(asked)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_a_writer_whose_lock_file_is_another_one_acknowledges_nothing_more(store: Path, change: str) -> None:
+    """Repair 1.6: who locks the new file writes beside it."""
+    with MessageStore.open(store, CONFIG) as writer:
+        writer.append(Message("t", b"2"))
+        (store / "lock").unlink()
+        if change == "replaced":
+            (store / "lock").write_bytes(b"lock")
+        with pytest.raises(StoreLockedError, match="this process"):
+            MessageStore.open(store, CONFIG)
+        with pytest.raises(FlushFailedError, match="lock file was deleted or replaced"):
+            writer.flush()
+        with pytest.raises(FlushFailedError):
+            writer.append(Message("t", b"3"))
+        with pytest.raises(FlushFailedError):
+            writer.close()
+    fill(store)
+
+
+@pytest.mark.parametrize("name", ["lock", "config/topics.json.tmp", "checkpoint.tmp", "librmq/closed.json.tmp"])
+def test_links_are_not_followed_out_of_the_store_by_writing(store: Path, tmp_path: Path, name: str) -> None:
+    """Repair 4: a store from elsewhere may have links in it."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    place = store / name
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(outside)
+    if name == "lock":
+        with pytest.raises(CorruptionError, match="a symbolic link"):
+            MessageStore.open(store, CONFIG)
+    else:
+        with Broker.open(store, store_config=CONFIG) as broker:
+            broker.create_topic("u", 1)
+    assert outside.read_bytes() == b"precious"
+
+
+def test_a_log_file_that_is_a_link_is_not_written(store: Path, tmp_path: Path) -> None:
+    """Repair 4: reading follows it."""
+    inside, outside = next((store / "commitlog").iterdir()), tmp_path / "outside"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    before = outside.read_bytes()
+    with pytest.raises(CorruptionError, match="a symbolic link"), MessageStore.open(store, CONFIG) as writer:
+        writer.append(Message("t", b"2"))
+    assert outside.read_bytes() == before
+    with MessageStore.open(store, read_only=True) as reader:
+        assert len(list(reader)) == 1
