@@ -14,14 +14,14 @@ from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Stopwatch, Tar
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message.message import Message
-from librmq.scheduling.timer import Timers, TimerSettings
+from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
 
 TIMERS: Final = 10_000
 PENDING: Final = 1_000_000
 DAY_S: Final = 86_400
 BODY: Final = b"x" * 128
-SETTINGS: Final = TimerSettings(save_every_s=None)
+SETTINGS: Final = TimerConfig(save_every_s=None)
 
 
 def message(number: int, seconds: int | None) -> Message:

@@ -12,7 +12,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import Transactions
 
 TRANSACTIONS: Final = 20_000
@@ -47,7 +47,7 @@ def commits(count: int) -> Run:
     def run(folder: Path) -> float:
         made, clock = messages(count), ManualClock()
         with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
-            transactions = Transactions(store, BrokerConfig.open(str(folder / "config")), clock.now_ms())
+            transactions = Transactions(store, BrokerTables.open(str(folder / "config")), clock.now_ms())
             with Stopwatch() as watch:
                 for message in made:
                     half = transactions.prepare(message, 0)
@@ -80,7 +80,7 @@ def passes(pending: int, ended: int) -> Run:
         clock = ManualClock()
         made = messages(pending + ended)
         with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
-            transactions = Transactions(store, BrokerConfig.open(str(folder / "config")), clock.now_ms())
+            transactions = Transactions(store, BrokerTables.open(str(folder / "config")), clock.now_ms())
             for message in made[:ended]:
                 half = transactions.prepare(message, 0)
                 transactions.rollback(half.physical_offset, half.queue_offset, "group")

@@ -8,7 +8,7 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.broker import Broker as Broker
-    from librmq.broker import BrokerSettings as BrokerSettings
+    from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client.identity import Client as Client
     from librmq.client.producer import Producer as Producer
     from librmq.client.producer import ProducerConfig as ProducerConfig
@@ -98,10 +98,10 @@ if TYPE_CHECKING:
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.indexfile import IndexFile as IndexFile
     from librmq.store.format.keyindex import KeyIndex as KeyIndex
-    from librmq.txn import TransactionSettings as TransactionSettings
+    from librmq.txn import TransactionConfig as TransactionConfig
 
 _MODULES = {
-    "broker": ("Broker", "BrokerSettings"),
+    "broker": ("Broker", "BrokerConfig"),
     "client.identity": ("Client",),
     "client.producer": ("Producer", "ProducerConfig", "SendResult"),
     "client.queue_selectors": ("select_by_hash", "select_by_remainder"),
@@ -168,7 +168,7 @@ _MODULES = {
     "store.format.checkpoint": ("Checkpoint",),
     "store.format.indexfile": ("IndexFile",),
     "store.format.keyindex": ("KeyIndex",),
-    "txn": ("TransactionSettings",),
+    "txn": ("TransactionConfig",),
 }
 if not TYPE_CHECKING:  # else a checker would take any name for granted
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

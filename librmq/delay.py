@@ -18,13 +18,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol
 
+from librmq.config import Between, Config, Seconds
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import (
     LASTING,
-    ConfigError,
     CorruptionError,
     MessageIllegalError,
     RecordError,
@@ -39,7 +39,7 @@ from librmq.runtime.runner import Aside
 from librmq.store import MessageStore
 from librmq.store.engine.append import AppendResult, Copy
 
-__all__ = ["DelayOffsets", "DelaySchedule", "DelaySettings"]
+__all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
 _log = logging.getLogger("librmq.delay")
 
@@ -48,33 +48,23 @@ _HASHES: Final = -(1 << 31), 1 << 31  # a time in ms of this century is none of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelaySettings:
-    """When a schedule looks and saves, in seconds; the defaults are 4.9.4's. `ConfigError` for what is no time."""
+class DelayConfig(Config):
+    """When a schedule looks and saves; the defaults are 4.9.4's."""
 
-    first_look_s: float = 1
+    first_look_s: Annotated[float, Seconds()] = 1
     """From the start to the first look."""
-    look_every_s: float = 0.1
+    look_every_s: Annotated[float, Seconds(0.001)] = 0.1
     """From one look to the next; in whole milliseconds."""
-    retry_s: float = 10
+    retry_s: Annotated[float, Seconds(0.001)] = 10
     """From a failure (a full disk, a damaged queue) to the next look at the same level."""
-    save_every_s: float | None = 10
+    save_every_s: Annotated[float | None, Seconds()] = 10
     """From the first delivery that is not saved to saving; None leaves it to `DelaySchedule.save`."""
-    most_at_once: int = 10_000
-    """So many messages of a level are delivered in one turn; what is left is due at once."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("first_look_s", 0), ("look_every_s", 0.001), ("retry_s", 0.001), ("save_every_s", 0)):
-            value = getattr(self, name)
-            if name == "save_every_s" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 86_400 * 365:
-                raise ConfigError(f"{name}: expected seconds, {least} or more, found {value!r}")
-        if type(self.most_at_once) is not int or self.most_at_once < 1:
-            raise ConfigError(f"most_at_once: expected a number above 0, found {self.most_at_once!r}")
+    most_at_once: Annotated[int, Between(1)] = 10_000
+    """Messages of a level that one turn delivers; what is left is due at once."""
 
 
 class DelayOffsets(Protocol):
-    """Where the progress of each level is kept; `librmq.store.format.broker_tables.BrokerConfig` is one."""
+    """Where the progress of each level is kept; `librmq.store.format.broker_tables.BrokerTables` is one."""
 
     def delay_offset(self, level: int) -> int: ...
 
@@ -176,7 +166,7 @@ class DelaySchedule:
         store: MessageStore,
         offsets: DelayOffsets,
         start_ms: int,
-        settings: DelaySettings | None = None,
+        settings: DelayConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
         aside: Aside | None = None,
@@ -186,7 +176,7 @@ class DelaySchedule:
 
         ``aside`` lets other things go on while the store is flushed; None flushes within `run_due`.
         """
-        settings = settings or DelaySettings()
+        settings = settings or DelayConfig()
         self._store = store
         self._offsets = offsets
         self._delivered = delivered

@@ -22,11 +22,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
+from librmq.config import Between, Config, Seconds
 from librmq.errors import (
     LASTING,
-    ConfigError,
     CorruptionError,
     MessageIllegalError,
     RmqError,
@@ -43,7 +43,7 @@ from librmq.scheduling.transaction_check import CheckPass
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 
-__all__ = ["CheckBack", "Checked", "Delivered", "TransactionSettings", "Transactions"]
+__all__ = ["CheckBack", "Checked", "Delivered", "TransactionConfig", "Transactions"]
 
 _RESERVED_HOURS: Final = 72
 _log = logging.getLogger("librmq.txn")
@@ -54,39 +54,28 @@ _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
 _MOST_UNCOUNTED: Final = 1 << 16
+_MOST_INT: Final = (1 << 31) - 1
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
 _SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionSettings:
-    """When halves are checked, in seconds; the defaults are 4.9.4's. `ConfigError` for what is out of range."""
+class TransactionConfig(Config):
+    """When the broker checks half messages; the defaults are 4.9.4's."""
 
-    timeout_s: float = 6
-    """From the birth of a half to its first check, unless it has an immunity of its own."""
-    check_max: int = 15
-    """After so many checks a half is discarded."""
-    interval_s: float = 60
+    timeout_s: Annotated[float, Seconds()] = 6
+    """Age of a half message at its first check, unless it has an immunity of its own."""
+    check_max: Annotated[int, Between(1, _MOST_INT)] = 15
+    """Checks after which a half message is discarded."""
+    interval_s: Annotated[float, Seconds(0.001)] = 60
     """From one check pass to the next."""
-    longest_pass_s: float = 60
+    longest_pass_s: Annotated[float, Seconds(0.001)] = 60
     """A pass that takes longer ends where it is."""
-    reserved_hours: int | None = None
-    """A half born longer ago is discarded; None takes the store's ``file_reserved_hours``, 72 where it has none."""
-    most_at_once: int = 1000
-    """So many halves are judged in one turn of `Transactions.run_due`; the pass goes on in the next."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("timeout_s", 0), ("interval_s", 0.001), ("longest_pass_s", 0.001)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 86_400 * 365:
-                raise ConfigError(f"{name}: expected seconds, {least} or more, found {value!r}")
-        for name in ("check_max", "reserved_hours", "most_at_once"):
-            value = getattr(self, name)
-            if name == "reserved_hours" and value is None:
-                continue
-            if type(value) is not int or not 0 < value < 1 << 31:
-                raise ConfigError(f"{name}: expected a number above 0, found {value!r}")
+    reserved_hours: Annotated[int | None, Between(1, _MOST_INT)] = None
+    """Age at which a half message is discarded; None: the store's ``file_reserved_hours``, 72 where it has none."""
+    most_at_once: Annotated[int, Between(1, _MOST_INT)] = 1000
+    """Half messages that one turn of `Transactions.run_due` judges; the pass goes on in the next."""
 
 
 class CheckBack(NamedTuple):
@@ -164,7 +153,7 @@ class Transactions:
         store: MessageStore,
         offsets: TransactionOffsets,
         start_ms: int,
-        settings: TransactionSettings | None = None,
+        settings: TransactionConfig | None = None,
         *,
         ask: Callable[[CheckBack], None] = lambda question: None,
         discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
@@ -188,7 +177,7 @@ class Transactions:
         self._uncounted: set[int] = set()
         self._store = store
         self._offsets = offsets
-        self._settings = settings or TransactionSettings()
+        self._settings = settings or TransactionConfig()
         self._ask = ask
         self._discarded = discarded
         self._delivered = delivered
@@ -439,7 +428,7 @@ class Transactions:
 
     # -------------------------------------------------------------------------------------------------------- check
 
-    def check(self, now_ms: int, settings: TransactionSettings | None = None) -> Checked:
+    def check(self, now_ms: int, settings: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, whatever `run_due` would do. Raises what the store does."""
         self.save()
         did = Checked([], [])
@@ -503,7 +492,7 @@ class Transactions:
         _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # which a full disk does not keep from being told
         return end > progress(self._store, self._offsets, HALF_TOPIC)
 
-    def _begin_pass(self, now_ms: int, settings: TransactionSettings, did: Checked | None = None) -> CheckPass:
+    def _begin_pass(self, now_ms: int, settings: TransactionConfig, did: Checked | None = None) -> CheckPass:
         """Begin a check pass; ``did`` collects what it does, unless it is None: it may be much."""
 
         def ask(copy: StoredMessage, check_times: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.delay import _NEEDED, DelaySchedule, DelaySettings, _Layout
+from librmq.delay import _NEEDED, DelayConfig, DelaySchedule, _Layout
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -31,11 +31,11 @@ from librmq.message.record import (
 )
 from librmq.message.topics import HALF_TOPIC
 from librmq.store import AppendResult
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
 
-NOW = DelaySettings(first_look_s=0, save_every_s=None)
+NOW = DelayConfig(first_look_s=0, save_every_s=None)
 
 
 class Waiting(ByTime):
@@ -44,13 +44,13 @@ class Waiting(ByTime):
     def __init__(
         self,
         config: StoreConfig = SMALL,
-        settings: DelaySettings = NOW,
+        settings: DelayConfig = NOW,
         *,
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
     ) -> None:
         super().__init__(config, files, at_ms)
-        self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.offsets = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.told: list[tuple[StoredMessage, AppendResult]] = []
         self.schedule = DelaySchedule(self.store, self.offsets, at_ms, settings, delivered=self.tell)
 
@@ -95,7 +95,7 @@ def test_the_first_look_comes_a_second_after_the_start() -> None:
     earlier = Waiting(files=files)
     earlier.put()
     earlier.store.close()
-    waiting = Waiting(settings=DelaySettings(), files=files, at_ms=START_MS + 5_030)
+    waiting = Waiting(settings=DelayConfig(), files=files, at_ms=START_MS + 5_030)
     assert waiting.pass_to(5_050) == 6_030
     assert waiting.pass_to(6_029) == 6_030
     waiting.pass_to(6_030)
@@ -302,7 +302,7 @@ def test_progress_is_saved_after_a_while_and_not_lost() -> None:
     waiting.schedule.save(0)  # nothing to save
     waiting.pass_to(12_000)
     waiting.schedule.save(waiting.clock.now_ms())
-    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
+    assert BrokerTables.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
 
 
 def test_a_restart_goes_on_from_the_saved_progress() -> None:
@@ -539,10 +539,10 @@ def test_progress_is_written_when_what_it_vouches_for_was_flushed() -> None:
     assert waiting.schedule.progress == {1: 2}
     assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
     assert flushes.end() == START_MS + 4_000  # what came meanwhile is for the next time
-    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 1
+    assert BrokerTables.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 1
     waiting.pass_to(4_000)
     assert flushes.end() is None
-    assert BrokerConfig.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
+    assert BrokerTables.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
 
 
 def test_a_flush_apart_that_fails_is_tried_again_or_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -579,4 +579,4 @@ def test_a_failed_flush_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_settings_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        DelaySettings(**changes)
+        DelayConfig(**changes)

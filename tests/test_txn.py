@@ -27,9 +27,9 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
 from librmq.store import AppendResult, MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.keyindex import KeyIndex
-from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, died
 
@@ -46,10 +46,10 @@ class Desk(ByTime):
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
         original: bool = False,
-        settings: TransactionSettings | None = None,
+        settings: TransactionConfig | None = None,
     ) -> None:
         super().__init__(config, files, at_ms)
-        self.offsets = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.offsets = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.asked: list[CheckBack] = []
         self.discarded: list[tuple[StoredMessage, int]] = []
         self.topics: list[str] = []
@@ -77,7 +77,7 @@ class Desk(ByTime):
     def check(self, later_ms: int = 10_000, **settings: Any) -> list[StoredMessage]:
         """A whole pass some time later; returns the copies that are asked about."""
         self.clock.advance(ms=later_ms)
-        asked = self.transactions.check(self.clock.now_ms(), TransactionSettings(**settings)).asked
+        asked = self.transactions.check(self.clock.now_ms(), TransactionConfig(**settings)).asked
         return [question.half for question in asked]
 
     def run_due(self, now_ms: int) -> int | None:
@@ -593,7 +593,7 @@ def test_a_year_of_nobody_answering_passes_quickly(desk: Desk) -> None:
 
 
 def test_a_pass_takes_several_turns() -> None:
-    desk = Desk(settings=TransactionSettings(most_at_once=10))
+    desk = Desk(settings=TransactionConfig(most_at_once=10))
     halves = [desk.prepare(number) for number in range(25)]
     desk.pass_to(59_999)
     desk.clock.advance(ms=1)
@@ -613,7 +613,7 @@ def test_a_pass_takes_several_turns() -> None:
 
 
 def test_a_pass_that_takes_too_long_ends_where_it_is() -> None:
-    desk = Desk(settings=TransactionSettings(most_at_once=10))
+    desk = Desk(settings=TransactionConfig(most_at_once=10))
     for number in range(25):
         desk.prepare(number)
     desk.pass_to(59_999)
@@ -697,4 +697,4 @@ def test_a_store_that_is_closed_is_told(desk: Desk) -> None:
 )
 def test_settings_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        dataclasses.replace(TransactionSettings(), **changes)
+        dataclasses.replace(TransactionConfig(), **changes)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from librmq.broker.broker import Broker
-from librmq.broker.settings import BrokerSettings
+from librmq.broker.config import BrokerConfig
 
-__all__ = ["Broker", "BrokerSettings"]
+__all__ = ["Broker", "BrokerConfig"]

@@ -21,6 +21,7 @@ from typing import Any, Final, Self, TypeVar
 
 from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
+from librmq.broker.config import BrokerConfig
 from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.groups import Groups
 from librmq.broker.locks import QueueLocks
@@ -30,7 +31,6 @@ from librmq.broker.progress import Progress
 from librmq.broker.pulling import Pulling
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
-from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topics
 from librmq.broker.transactions import BrokerTransactions, CheckOffsets, DiscardHook
 from librmq.clock import Clock, ManualClock
@@ -91,7 +91,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling.relay import HOP_TOPIC, HopProxy
 from librmq.scheduling.timer import Timers
 from librmq.store import AppendResult, MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 
 __all__ = ["Broker"]
 
@@ -110,7 +110,7 @@ class Broker:
     runner: Runner
     """Takes the turns of the broker and of its clients."""
     store: MessageStore
-    config: BrokerSettings
+    config: BrokerConfig
     metrics: Metrics | None
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Broker:
     def open(
         cls,
         path: str | os.PathLike[str],
-        config: BrokerSettings | None = None,
+        config: BrokerConfig | None = None,
         *,
         name: str = "broker-a",
         cluster_name: str = "DefaultCluster",
@@ -144,14 +144,14 @@ class Broker:
                 undo.callback(own.close)
             broker._own_runner = own
             broker.metrics = metrics
-            broker._open(os.fspath(path), config or BrokerSettings(), name, cluster_name, store_config, runner, files)
+            broker._open(os.fspath(path), config or BrokerConfig(), name, cluster_name, store_config, runner, files)
             undo.pop_all()
         return broker
 
     @classmethod
     def temporary(
         cls,
-        config: BrokerSettings | None = None,
+        config: BrokerConfig | None = None,
         *,
         name: str = "broker-a",
         cluster_name: str = "DefaultCluster",
@@ -182,7 +182,7 @@ class Broker:
     def _open(
         self,
         path: str,
-        config: BrokerSettings,
+        config: BrokerConfig,
         name: str,
         cluster_name: str,
         store_config: StoreConfig | None,
@@ -201,7 +201,7 @@ class Broker:
         by_hand = isinstance(runner.clock, ManualClock)
         if files is None or (by_hand and type(files) is DiskFiles):
             files = _DiskByHand() if by_hand else DiskFiles()
-        tables = BrokerConfig.open(os.path.join(path, "config"), files=files)
+        tables = BrokerTables.open(os.path.join(path, "config"), files=files)
         self._registrations = tables.registrations(now_ms)
         self.store = MessageStore.open(
             path,
@@ -218,7 +218,7 @@ class Broker:
             self.store.close()
             raise
 
-    def _compose(self, tables: BrokerConfig, by_hand: bool, now_ms: int) -> None:
+    def _compose(self, tables: BrokerTables, by_hand: bool, now_ms: int) -> None:
         self._by_hand = by_hand
         name, runner, config, store = self.name, self.runner, self.config, self.store
         self._writing = Writing(None if by_hand else self._submit_writing, store.flush)

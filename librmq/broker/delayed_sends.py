@@ -20,7 +20,7 @@ from librmq.scheduling.timer_settings import DELAY_MS, DELAY_SEC, DELETE_KEY, DE
 __all__ = ["DelayedSends"]
 
 _TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
-_SWITCH_ON: Final = "open the broker with BrokerSettings(timers=TimerSettings()) or BrokerSettings(hops=True)"
+_SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
 
 
 class DelayedSends:
@@ -83,7 +83,7 @@ class DelayedSends:
         if not self._has_relay:
             raise MessageIllegalError(
                 f"topic {HOP_TOPIC!r}: nothing carries its messages to their time: "
-                "open the broker with BrokerSettings(hops=True)"
+                "open the broker with BrokerConfig(hops=True)"
             )
         properties = carried.properties
         topic, queue_id = properties.get(TARGET_TOPIC), java_int(properties.get(TARGET_QUEUE_ID, "0"))

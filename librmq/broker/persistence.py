@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.broker.offsets import ConsumerOffsets
 from librmq.errors import LASTING, StoreClosedError, StoreError
-from librmq.store.format.broker_tables import BrokerConfig, ConfigTable
+from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -128,7 +128,7 @@ class Saving:
 
     def __init__(
         self,
-        tables: BrokerConfig,
+        tables: BrokerTables,
         writing: Writing,
         registrations: Registrations,
         offsets_after_ms: int,
@@ -198,7 +198,7 @@ class Saving:
 class DelayProgress:
     """Where the delay schedule keeps how far it has come."""
 
-    def __init__(self, tables: BrokerConfig, writing: Writing) -> None:
+    def __init__(self, tables: BrokerTables, writing: Writing) -> None:
         self._tables = tables
         self._writing = writing
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from librmq.broker.config import BrokerConfig
 from librmq.broker.delayed_sends import DelayedSends, names_time
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import Holds
-from librmq.broker.settings import BrokerSettings
 from librmq.broker.topics import Topic, Topics
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError, MessageIllegalError
 from librmq.java.integers import java_int
@@ -64,7 +64,7 @@ class Sending:
         topics: Topics,
         groups: Groups,
         holds: Holds,
-        settings: BrokerSettings,
+        settings: BrokerConfig,
         cluster_name: str,
         delayed: Callable[[int, int], None],
         prepared: Callable[[], None],

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
-from librmq.broker.settings import BrokerSettings
+from librmq.broker.config import BrokerConfig
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import (
@@ -72,7 +72,7 @@ class Topics:
         self,
         table: ConfigTable,
         save: Callable[[ConfigTable, int], None],
-        settings: BrokerSettings,
+        settings: BrokerConfig,
         broker_name: str,
         cluster_name: str,
         now_ms: Callable[[], int],

@@ -22,7 +22,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime.runner import Aside, Runner, Step, Work
 from librmq.store import MessageStore
-from librmq.txn import CheckBack, Delivered, Transactions, TransactionSettings
+from librmq.txn import CheckBack, Delivered, TransactionConfig, Transactions
 
 __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 
@@ -43,7 +43,7 @@ class BrokerTransactions:
         offsets: ConsumerOffsets,
         registry: Registry,
         sending: Sending,
-        settings: TransactionSettings,
+        settings: TransactionConfig,
         original: bool,
         broker_name: str,
         step: Callable[[Callable[[int], int | None]], Step],

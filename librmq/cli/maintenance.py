@@ -57,10 +57,10 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
 
 def _registrations(store: str, files: Files) -> Registrations | None:
     """The groups' filters, for the bitmaps of units that are made again; messages without one are looked at instead."""
-    from librmq.store.format.broker_tables import BrokerConfig
+    from librmq.store.format.broker_tables import BrokerTables
 
     try:
-        return BrokerConfig.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())
+        return BrokerTables.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())
     except (CorruptionError, ConfigError) as error:
         complain(f"note: bitmaps of filters are not made again: {error}")
         return None
@@ -73,9 +73,9 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
     config = settle_config(arguments.store, files, arguments.config)
 
     from librmq.cli import load
-    from librmq.scheduling.timer import TimerSettings
+    from librmq.scheduling.timer import TimerConfig
 
-    timer = TimerSettings.from_row(read_config(arguments.config)) if arguments.config else None
+    timer = TimerConfig.from_row(read_config(arguments.config)) if arguments.config else None
 
     def write(row: dict[str, Any]) -> None:
         output.row(row)

@@ -26,9 +26,9 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import GetStatus
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
-from librmq.txn import TransactionSettings
+from librmq.txn import TransactionConfig
 
 __all__ = ["Kind", "Pending", "pending"]
 
@@ -36,7 +36,7 @@ Kind = Literal["half", "delay", "timer"]
 
 KINDS: Final[tuple[Kind, ...]] = ("half", "delay", "timer")
 _READ: Final = 32
-_TIMEOUT_MS: Final = round(1000 * TransactionSettings().timeout_s)
+_TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
 
 
 class Pending(NamedTuple):
@@ -55,7 +55,7 @@ class Pending(NamedTuple):
 
 
 def pending(
-    store: MessageStore, tables: BrokerConfig | None = None, *, kind: Kind | None = None, topic: str | None = None
+    store: MessageStore, tables: BrokerTables | None = None, *, kind: Kind | None = None, topic: str | None = None
 ) -> Iterator[Pending]:
     """All that waits in a store, by kind, delayed messages and timers in the order of their times.
 
@@ -64,7 +64,7 @@ def pending(
     just now may still be shown. `CorruptionError` for files that can't be read.
     """
     if tables is None:
-        tables = BrokerConfig.open(os.path.join(store.path, directory.CONFIG), files=store.files)
+        tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
     store.refresh()
     for one in KINDS:
         if kind is None or kind == one:
@@ -97,7 +97,7 @@ def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Ite
         at = found.next_offset
 
 
-def _halves(store: MessageStore, tables: BrokerConfig) -> Iterator[tuple[int, StoredMessage]]:
+def _halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
     ended = EndedHalves(store, tables)
     for half in _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC)):
         if half.queue_offset in ended:
@@ -106,7 +106,7 @@ def _halves(store: MessageStore, tables: BrokerConfig) -> Iterator[tuple[int, St
         yield half.born_timestamp_ms + (_TIMEOUT_MS if own is None or own == -1 else 1000 * own), half
 
 
-def _delays(store: MessageStore, tables: BrokerConfig) -> Iterator[tuple[int, StoredMessage]]:
+def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
     def of_level(queue_id: int) -> Iterator[tuple[int, int, StoredMessage]]:
         queue = store.queue(SCHEDULE_TOPIC, queue_id)
         begin = tables.delay_offset(level_of_queue_id(queue_id))

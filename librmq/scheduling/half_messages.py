@@ -29,7 +29,7 @@ OP_TAG: Final = "d"
 
 
 class TransactionOffsets(Protocol):
-    """Where the progress of the check is kept; `librmq.store.format.broker_tables.BrokerConfig` is one."""
+    """Where the progress of the check is kept; `librmq.store.format.broker_tables.BrokerTables` is one."""
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None: ...
 

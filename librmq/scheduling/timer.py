@@ -51,8 +51,8 @@ from librmq.scheduling.timer_settings import (
     OUT_MS,
     ROLL_TIMES,
     TIMER_TOPIC,
+    TimerConfig,
     TimerRefusedError,
-    TimerSettings,
     delete_key,
     is_timed,
     out_time_ms,
@@ -62,7 +62,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
 
-__all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "Timers", "delete_key", "is_timed"]
+__all__ = ["TIMER_TOPIC", "TimerConfig", "TimerRefusedError", "Timers", "delete_key", "is_timed"]
 
 _log = logging.getLogger("librmq.timer")
 
@@ -105,7 +105,7 @@ class Timers:
     def open(
         cls,
         store: MessageStore,
-        settings: TimerSettings | None = None,
+        settings: TimerConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
         aside: Aside | None = None,
@@ -117,13 +117,13 @@ class Timers:
         settings that disagree with the files, `CorruptionError` for files that are none of a timer's.
         """
         timers = object.__new__(cls)
-        timers._open(store, settings or TimerSettings(), delivered, aside)
+        timers._open(store, settings or TimerConfig(), delivered, aside)
         return timers
 
     def _open(
         self,
         store: MessageStore,
-        settings: TimerSettings,
+        settings: TimerConfig,
         delivered: Callable[[StoredMessage, AppendResult], None] | None,
         aside: Aside | None,
     ) -> None:

@@ -6,17 +6,18 @@ Mirrors 5.3.3's ``HookUtils``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self
 
-from librmq.errors import ConfigError, MessageIllegalError
+from librmq.config import Between, Config, Seconds
+from librmq.errors import MessageIllegalError
 from librmq.files.seam import Files
 from librmq.java.integers import java_long
 from librmq.message import record
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
-__all__ = ["TIMER_TOPIC", "TimerRefusedError", "TimerSettings", "delete_key", "is_timed", "out_time_ms"]
+__all__ = ["TIMER_TOPIC", "TimerConfig", "TimerRefusedError", "delete_key", "is_timed", "out_time_ms"]
 
 TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
 DELAY_SEC: Final = "TIMER_DELAY_SEC"
@@ -37,48 +38,31 @@ class TimerRefusedError(MessageIllegalError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimerSettings:
+class TimerConfig(Config):
     """How the wheel is made, and how far ahead it takes messages; the defaults are 5.3.3's.
 
-    The names are those of a ``config`` row. `ConfigError` for what is out of range.
+    The names are those of a ``config`` row.
     """
 
-    timer_precision_ms: int = 1000
-    """A slot has so many milliseconds."""
-    timer_roll_window_slot: int = 2 * 86_400
-    """What is so many slots away, or more, is put on the way."""
-    timer_log_file_size: int = 100 << 20
-    timer_max_delay_sec: int = 3 * 86_400
-    """What is further away is refused."""
-    slots_total: int = 7 * 86_400
+    timer_precision_ms: Annotated[int, Between(1, 86_400_000)] = 1000
+    """Milliseconds of a slot."""
+    timer_roll_window_slot: Annotated[int, Between(2, _INT32 - 1)] = 2 * 86_400
+    """A message this many slots away, or more, is put into a slot on the way."""
+    timer_log_file_size: Annotated[int, Between(UNIT_SIZE + 16, _INT32)] = 100 << 20
+    timer_max_delay_sec: Annotated[int, Between(1, _INT32 - 1)] = 3 * 86_400
+    """The timer refuses what is further away."""
+    slots_total: Annotated[int, Between(_BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2)] = 7 * 86_400
     """The slots of a turn; the wheel has two."""
-    save_every_s: float | None = 1
+    save_every_s: Annotated[float | None, Seconds()] = 1
     """From the first change that is not saved to saving; None leaves it to `Timers.save`."""
-    retry_s: float = 10
+    retry_s: Annotated[float, Seconds()] = 10
     """From a failure (a full disk) to the next try."""
-    most_at_once: int = 10_000
-    """So many messages are delivered, or put into the wheel, in one turn; what is left is due at once."""
+    most_at_once: Annotated[int, Between(1, _INT32 - 1)] = 10_000
+    """Messages that one turn delivers, or puts into the wheel; what is left is due at once."""
 
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("timer_precision_ms", 1, 86_400_000),
-            ("timer_roll_window_slot", 2, _INT32 - 1),
-            ("timer_log_file_size", UNIT_SIZE + 16, _INT32),
-            ("timer_max_delay_sec", 1, _INT32 - 1),
-            ("slots_total", _BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2),
-            ("most_at_once", 1, _INT32 - 1),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ConfigError(f"{name}: expected a whole number from {least} to {most}, found {value!r}")
+    def _check_together(self) -> None:
         if self.window_ms >= _INT32:
-            raise ConfigError("timer_roll_window_slot: its slots are longer than a unit can hold (24 days)")
-        for name in ("save_every_s", "retry_s"):
-            value = getattr(self, name)
-            if value is None and name == "save_every_s":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86_400 * 365:
-                raise ConfigError(f"{name}: expected seconds, found {value!r}")
+            raise self.refusal("timer_roll_window_slot", "slots of less than 24 days in all, which a unit can hold")
 
     @property
     def window_slots(self) -> int:
@@ -92,7 +76,7 @@ class TimerSettings:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self | None:
         """The settings that a ``config`` row names, over 5.3.3's; None if it names none of a timer."""
-        known = {field.name for field in fields(cls)}
+        known = cls.names()
         named = {name: value for name, value in row.items() if name in known}
         return cls(**named) if named else None
 
@@ -134,7 +118,7 @@ def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
     return now_ms
 
 
-def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerSettings) -> int | None:
+def out_time_ms(properties: Mapping[str, str], now_ms: int, settings: TimerConfig) -> int | None:
     """Return the slot's time for a message, None if it is to be delivered at once.
 
     Raises:

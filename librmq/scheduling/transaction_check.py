@@ -54,7 +54,7 @@ class CheckPass:
         is_reachable: Callable[[str], bool] | None = None,
         uncounted: set[int] | None = None,
     ) -> None:
-        """Begin a pass; the limits are those of `librmq.txn.TransactionSettings`.
+        """Begin a pass; the limits are those of `librmq.txn.TransactionConfig`.
 
         Args:
             store: Open for writing.

@@ -18,7 +18,7 @@ from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.spark.options import parse_read_options
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
     """store, group, topic, queueId, offset: where each group goes on; that of delay levels under `DELAY_GROUP`."""
     rows: list[tuple[Any, ...]] = []
     for path in paths_of(paths):
-        config = BrokerConfig.open(os.path.join(path, directory.CONFIG))
+        config = BrokerTables.open(os.path.join(path, directory.CONFIG))
         for name, of_queue in config.offsets.rows.items():
             topic, _, group = name.rpartition("@")
             rows += [(path, group, topic, queue_id, found) for queue_id, found in of_queue.items()]
@@ -85,7 +85,7 @@ def filters(spark: SparkSession, paths: Paths) -> DataFrame:
     """store, group, topic, expression: the SQL filters that groups have registered."""
     rows = []
     for path in paths_of(paths):
-        config = BrokerConfig.open(os.path.join(path, directory.CONFIG))
+        config = BrokerTables.open(os.path.join(path, directory.CONFIG))
         rows += [
             (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter is not None
         ]

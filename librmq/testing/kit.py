@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -85,7 +85,7 @@ class Kit:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        settings: BrokerSettings | None = None,
+        settings: BrokerConfig | None = None,
         store_config: StoreConfig | None = None,
         now_ms: int = 1_700_000_000_000,
         runner: KitRunner | None = None,

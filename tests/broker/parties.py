@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
@@ -32,7 +32,7 @@ def opened(
 ) -> Broker:
     return Broker.open(
         "/b",
-        BrokerSettings(**settings),
+        BrokerConfig(**settings),
         files=files or MemoryFiles(),
         runner=runner or ManualRunner(),
         store_config=store or StoreConfig.tiny(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
@@ -23,14 +23,14 @@ from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
-from librmq.scheduling.timer import TimerSettings
+from librmq.scheduling.timer import TimerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint
-from librmq.txn import TransactionSettings
+from librmq.txn import TransactionConfig
 from tests.broker.parties import HOST, Listening
 
 WAIT_S = 30.0
 HOUR_MS = 3_600_000
-WHEEL = TimerSettings(slots_total=86_400, timer_log_file_size=1024, save_every_s=0)
+WHEEL = TimerConfig(slots_total=86_400, timer_log_file_size=1024, save_every_s=0)
 
 
 class Gate:
@@ -74,7 +74,7 @@ class Gated(MemoryFiles):
 
 
 def opened(files: Files, runner: Runner | None = None, **settings: Any) -> Broker:
-    return Broker.open("/b", BrokerSettings(**settings), files=files, runner=runner, store_config=StoreConfig.tiny())
+    return Broker.open("/b", BrokerConfig(**settings), files=files, runner=runner, store_config=StoreConfig.tiny())
 
 
 def flush_behind(broker: Broker, gate: Gate) -> None:
@@ -132,7 +132,7 @@ def test_timers_are_saved_while_others_go_on() -> None:
 def test_timers_that_cannot_be_saved_are_saved_later(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     files = Gated(gate)
-    settings = TimerSettings(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
+    settings = TimerConfig(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
     with opened(files, timers=settings) as broker:
         with gate.shut():
             timed(broker)
@@ -147,7 +147,7 @@ def test_a_timer_log_that_cannot_be_trimmed_keeps_nobody_busy(
 ) -> None:
     """Behind a checkpoint that was written: it is tried again, and the step is not due for ever."""
     files = MemoryFiles()
-    settings = TimerSettings(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
+    settings = TimerConfig(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
     with opened(files, timers=settings) as broker:
         timers = broker._timers
         assert timers is not None
@@ -290,7 +290,7 @@ def prepare(broker: Broker, number: int) -> tuple[int, int]:
 
 def test_the_end_of_a_check_is_noted_while_others_go_on() -> None:
     gate = Gate()
-    settings = TransactionSettings(interval_s=0.001, timeout_s=3600)
+    settings = TransactionConfig(interval_s=0.001, timeout_s=3600)
     with opened(MemoryFiles(), transactions=settings) as broker:
         flush_behind(broker, gate)
         with gate.shut():
@@ -309,7 +309,7 @@ def test_the_end_of_a_check_is_noted_while_others_go_on() -> None:
 def test_nothing_is_delivered_twice_while_a_check_is_noted() -> None:
     """The halves that a check has put back count as judged, though its progress is not noted yet."""
     gate = Gate()
-    settings = TransactionSettings(interval_s=0.001, timeout_s=0)
+    settings = TransactionConfig(interval_s=0.001, timeout_s=0)
     with opened(MemoryFiles(), transactions=settings) as broker:
         flush_behind(broker, gate)
         broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
@@ -326,7 +326,7 @@ def test_nothing_is_delivered_twice_while_a_check_is_noted() -> None:
 
 def test_the_end_of_a_broker_notes_what_a_check_has_done() -> None:
     gate, files = Gate(), MemoryFiles()
-    settings = TransactionSettings(interval_s=0.001, timeout_s=3600)
+    settings = TransactionConfig(interval_s=0.001, timeout_s=3600)
     runner = ThreadRunner()
     broker = opened(files, runner, transactions=settings)
     flush_behind(broker, gate)

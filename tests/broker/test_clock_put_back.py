@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.delay import DelaySettings
+from librmq.delay import DelayConfig
 from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
@@ -36,7 +36,7 @@ def clock() -> Adjusted:
 
 @pytest.fixture
 def broker(clock: Adjusted) -> Iterator[Broker]:
-    settings = BrokerSettings(delay=DelaySettings(first_look_s=0), save_offsets_every_s=0.5)
+    settings = BrokerConfig(delay=DelayConfig(first_look_s=0), save_offsets_every_s=0.5)
     store = StoreConfig.tiny(message_delay_level="1s 1s 1s 1s")
     with Broker.open("/b", settings, files=MemoryFiles(), clock=clock, store_config=store) as opened:
         yield opened

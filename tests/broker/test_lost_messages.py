@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.cli import main
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
@@ -18,15 +18,15 @@ from librmq.message import Message, record
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import Heartbeat, SendMessage, UpdateOffset
 from librmq.runtime.manual import ManualRunner
-from librmq.scheduling.timer import TimerSettings
+from librmq.scheduling.timer import TimerConfig
 from librmq.testing import CrashImages, RecordingFiles
 from tests.broker.parties import HOST, Listening
 
 SIZES = StoreConfig.tiny(commitlog_file_size=1 << 20)
-TIMED = BrokerSettings(timers=TimerSettings(slots_total=1000, timer_log_file_size=1 << 16))
+TIMED = BrokerConfig(timers=TimerConfig(slots_total=1000, timer_log_file_size=1 << 16))
 
 
-def opened(path: Path, runner: ManualRunner, settings: BrokerSettings | None = None) -> Broker:
+def opened(path: Path, runner: ManualRunner, settings: BrokerConfig | None = None) -> Broker:
     return Broker.open(path, settings, runner=runner, store_config=SIZES)
 
 

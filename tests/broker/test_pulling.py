@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import (
     BrokerError,
@@ -531,7 +531,7 @@ def test_a_damaged_configuration_is_told(row: dict[str, object]) -> None:
 )
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        BrokerSettings(**wrong)
+        BrokerConfig(**wrong)
 
 
 def test_a_broker_is_opened_by_open() -> None:

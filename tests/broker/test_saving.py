@@ -18,7 +18,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.manual import ManualRunner
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 
 WAIT_S = 30.0
 
@@ -50,8 +50,8 @@ def broker(tmp_path: Path, disk: Gated) -> Iterator[Broker]:
         yield opened
 
 
-def stored(broker: Broker) -> BrokerConfig:
-    return BrokerConfig.open(f"{broker.store.path}/config")
+def stored(broker: Broker) -> BrokerTables:
+    return BrokerTables.open(f"{broker.store.path}/config")
 
 
 def test_nobody_waits_for_the_disk_but_who_changes_a_topic(broker: Broker, disk: Gated) -> None:
@@ -209,7 +209,7 @@ def test_a_change_that_the_end_of_a_broker_overtakes_is_not_called_durable(tmp_p
 
 def test_of_what_is_to_be_written_the_latest_wins() -> None:
     files = MemoryFiles()
-    tables = BrokerConfig.open("/config", files=files)
+    tables = BrokerTables.open("/config", files=files)
     submitted: list[None] = []
     writing = Writing(lambda: submitted.append(None), lambda: None)
     for queues in (1, 2):
@@ -237,7 +237,7 @@ def test_what_failed_is_kept_unless_it_is_outdated(caplog: pytest.LogCaptureFixt
             super().write(path, data)
 
     files = Full()
-    tables = BrokerConfig.open("/config", files=files)
+    tables = BrokerTables.open("/config", files=files)
     submitted: list[None] = []
     writing = Writing(lambda: submitted.append(None), lambda: None)
     tables.set_topic("T", read_queues=1, write_queues=1, permission=6)

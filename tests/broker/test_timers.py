@@ -13,10 +13,10 @@ from librmq.message import Message
 from librmq.protocol import PullStatus, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
-from librmq.scheduling.timer import TimerRefusedError, TimerSettings, delete_key
+from librmq.scheduling.timer import TimerConfig, TimerRefusedError, delete_key
 from tests.broker.parties import HOST, manual, opened, pull, send
 
-WHEEL = TimerSettings(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
+WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
 
 
 def timed(broker: Broker, body: bytes = b"x", **properties: object) -> None:

@@ -26,7 +26,7 @@ from librmq.protocol import (
     TransactionState,
 )
 from librmq.runtime.manual import ManualRunner
-from librmq.txn import TransactionSettings
+from librmq.txn import TransactionConfig
 from tests.broker.parties import HOST, Listening, manual, opened, pull, send
 
 COMMIT, ROLLBACK, UNKNOWN = TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN
@@ -113,7 +113,7 @@ def test_producers_are_asked_in_turn_and_their_answer_counts() -> None:
         assert runner.next_due_ms() is None
 
 
-QUICK = TransactionSettings(interval_s=3, timeout_s=2, check_max=3)
+QUICK = TransactionConfig(interval_s=3, timeout_s=2, check_max=3)
 
 
 def test_a_half_message_is_given_up_after_its_checks() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import PushConsumer
@@ -17,7 +17,7 @@ from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.protocol import EndTransaction, SendMessage, SendStatus, TransactionState
 from librmq.runtime.manual import ManualRunner
-from librmq.txn import TransactionSettings
+from librmq.txn import TransactionConfig
 from tests.client.test_producer import Cluster
 
 COMMIT, ROLLBACK, UNKNOWN = TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN
@@ -250,7 +250,7 @@ def test_limits(shop: Shop) -> None:
 
 
 def test_settings_decide_when_and_how_often() -> None:
-    settings = BrokerSettings(transactions=TransactionSettings(timeout_s=2, interval_s=3, check_max=3))
+    settings = BrokerConfig(transactions=TransactionConfig(timeout_s=2, interval_s=3, check_max=3))
     with Broker.temporary(settings, runner=ManualRunner()) as broker:
         shop = Shop(broker)
         shop.producer().send_in_transaction(Message("T", b"x"), execute=says(UNKNOWN))

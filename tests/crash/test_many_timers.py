@@ -11,12 +11,12 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.scheduling.timer import Timers, TimerSettings
+from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, START_MS, died
 
-WHEEL = TimerSettings(
+WHEEL = TimerConfig(
     slots_total=4_000, timer_roll_window_slot=3_000, timer_log_file_size=1 << 20, timer_max_delay_sec=10_000
 )
 STORE = StoreConfig(commitlog_file_size=4 << 20, max_hash_slot_num=1_000, max_index_num=100_000)

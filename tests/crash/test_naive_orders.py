@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import CheckBack, Transactions
 from tests.stores import ROOT, SMALL, START_MS, died
 
@@ -40,7 +40,7 @@ class Shop:
         self.database.execute("CREATE TABLE IF NOT EXISTS orders (id TEXT PRIMARY KEY)")
         self.database.commit()
         self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
-        tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.questions: list[CheckBack] = []
         self.transactions = Transactions(self.store, tables, self.clock.now_ms(), ask=self.questions.append)
 

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.delay import DelaySchedule, DelaySettings
+from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import TransactionRefusedError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
-from librmq.scheduling.timer import Timers, TimerSettings
+from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import CrashImages, RecordingFiles
-from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, SMALL, START_MS, died
 
 SYNC = replace(SMALL, durability="sync")
-WHEEL = TimerSettings(slots_total=90, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=3)
+WHEEL = TimerConfig(slots_total=90, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=3)
 
 
 def outcome(number: int) -> str:
@@ -42,13 +42,13 @@ class Broker:
 
     def __post_init__(self) -> None:
         self.store = MessageStore.open(ROOT, SYNC, files=self.files, clock=self.clock)
-        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         now = self.clock.now_ms()
         self.questions: list[CheckBack] = []
         self.transactions = Transactions(
-            self.store, self.tables, now, TransactionSettings(most_at_once=2), ask=self.questions.append
+            self.store, self.tables, now, TransactionConfig(most_at_once=2), ask=self.questions.append
         )
-        self.schedule = DelaySchedule(self.store, self.tables, now, DelaySettings(save_every_s=5))
+        self.schedule = DelaySchedule(self.store, self.tables, now, DelayConfig(save_every_s=5))
         self.timers = Timers.open(self.store, WHEEL)
 
     def prepare(self, number: int) -> tuple[int, int]:

@@ -14,22 +14,22 @@ from pathlib import Path
 import pytest
 
 from librmq import DeliveredMessage, ManualRunner, Message, Producer, PushConsumer
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Entry
 from librmq.listener import ReconsumeLater
-from librmq.scheduling.timer import TimerSettings
+from librmq.scheduling.timer import TimerConfig
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import snapshot
 from tests.conftest import SlowBudget
 from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny()
-SETTINGS = BrokerSettings(timers=TimerSettings(), default_topic_queues=2)
+SETTINGS = BrokerConfig(timers=TimerConfig(), default_topic_queues=2)
 
 
 class World:
@@ -96,7 +96,7 @@ def check(folder: Path, wanted: set[str], now_ms: int) -> None:
 
 
 def progress_within_queues(folder: Path) -> None:
-    tables = BrokerConfig.open(f"{folder}/config")
+    tables = BrokerTables.open(f"{folder}/config")
     with MessageStore.open(folder, read_only=True) as store:
         for name, offsets in tables.offsets.rows.items():
             for queue_id, at in offsets.items():

@@ -9,20 +9,20 @@ import pytest
 from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.delay import DelaySchedule, DelaySettings
+from librmq.delay import DelayConfig, DelaySchedule
 from librmq.diagnosis.pending import Pending, pending
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.topics import OP_TOPIC
-from librmq.scheduling.timer import Timers, TimerSettings
+from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
-from librmq.txn import Transactions, TransactionSettings
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.txn import TransactionConfig, Transactions
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS
 
-SMALL_WHEEL = TimerSettings(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
+SMALL_WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
 
 
 class Store:
@@ -32,7 +32,7 @@ class Store:
         self.files = MemoryFiles()
         self.clock = ManualClock(START_MS)
         self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
-        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.transactions = Transactions(self.store, self.tables, START_MS)
         self.timers = Timers.open(self.store, SMALL_WHEEL)
 
@@ -72,7 +72,7 @@ def test_halves() -> None:
     ]
     assert store.pending() == expected
     store.clock.advance(ms=10_000)
-    store.transactions.check(store.clock.now_ms(), TransactionSettings())
+    store.transactions.check(store.clock.now_ms(), TransactionConfig())
     assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 1), ("H2", 1), ("H4", 1)]
     assert all(one.physical_offset > places[4][0] for one in store.pending())
     store.transactions.commit(*places[2])  # by old coordinates
@@ -86,7 +86,7 @@ def test_delays_in_the_order_of_their_times(config: StoreConfig) -> None:
     due = {1: 1_000, 2: 5_000, 3: 10_000, 5: 60_000}
     expected = [Pending("delay", "D", START_MS + due[level], "D", places[level], 0) for level in (1, 2, 3, 5)]
     assert store.pending() == expected
-    schedule = DelaySchedule(store.store, store.tables, START_MS, DelaySettings(first_look_s=0, save_every_s=0))
+    schedule = DelaySchedule(store.store, store.tables, START_MS, DelayConfig(first_look_s=0, save_every_s=0))
     store.clock.advance(ms=5_000)
     schedule.run_due(store.clock.now_ms())
     assert store.pending() == expected[2:]

@@ -176,7 +176,7 @@ def json(data: bytes) -> None:
     """Bytes as the broker's JSON, and as each of its tables."""
     from librmq.errors import MalformedError, RmqError
     from librmq.java import json as java_json
-    from librmq.store.format.broker_tables import BrokerConfig
+    from librmq.store.format.broker_tables import BrokerTables
 
     with suppress(MalformedError):
         value = java_json.loads(data)
@@ -186,7 +186,7 @@ def json(data: bytes) -> None:
         files = _files("/config", b"", 1)
         files.write(f"/config/{name}.json", data)
         with suppress(RmqError):
-            config = BrokerConfig.open("/config", files=files)
+            config = BrokerTables.open("/config", files=files)
             config.delay_offset(1)
             config.consumer_offset("t", "g", 0)
             config.registrations(1_700_000_000_000)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import MessageIllegalError
 from librmq.files.memory import MemoryFiles
@@ -39,7 +39,7 @@ def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: Stor
     config = None if is_run else StoreConfig.from_row(rows(folder, "config")[0])
     if (folder / "mutation.json").exists():
         MessageStore.open(copy, config, thorough=True).close()
-    with Broker.open(copy, runner=runner, config=BrokerSettings(), store_config=config) as broker:
+    with Broker.open(copy, runner=runner, config=BrokerConfig(), store_config=config) as broker:
         assert broker.topics().keys() >= before["topics.json"]["topicConfigTable"].keys()
         for name, row in before["topics.json"]["topicConfigTable"].items():
             data = broker.topics()[name]

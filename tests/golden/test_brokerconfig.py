@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from tests.conftest import StoreCopy
 from tests.reference import folders
 
@@ -16,7 +16,7 @@ def test_real_files_are_read_and_kept(folder: Path, store_copy: StoreCopy) -> No
     config = store_copy(folder) / "config"
     before = {path.name: path.read_bytes() for path in config.iterdir() if path.is_file()}
     assert "topics.json" in before
-    tables = BrokerConfig.open(str(config))
+    tables = BrokerTables.open(str(config))
     tables.persist(1)
     after = {path.name: path.read_bytes() for path in config.iterdir() if path.is_file()}
     assert {name: after[name] for name in before} == before

@@ -21,8 +21,8 @@ from librmq.filter import SqlFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
-from librmq.scheduling.timer import Timers, TimerSettings
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import Transactions
 from tests.reference import ABSENT, reference
 
@@ -85,7 +85,7 @@ class Plain:
                         message = store.message_at(entry.physical_offset)
                         assert message is not None
                         self.messages[name][at] = message
-            config = BrokerConfig.open(os.path.join(path, "config"))
+            config = BrokerTables.open(os.path.join(path, "config"))
             for key, rows in config.offsets.rows.items():
                 topic, _, group = key.rpartition("@")
                 for queue_id, found in rows.items():
@@ -212,7 +212,7 @@ def test_what_if(stores: list[str], plain: Plain) -> None:
 def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -> None:
     made = str(tmp_path / "made")
     with MessageStore.open(made, StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
-        transactions = Transactions(store, BrokerConfig.open(os.path.join(made, "config")), 0)
+        transactions = Transactions(store, BrokerTables.open(os.path.join(made, "config")), 0)
         halves = []
         for number in range(4):
             message = Message("H", b"x", unique_key=f"H{number}")
@@ -240,7 +240,7 @@ def store_with_timers(path: Path) -> None:
     """Timers in slots, put on from slot to slot, deleted, due, and on their way into the wheel."""
     clock = ManualClock(1_700_000_000_000)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
-        settings = TimerSettings(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
+        settings = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
         timers = Timers.open(store, settings)
 
         def put(seconds: int, key: str, **properties: str) -> None:

@@ -17,7 +17,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.message.message import Message, StoredMessage
-from librmq.scheduling.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings
+from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig, TimerRefusedError, Timers
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.reference import Row, folders, jsonl, rows
@@ -27,8 +27,8 @@ FREE = {"TIMER_DEQUEUE_MS", "TIMER_ENQUEUE_MS"}
 timers = pytest.mark.parametrize("folder", folders("timer-"))
 
 
-def settings_of(folder: Path) -> TimerSettings:
-    found = TimerSettings.from_row({**rows(folder, "config")[0]})
+def settings_of(folder: Path) -> TimerConfig:
+    found = TimerConfig.from_row({**rows(folder, "config")[0]})
     assert found is not None
     return found
 
@@ -124,7 +124,7 @@ def test_recorded_puts_come_to_the_recorded_files(folder: Path, tmp_path: Path) 
     assert checkpoint.master_queue_offset == row["master_timer_queue_offset"]
 
 
-def unit_rows(store: Path, settings: TimerSettings) -> Iterator[tuple[int, ...]]:
+def unit_rows(store: Path, settings: TimerConfig) -> Iterator[tuple[int, ...]]:
     """Units and blanks, with the slot's time instead of write time and delay."""
     log = TimerLog(str(store), settings.timer_log_file_size, writable=False)
     for position, item in log.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from librmq.broker import Broker, BrokerSettings
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import SendResult
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
@@ -15,7 +15,7 @@ from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.txn import TransactionSettings
+from librmq.txn import TransactionConfig
 from tests.reference import Row
 from tests.replay.reading import Recording
 from tests.replay.runner import ReplayRunner
@@ -95,7 +95,7 @@ class Stage:
         """Start a broker with the recorded settings, on what it had."""
         told = self.recording.broker_settings
         store_host = self.recording.store_hosts.get(name, ("127.0.0.1", int(told["listenPort"])))
-        transactions = TransactionSettings(
+        transactions = TransactionConfig(
             timeout_s=int(told["transactionTimeOut"]) / 1000,
             interval_s=self.recording.check_interval_ms / 1000,
             check_max=int(told.get("transactionCheckMax", 15)),
@@ -114,7 +114,7 @@ class Stage:
         )
         broker = Broker.open(
             STORE,
-            BrokerSettings(transactions=transactions, original_transactions=True),
+            BrokerConfig(transactions=transactions, original_transactions=True),
             name=name,
             cluster_name=told["brokerClusterName"],
             store_config=store,

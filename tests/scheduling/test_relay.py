@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
-from librmq.delay import DelaySchedule, DelaySettings
+from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.scheduling.relay import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from tests.stores import ROOT, SMALL, START_MS, died
 
 HOUR = 3_600_000
@@ -83,8 +83,8 @@ class Carried:
         self.files = files or MemoryFiles()
         self.clock = ManualClock(at_ms)
         self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
-        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
-        self.schedule = DelaySchedule(self.store, self.tables, at_ms, DelaySettings(first_look_s=0, save_every_s=None))
+        self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
+        self.schedule = DelaySchedule(self.store, self.tables, at_ms, DelayConfig(first_look_s=0, save_every_s=None))
         self.told: list[int] = []
         self.proxy = HopProxy(
             self.store, self.tables, delivered=lambda message, result: self.told.append(result.queue_offset)

@@ -16,13 +16,13 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import TRANSACTION_PREPARED, encode_properties
 from librmq.message.topics import HALF_TOPIC
-from librmq.scheduling.timer import TIMER_TOPIC, TimerRefusedError, Timers, TimerSettings, delete_key, is_timed
+from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig, TimerRefusedError, Timers, delete_key, is_timed
 from librmq.store import AppendResult
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, contents, died
 
-TINY = TimerSettings(
+TINY = TimerConfig(
     slots_total=300, timer_roll_window_slot=100, timer_log_file_size=1024, timer_max_delay_sec=10_000, save_every_s=None
 )
 
@@ -32,7 +32,7 @@ class Wheel(ByTime):
 
     def __init__(
         self,
-        settings: TimerSettings = TINY,
+        settings: TimerConfig = TINY,
         *,
         config: StoreConfig = SMALL,
         files: MemoryFiles | None = None,
@@ -223,7 +223,7 @@ def test_messages_come_in_the_order_of_their_times() -> None:
 
 def test_a_thousand_messages_over_a_week() -> None:
     wheel = Wheel(
-        TimerSettings(timer_max_delay_sec=7 * 86_400, timer_roll_window_slot=7 * 86_400), config=StoreConfig.tiny()
+        TimerConfig(timer_max_delay_sec=7 * 86_400, timer_roll_window_slot=7 * 86_400), config=StoreConfig.tiny()
     )
     for number in range(1_000):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=1 + number * 600)
@@ -232,7 +232,7 @@ def test_a_thousand_messages_over_a_week() -> None:
 
 
 def test_many_in_one_slot_take_several_turns() -> None:
-    wheel = Wheel(TimerSettings(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 10}))
+    wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 10}))
     for number in range(25):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
     wheel.pass_to(4_999)
@@ -243,7 +243,7 @@ def test_many_in_one_slot_take_several_turns() -> None:
 
 
 def test_many_new_messages_take_several_turns() -> None:
-    wheel = Wheel(TimerSettings(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 32}))
+    wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 32}))
     for number in range(100):
         message = Message("T", b"%d" % number)
         message.properties["TIMER_DELAY_SEC"] = "5"
@@ -377,10 +377,10 @@ def test_what_is_gone_with_the_begin_of_the_log_is_passed_over() -> None:
 
 def test_settings_of_a_row() -> None:
     row = {"type": "config", "version": "5.3.3", "timer_precision_ms": 500, "slots_total": 1000}
-    assert TimerSettings.from_row(row) == TimerSettings(timer_precision_ms=500, slots_total=1000)
-    assert TimerSettings.from_row({"commitlog_file_size": 5}) is None
-    assert TimerSettings().window_slots == 172_800
-    assert TimerSettings(timer_roll_window_slot=10**6).window_slots == 604_740
+    assert TimerConfig.from_row(row) == TimerConfig(timer_precision_ms=500, slots_total=1000)
+    assert TimerConfig.from_row({"commitlog_file_size": 5}) is None
+    assert TimerConfig().window_slots == 172_800
+    assert TimerConfig(timer_roll_window_slot=10**6).window_slots == 604_740
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_settings_of_a_row() -> None:
 )  # fmt: skip
 def test_settings_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        TimerSettings(**changes)
+        TimerConfig(**changes)
 
 
 def test_settings_that_disagree_with_the_files() -> None:
@@ -402,15 +402,15 @@ def test_settings_that_disagree_with_the_files() -> None:
     wheel.put(TIMER_DELAY_SEC=5)
     wheel.save()
     wheel.store.close()
-    assert TimerSettings.of_store(ROOT, wheel.files) == TimerSettings(timer_log_file_size=1024, slots_total=300)
+    assert TimerConfig.of_store(ROOT, wheel.files) == TimerConfig(timer_log_file_size=1024, slots_total=300)
     with pytest.raises(ConfigError, match="timer_log_file_size"):
-        Wheel(TimerSettings(slots_total=300), files=wheel.files)
+        Wheel(TimerConfig(slots_total=300), files=wheel.files)
     with pytest.raises(CorruptionError):
-        Wheel(TimerSettings(slots_total=301, timer_log_file_size=1024), files=died(wheel.files))
+        Wheel(TimerConfig(slots_total=301, timer_log_file_size=1024), files=died(wheel.files))
 
 
 def test_another_precision() -> None:
-    wheel = Wheel(TimerSettings(slots_total=300, timer_precision_ms=100, timer_log_file_size=1024))
+    wheel = Wheel(TimerConfig(slots_total=300, timer_precision_ms=100, timer_log_file_size=1024))
     wheel.put(TIMER_DELAY_MS=1_230)
     wheel.put(TIMER_DELAY_MS=1_200)
     assert wheel.pass_to(5_000) is None
@@ -418,7 +418,7 @@ def test_another_precision() -> None:
 
 
 def test_the_checkpoint_is_saved_after_a_while() -> None:
-    wheel = Wheel(TimerSettings(slots_total=300, timer_log_file_size=1024, save_every_s=1))
+    wheel = Wheel(TimerConfig(slots_total=300, timer_log_file_size=1024, save_every_s=1))
     wheel.put(TIMER_DELAY_SEC=5)
     assert TimerCheckpoint.read(ROOT, wheel.files) is None
     assert wheel.pass_to(4_999) == 5_000
@@ -595,7 +595,7 @@ def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_failed_flush_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = Wheel(TimerSettings(slots_total=300, timer_log_file_size=1024, save_every_s=0))
+    wheel = Wheel(TimerConfig(slots_total=300, timer_log_file_size=1024, save_every_s=0))
     monkeypatch.setattr(wheel.store, "flush", failing(FlushFailedError(OSError()), wheel.store.flush))
     with pytest.raises(FlushFailedError):
         wheel.put(TIMER_DELAY_SEC=2)
@@ -615,7 +615,7 @@ def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:
 
 
 def test_a_clock_that_is_put_back_while_a_slot_is_emptied() -> None:
-    wheel = Wheel(TimerSettings(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 2}))
+    wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 2}))
     for number in range(5):
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
     wheel.clock.advance(ms=5_000)

@@ -18,9 +18,9 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
-from librmq.txn import CheckBack, Transactions, TransactionSettings
+from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.stores import ROOT, SMALL, START_MS, died
 
 Place = tuple[int, int]
@@ -45,12 +45,12 @@ class TransactionMachine(RuleBasedStateMachine):
         self.files = MemoryFiles()
         self.clock = ManualClock(START_MS)
         self.locals: list[Local] = []
-        self.settings = TransactionSettings(check_max=check_max, most_at_once=3)
+        self.settings = TransactionConfig(check_max=check_max, most_at_once=3)
         self.open()
 
     def open(self) -> None:
         self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
-        self.tables = BrokerConfig.open(f"{ROOT}/config", files=self.files)
+        self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.questions: list[CheckBack] = []
         self.transactions = Transactions(
             self.store, self.tables, self.clock.now_ms(), self.settings, ask=self.questions.append

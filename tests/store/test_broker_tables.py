@@ -9,7 +9,7 @@ import pytest
 from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 
 NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")
 
@@ -19,9 +19,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "config"
 
 
-def persisted(folder: Path, now_ms: int = 7) -> BrokerConfig:
+def persisted(folder: Path, now_ms: int = 7) -> BrokerTables:
     """Tables with one row of each kind, written at ``now_ms``."""
-    config = BrokerConfig.open(str(folder))
+    config = BrokerTables.open(str(folder))
     config.set_topic("T", read_queues=4, write_queues=2, permission=6)
     config.set_group("G", retry_max_times=3)
     config.set_consumer_offset("T", "G", 2, 7)
@@ -35,14 +35,14 @@ def read(folder: Path, name: str) -> str:
 
 
 def test_empty_tables_are_files_too(folder: Path) -> None:
-    BrokerConfig.open(str(folder)).persist(1)
+    BrokerTables.open(str(folder)).persist(1)
     assert sorted(path.name for path in folder.iterdir()) == [f"{name}.json" for name in NAMES]
     assert read(folder, "delayOffset") == '{\n\t"offsetTable":{}\n}'
     assert '"counter":0' in read(folder, "topics")
 
 
 def test_opening_changes_nothing(folder: Path) -> None:
-    BrokerConfig.open(str(folder))
+    BrokerTables.open(str(folder))
     assert not folder.exists()
 
 
@@ -64,7 +64,7 @@ def test_rows_are_written_as_the_broker_does(folder: Path) -> None:
 
 def test_offsets_are_read_back(folder: Path) -> None:
     persisted(folder)
-    config = BrokerConfig.open(str(folder))
+    config = BrokerTables.open(str(folder))
     assert (config.consumer_offset("T", "G", 2), config.consumer_offset("T", "G", 0)) == (7, None)
     assert config.consumer_offset("G", "T", 2) is None
     assert (config.delay_offset(18), config.delay_offset(1)) == (5, 0)
@@ -75,22 +75,22 @@ def test_offsets_are_read_back(folder: Path) -> None:
 def test_offsets_by_text_are_read_as_numbers(folder: Path) -> None:
     folder.mkdir()
     (folder / "consumerOffset.json").write_text('{"offsetTable":{"T@G":{"2":7}}}')
-    assert BrokerConfig.open(str(folder)).consumer_offset("T", "G", 2) == 7
+    assert BrokerTables.open(str(folder)).consumer_offset("T", "G", 2) == 7
 
 
 def test_filters_are_replaced_as_a_whole(folder: Path) -> None:
-    config = BrokerConfig.open(str(folder))
+    config = BrokerTables.open(str(folder))
     config.set_filters({"A": {"topic": "A"}})
     config.set_filters({"B": {"topic": "B"}})
     config.persist(1)
-    assert BrokerConfig.open(str(folder)).filters == {"B": {"topic": "B"}}
+    assert BrokerTables.open(str(folder)).filters == {"B": {"topic": "B"}}
 
 
 def test_only_what_has_changed_is_written_and_counted(folder: Path) -> None:
     config = persisted(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     config.persist(8)
-    BrokerConfig.open(str(folder)).persist(9)
+    BrokerTables.open(str(folder)).persist(9)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     config.set_topic("U", read_queues=1, write_queues=1, permission=6)
     config.set_topic("T", read_queues=1, write_queues=1, permission=4)
@@ -104,7 +104,7 @@ def test_what_is_not_known_is_kept(folder: Path) -> None:
     text = '{\n\t"dataVersion":{\n\t\t"counter":1,\n\t\t"stateVersion":5,\n\t\t"timestamp":2\n\t},\n\t"new":[1,2],\n\t"topicConfigTable":{\n\t\t"T":{\n\t\t\t"attributes":{}\n\t\t}\n\t}\n}'  # fmt: skip  # noqa: E501
     folder.mkdir()
     (folder / "topics.json").write_text(text)
-    config = BrokerConfig.open(str(folder))
+    config = BrokerTables.open(str(folder))
     config.persist(9)
     assert read(folder, "topics") == text
     config.set_topic("U", read_queues=1, write_queues=1, permission=6)
@@ -126,7 +126,7 @@ def test_the_backup_stands_in_for_a_damaged_file(folder: Path, text: str) -> Non
     config.persist(8)
     backup = (folder / "consumerOffset.json.bak").read_bytes()
     (folder / "consumerOffset.json").write_text(text)
-    again = BrokerConfig.open(str(folder))
+    again = BrokerTables.open(str(folder))
     assert again.consumer_offset("T", "G", 2) == 7
     again.persist(9)
     assert read(folder, "consumerOffset").encode() == backup
@@ -138,7 +138,7 @@ def test_a_damaged_file_without_backup_is_told(folder: Path, text: str) -> None:
     folder.mkdir()
     (folder / "consumerOffset.json").write_text(text)
     with pytest.raises(CorruptionError) as told:
-        BrokerConfig.open(str(folder))
+        BrokerTables.open(str(folder))
     assert told.value.file == str(folder / "consumerOffset.json")
     assert told.value.kind == "config"
 
@@ -148,13 +148,13 @@ def test_rows_of_a_wrong_kind(folder: Path, text: str) -> None:
     folder.mkdir()
     (folder / "topics.json").write_text(text)
     with pytest.raises(CorruptionError):
-        BrokerConfig.open(str(folder))
+        BrokerTables.open(str(folder))
 
 
 def test_nulls_count_as_absent(folder: Path) -> None:
     folder.mkdir()
     (folder / "topics.json").write_text('{"dataVersion":null,"topicConfigTable":null}')
-    config = BrokerConfig.open(str(folder))
+    config = BrokerTables.open(str(folder))
     config.set_topic("T", read_queues=1, write_queues=1, permission=6)
     config.persist(3)
     assert java_json.loads(read(folder, "topics"))["dataVersion"] == {"counter": 1, "timestamp": 3}
@@ -162,20 +162,20 @@ def test_nulls_count_as_absent(folder: Path) -> None:
 
 def test_in_memory() -> None:
     files = MemoryFiles()
-    config = BrokerConfig.open("/store/config", files=files)
+    config = BrokerTables.open("/store/config", files=files)
     config.set_delay_offset(1, 2)
     config.persist(1)
-    assert BrokerConfig.open("/store/config", files=files).delay_offset(1) == 2
+    assert BrokerTables.open("/store/config", files=files).delay_offset(1) == 2
 
 
 def test_rows_that_are_equal_and_not_the_same_are_written_each_as_it_is() -> None:
     files = MemoryFiles()
-    tables = BrokerConfig.open("/config", files=files)
+    tables = BrokerTables.open("/config", files=files)
     for number, order in enumerate([True, 1, 1.0, [True], None]):
         tables.topics.set(f"T{number}", {"order": order})
     tables.persist(0)
-    again = BrokerConfig.open("/config", files=files)
+    again = BrokerTables.open("/config", files=files)
     assert repr([row["order"] for row in again.topics.rows.values()]) == "[True, 1, 1.0, [True], None]"
     tables.topics.set("T0", {"order": False})
     tables.persist(0)
-    assert BrokerConfig.open("/config", files=files).topics.rows["T0"] == {"order": False}
+    assert BrokerTables.open("/config", files=files).topics.rows["T0"] == {"order": False}

@@ -11,7 +11,7 @@ from librmq.config import StoreConfig
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerConfig
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import rescue
 from tests.stores import START_MS
@@ -50,7 +50,7 @@ def store_of(folder: Path, count: int = 500) -> list[int]:
         for number in range(count):
             producer.send("T", b"%d" % number)
         places = [message.physical_offset for message in broker.store.messages("T")]
-    tables = BrokerConfig.open(f"{folder}/config")
+    tables = BrokerTables.open(f"{folder}/config")
     tables.set_consumer_offset("T", "half-way", 0, 250)
     tables.set_consumer_offset("T", "ready", 0, 500)
     tables.set_consumer_offset("gone", "ready", 0, 7)
@@ -71,7 +71,7 @@ def test_a_rescued_store_is_consumed_to_its_end(tmp_path: Path) -> None:
     assert consumed(tmp_path / "new", "fresh") == wanted
     assert consumed(tmp_path / "new", "half-way") == wanted[249:]
     assert consumed(tmp_path / "new", "ready") == []
-    tables = BrokerConfig.open(str(tmp_path / "new" / "config"))
+    tables = BrokerTables.open(str(tmp_path / "new" / "config"))
     assert tables.consumer_offset("gone", "ready", 0) == 0
 
 
@@ -89,7 +89,7 @@ def test_progress_of_delay_levels_and_transactions_is_translated(tmp_path: Path)
         halves = [store.append(Message(HALF_TOPIC, b"h%d" % number)) for number in range(12)]
         for number in (0, 10, 11):
             store.append(Message(OP_TOPIC, b"%d" % number, tags="d"))
-    tables = BrokerConfig.open(str(tmp_path / "old" / "config"))
+    tables = BrokerTables.open(str(tmp_path / "old" / "config"))
     tables.set_delay_offset(3, 4)
     tables.set_consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0, 2)
     tables.persist(START_MS)
@@ -97,7 +97,7 @@ def test_progress_of_delay_levels_and_transactions_is_translated(tmp_path: Path)
     spoil(tmp_path / "old", halves[0].physical_offset, 88)
     spoil(tmp_path / "old", halves[9].physical_offset, FIXED_SIZE - 2)
     rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
-    tables = BrokerConfig.open(str(tmp_path / "new" / "config"))
+    tables = BrokerTables.open(str(tmp_path / "new" / "config"))
     assert tables.delay_offset(3) == 3
     assert tables.consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0) == 1
     assert not (tmp_path / "new" / "config" / "consumerOffset.json.bak").exists()
@@ -113,7 +113,7 @@ def test_progress_of_a_topic_made_again_is_that_of_the_later_one(tmp_path: Path)
         store.queues["T", 0].clear()
         for number in range(4):
             store.append(Message("T", b"again %d" % number))
-    tables = BrokerConfig.open(str(tmp_path / "old" / "config"))
+    tables = BrokerTables.open(str(tmp_path / "old" / "config"))
     tables.set_consumer_offset("T", "half-way", 0, 3)
     tables.persist(START_MS)
     rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)

@@ -13,12 +13,12 @@ from librmq.diagnosis.pending import pending
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.scheduling.timer import Timers, TimerSettings
+from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
 
-WHEEL = TimerSettings(slots_total=80, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=None)
+WHEEL = TimerConfig(slots_total=80, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=None)
 FILES = ("timerwheel", "timerlog/00000000000000000000", "timerlog/00000000000000000400", "config/timercheck")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import BrokerSettings
+from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
@@ -643,7 +643,7 @@ def test_a_store_that_is_not_sound_fails_the_test(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_broker() -> None:
-    with Kit(settings=BrokerSettings(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
+    with Kit(settings=BrokerConfig(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
         rmq.producer().send("orders", b"x")
 
 

@@ -31,7 +31,7 @@ from librmq.cli.load import fields
 from librmq.cli.load.fields import Row
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
-from librmq.delay import DelaySchedule, DelaySettings
+from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
 from librmq.files.disk import DiskFiles
 from librmq.filter.registrations import Registrations
@@ -40,12 +40,12 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.message import Message
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
-from librmq.scheduling.timer import TimerRefusedError, Timers, TimerSettings
+from librmq.scheduling.timer import TimerConfig, TimerRefusedError, Timers
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerConfig
-from librmq.txn import Transactions, TransactionSettings
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.txn import TransactionConfig, Transactions
 
 __all__ = ["run"]
 
@@ -53,7 +53,7 @@ _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
 _BORN_HOST: Final = ("192.168.1.10", 54321)
 _ZLIB_LEVEL: Final = 5
 _COMPRESSION_TYPE_BITS: Final = 0x300
-_LOOKS: Final = DelaySettings(first_look_s=0, save_every_s=None)
+_LOOKS: Final = DelayConfig(first_look_s=0, save_every_s=None)
 _LAST_MS: Final = 253_402_300_799_999  # the year 9999 ends: index files are named by date
 
 _LONGEST_TIMEOUT_MS: Final = 365 * 86_400_000
@@ -67,7 +67,7 @@ def run(
     write: Callable[[Row], None],
     *,
     warn: Callable[[str], None],
-    timer: TimerSettings | None = None,
+    timer: TimerConfig | None = None,
 ) -> None:
     """Apply the operations in ``lines`` to the store in ``store_path``, which is made where there is none.
 
@@ -82,14 +82,14 @@ def run(
     """
     clock = _OperationClock(SystemClock().now_ms())
     folder, files = os.path.join(store_path, directory.CONFIG), DiskFiles()
-    filters = BrokerConfig.open(folder, files=files).registrations(clock.now_ms())  # recovery may make bitmaps
+    filters = BrokerTables.open(folder, files=files).registrations(clock.now_ms())  # recovery may make bitmaps
     store = MessageStore.open(store_path, config, clock=clock, files=files, filters=filters)
     crashed = False
     try:
         for cut in store.recovered:
             warn(f"opening: {cut.file}: at {cut.offset}: {cut.what}")
-        tables = BrokerConfig.open(folder, files=files)
-        timer = timer or TimerSettings.of_store(store.path, files)
+        tables = BrokerTables.open(folder, files=files)
+        timer = timer or TimerConfig.of_store(store.path, files)
         timers = None if timer is None else Timers.open(store, dataclasses.replace(timer, save_every_s=None))
         operations = _Operations(store, tables, filters, clock, warn, timers)
         try:
@@ -129,7 +129,7 @@ class _Operations:
     def __init__(
         self,
         store: MessageStore,
-        tables: BrokerConfig,
+        tables: BrokerTables,
         filters: Registrations,
         clock: _OperationClock,
         tell: Callable[[str], None],
@@ -341,7 +341,7 @@ class _Operations:
         return {"id": name, "response_code": code, "remark": remark}
 
     def _tx_check(self, row: Row) -> Row:
-        settings = TransactionSettings(
+        settings = TransactionConfig(
             timeout_s=fields.whole(row, "timeout_ms", 0, _LONGEST_TIMEOUT_MS) / 1000,
             check_max=fields.whole(row, "check_max", 1, (1 << 31) - 1),
         )

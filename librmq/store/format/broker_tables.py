@@ -30,7 +30,7 @@ from librmq.java import json as java_json
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerConfig", "ConfigTable", "group_row", "topic_row"]
+__all__ = ["BrokerTables", "ConfigTable", "group_row", "topic_row"]
 
 Rows = dict[Any, Any]
 
@@ -38,7 +38,7 @@ _VERSION: Final = "dataVersion"
 _BACKUP: Final = ".bak"
 
 
-class BrokerConfig:
+class BrokerTables:
     """The tables, read when they are opened and written by `persist`, all or one by one. Not thread-safe."""
 
     def __init__(self, folder: str, files: Files) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 from librmq.files.seam import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerConfig, ConfigTable
+from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
 __all__ = ["PROGRESS_TABLES", "revise_progress"]
 
@@ -33,7 +33,7 @@ def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int)
         CorruptionError: a table and its backup can't be read.
     """
     folder = os.path.join(path, directory.CONFIG)
-    tables = BrokerConfig.open(folder, files=files)
+    tables = BrokerTables.open(folder, files=files)
     for name, offsets in list(tables.offsets.rows.items()):
         topic = name.rpartition("@")[0]
         tables.offsets.set(name, {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()})
