@@ -1,7 +1,7 @@
 """What it costs to share queues out: 1,000 queues to 100 clients by consistent hash, and a client's whole share.
 
 A client computes its own share and nobody else's, so that is what is counted. The ring and the hashes of the queues
-are kept from call to call, as in a client between rebalances; "ring made anew" shows what a change of the group costs.
+are kept from call to call, as in a client between rebalances; "ring rebuilt" shows what a change of the group costs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def allocation(bench: Bench) -> list[Row]:
     rates = bench.interleave(
         {
             "consistent hash": _run(lambda client: allocate_consistent_hash(client, QUEUES, CLIENTS), count),
-            "consistent hash, ring made anew": _run(
+            "consistent hash, ring rebuilt": _run(
                 lambda client: allocate_consistent_hash(client, QUEUES, CLIENTS), bench.count(SHARES // 20), anew=True
             ),
             "consistent hash, with sorting": _run(

@@ -19,7 +19,7 @@ def test_each_row_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     rows = allocate.ROWS["allocation"](common.Bench(rounds=1, scratch=tmp_path, scale=0.001))
     assert {row.case for row in rows} == {
         "consistent hash",
-        "consistent hash, ring made anew",
+        "consistent hash, ring rebuilt",
         "consistent hash, with sorting",
         "averagely",
     }
