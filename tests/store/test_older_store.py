@@ -1,7 +1,8 @@
 """A store that an earlier librmq wrote opens unchanged.
 
-It has two queues with extension files and bitmaps, a delayed message, key index, and a group with SQL filter and
-progress. `tests/data/README.md` says how it was made.
+``older-store.tar.xz`` was written before the modules moved into rooms, with tiny files, and closed cleanly. It holds
+50 messages in two queues with extension files, one delayed message, the key index, and a group with an SQL filter and
+progress. It is never made again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
-from tests.reference import COMPACT
 from tests.stores import derived, from_disk
 
 CONFIG = StoreConfig.tiny(
@@ -35,7 +35,7 @@ LATER_MS = 1_700_000_200_000
 
 @pytest.fixture
 def older(tmp_path: Path) -> Path:
-    with tarfile.open(COMPACT / "store-before-the-rooms.tar.xz") as archive:
+    with tarfile.open(Path(__file__).with_name("older-store.tar.xz")) as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / "store"
 
