@@ -44,6 +44,7 @@ class Consumers:
         self.consumers: dict[str, PushConsumer] = {}
         self._times: Counter[tuple[str, str]] = Counter()
         self._timestamps: dict[str, int] = {}
+        self._leaving: list[tuple[int, str]] = []
 
     def on_consume_timestamp(self, event: Row) -> None:
         at = datetime.strptime(event["value"], "%Y%m%d%H%M%S").replace(tzinfo=UTC)
@@ -92,7 +93,12 @@ class Consumers:
             self.consumers[name].client.beat()
 
     def on_consumer_shutdown_begin(self, event: Row) -> None:
-        self.consumers[event["client"]].shutdown()
+        self._leaving.append((self.recording.left_at(event), event["client"]))
+
+    def leave(self, seq: int) -> None:
+        """Shut down the consumers that have left their groups by the event of this number."""
+        while self._leaving and self._leaving[0][0] <= seq:
+            self.consumers[self._leaving.pop(0)[1]].shutdown()
 
     # ---- listeners
 
@@ -179,7 +185,10 @@ def _outcome(answers: list[Row | None]) -> Any:
         raise ReconsumeLater(delay_level=answer["delayLevelWhenNextConsume"])
     if status == "CONSUME_SUCCESS":
         consumed = [one is None or one["ackIndex"] >= one["position"] for one in answers]
-        return (consumed.index(False) if False in consumed else len(consumed)) - 1
+        count = consumed.index(False) if False in consumed else len(consumed)
+        if count < len(consumed) and answer["delayLevelWhenNextConsume"]:
+            raise ReconsumeLater(delay_level=answer["delayLevelWhenNextConsume"], consumed=count)
+        return count - 1
     if status in ("COMMIT", "ROLLBACK"):
         return OrderlyResult[status]
     if status == "SUCCESS":

@@ -38,10 +38,12 @@ def play(recording: Recording, before_ms: int = 0) -> Played:
             producers.beat(client)
             consumers.beat(client)
         stage.play_to(recording.time_of(event))
+        consumers.leave(event["seq"])
         for part in parts:
             act: Callable[[Row], None] | None = getattr(part, f"on_{event['kind']}", None)
             if act is not None:
                 act(event)
+        consumers.leave(event["seq"])
         runner.resume(event["seq"])
     for name in stage.brokers:
         stage.close(name)

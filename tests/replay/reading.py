@@ -30,6 +30,7 @@ PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that does not come."""
 _TICK_MS: Final = 100
+_AWAIT_MS: Final = 1_000  # so long the scenarios wait for listeners, where they do
 """So often brokers look for what is due."""
 _STARTS: Final = ("broker_started", "broker_started_again")
 _SETTING: Final = re.compile(r"^    (\w+)=(.*)$", re.MULTILINE)
@@ -328,6 +329,22 @@ class Recording:
                 host, _ = record.parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
                 found[result["messageQueue"]["brokerName"]] = host
         return found
+
+    def left_at(self, begin: Row) -> int:
+        """Return the number of the event by which a consumer that was shut down had left its group.
+
+        It leaves after it has waited for its listeners, before the others of its group take its queues.
+        """
+        others = {e["client"] for e in self.of_kind("consumer_start") if e["group"] == begin["group"]} - {begin["client"]}
+        waited = False
+        for event in self.events_from(begin["seq"]):
+            if event["kind"] == "consumer_shutdown_end" and event["client"] == begin["client"]:
+                return event["seq"] if waited else begin["seq"]
+            if event["kind"] == "allocate" and event["client"] in others:
+                return event["seq"]
+            if event["kind"] == "return" and event["client"] == begin["client"]:
+                waited = event["at_ms"] - begin["at_ms"] >= _AWAIT_MS
+        return begin["seq"]
 
     @cached_property
     def answers(self) -> dict[tuple[str, str], list[Row]]:
