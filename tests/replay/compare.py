@@ -14,10 +14,10 @@ from typing import Any, Final
 from librmq.errors import MalformedError
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.deviations import Difference, is_direct, unlike
-from tests.replay.reading import UNIQUE_KEY
+from tests.replay.reading import UNIQUE_KEY, Recording
 from tests.replay.stage import Played, in_log
 from tests.replay.states import states
 
@@ -30,12 +30,12 @@ _BEGIN: Final = 100  # so much of a body is compared
 
 def differences(played: Played) -> list[Difference]:
     """What librmq did otherwise; empty where all is equal."""
-    recording, raced = played.recording, played.recording.raced_halves
+    recording = played.recording
     usual = recording.broker_settings["brokerName"]
     others = {name: store for name, store in recording.stores.items() if name != usual}
-    theirs = {usual: Log(recording.messages, raced)}
-    theirs.update({name: Log(in_log(recording.log(store)), raced) for name, store in others.items()})
-    ours = {name: Log(in_log(played.logs[name]), raced) for name in theirs}
+    theirs = {usual: Log(recording.messages, recording)}
+    theirs.update({name: Log(in_log(recording.log(store)), recording) for name, store in others.items()})
+    ours = {name: Log(in_log(played.logs[name]), recording) for name in theirs}
     parts = (
         *(_records(name, theirs[name], ours[name]) for name in theirs),
         _sends(played, theirs, ours),
@@ -52,8 +52,10 @@ def differences(played: Played) -> list[Difference]:
 class Log:
     """The records of a log, and a name for each that does not tell where it stands."""
 
-    def __init__(self, rows: Iterable[Row], raced: frozenset[str]) -> None:
-        """``raced`` are the unique ids of messages that are not compared."""
+    def __init__(self, rows: Iterable[Row], recording: Recording) -> None:
+        """Leave out the messages of the recording that raced, and those given up early where they are given up."""
+        raced = recording.raced_halves
+        self._together = recording.delivered_together
         self.rows: list[Row] = []
         self._names: dict[int, str] = {}
         self._born: dict[str, tuple[int, str]] = {}
@@ -70,7 +72,8 @@ class Log:
             self._names[row["commitLogOffset"]] = f"{name} #{count[name]}"
             if row["topic"] == HALF_TOPIC:
                 halves[row["queueOffset"]] = self._names[row["commitLogOffset"]]
-            if not raced.intersection((key, *of.split())):
+            is_early = row["topic"] == CHECK_MAX_TIME_TOPIC and key in recording.given_up_early
+            if not is_early and not raced.intersection((key, *of.split())):
                 self.rows.append(row)
 
     def name(self, physical_offset: int) -> str:
@@ -103,7 +106,8 @@ class Log:
         shown["properties"] = properties
         first = self._born.get(properties.get(UNIQUE_KEY) or row["body"])
         shown["born as the first"] = (row["bornTimestamp"], row["bornHost"]) == first
-        if _is_unordered(row, row["topic"] if queue is None else queue):
+        is_together = properties.get(UNIQUE_KEY) in self._together
+        if is_together or _is_unordered(row, row["topic"] if queue is None else queue):
             shown["queueOffset"] = "any"
         raw = shown.pop("properties_raw", None)
         if _is_dead_letter(row):  # librmq's have one property more: the cause

@@ -26,6 +26,7 @@ _FROM: Final = {
     "CONSUME_FROM_LAST_OFFSET": ConsumeFrom.LAST,
     "CONSUME_FROM_TIMESTAMP": ConsumeFrom.TIMESTAMP,
 }
+_AT_ONCE_MS: Final = 1  # such a listener is not held up until the recorded broker had delivered
 _IN_PROSE: Final = {
     "consumeTimeout": "consume_timeout",
     "pullBatchSize": "pull_batch_size",
@@ -110,8 +111,10 @@ class Consumers:
             answers = [self._delivered(name, scope, message) for message in messages]
             await self._work(name, messages)
             for answer in answers:
-                if answer is not None:
-                    await until(NEVER if breaks_client(answer) else answer["seq"])
+                if answer is not None and breaks_client(answer):
+                    await until(NEVER)
+                elif answer is not None and answer.get("took_ms", NEVER) > _AT_ONCE_MS:
+                    await until(answer["seq"])
             return _outcome(answers)
 
         return listen

@@ -18,6 +18,7 @@ from typing import Any, Final
 from librmq.errors import RecordError
 from librmq.java import json as java_json
 from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.hosts import Host
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
@@ -249,6 +250,37 @@ class Recording:
         final = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["sysFlag"] & record.TRANSACTION_MASK}
         return frozenset(key for key in given_up & final if key is not None)
 
+    @cached_property
+    def given_up_early(self) -> frozenset[str]:
+        """The half messages, by unique id, that a pass gave up when it met the copies that it had put back itself."""
+        interval_ms = int(self.broker_settings["transactionCheckInterval"])
+        put_back: dict[str, int] = {}
+        found = set()
+        for row in self.messages:
+            key = row["properties"].get(UNIQUE_KEY)
+            if row["topic"] == HALF_TOPIC and record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]:
+                put_back[key] = row["storeTimestamp"]
+            elif (
+                row["topic"] == CHECK_MAX_TIME_TOPIC and row["storeTimestamp"] - put_back.get(key, 0) < interval_ms / 2
+            ):
+                found.add(key)
+        return frozenset(found)
+
+    @cached_property
+    def delivered_together(self) -> frozenset[str]:
+        """The delayed messages, by unique id, that came to a queue within one look beside one of another level."""
+        found: set[str] = set()
+        queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
+        for row in self.messages:
+            if row["topic"] != SCHEDULE_TOPIC and record.PROPERTY_DELAY in row.get("properties", {}):
+                queues[row["topic"], row["queueId"]].append(row)
+        for rows in queues.values():
+            for one, other in pairwise(rows):
+                levels = {row["properties"][record.PROPERTY_DELAY] for row in (one, other)}
+                if len(levels) > 1 and other["storeTimestamp"] - one["storeTimestamp"] <= _TICK_MS:
+                    found.update(row["properties"][UNIQUE_KEY] for row in (one, other))
+        return frozenset(found)
+
     # ---- clients
 
     @cached_property
@@ -335,16 +367,16 @@ class Recording:
 
         It leaves after it has waited for its listeners, before the others of its group take its queues.
         """
-        others = {e["client"] for e in self.of_kind("consumer_start") if e["group"] == begin["group"]} - {begin["client"]}
-        waited = False
+        members = {event["client"] for event in self.of_kind("consumer_start") if event["group"] == begin["group"]}
+        others, begun, waited = members - {begin["client"]}, int(begin["seq"]), False
         for event in self.events_from(begin["seq"]):
             if event["kind"] == "consumer_shutdown_end" and event["client"] == begin["client"]:
-                return event["seq"] if waited else begin["seq"]
+                return int(event["seq"]) if waited else begun
             if event["kind"] == "allocate" and event["client"] in others:
-                return event["seq"]
+                return int(event["seq"])
             if event["kind"] == "return" and event["client"] == begin["client"]:
                 waited = event["at_ms"] - begin["at_ms"] >= _AWAIT_MS
-        return begin["seq"]
+        return begun
 
     @cached_property
     def answers(self) -> dict[tuple[str, str], list[Row]]:
@@ -369,8 +401,10 @@ class Recording:
             elif event["kind"] == "deliver":
                 calls[client, event["call"]] = event
                 answer = returns.get(event["call"])
+                took_ms = None if answer is None else answer["at_ms"] - event["at_ms"]
                 for position, message in enumerate(event["msgs"]):
-                    told = {"kind": "done", "seq": NEVER} if answer is None else {**answer, "position": position}
+                    told = {"kind": "done", "seq": NEVER} if answer is None else {**answer, "took_ms": took_ms}
+                    told["position"] = position
                     found[group_of[client], message["msgId"]].append(told)
             elif event["kind"] == "deliver_short" and "msgId" in event:
                 ended = done[client, event["body"]]
