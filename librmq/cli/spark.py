@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor", "report", "spark"]
 
-_SHOWN: Final = 1000
-
 
 def spark(arguments: argparse.Namespace, output: Output) -> int:
     """List pipelines, or run one."""
@@ -35,7 +33,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     session = _session(arguments)
     frame = _refused(lambda: run(session, arguments.name, arguments.stores, _settings(arguments.set)))
     if arguments.out is None:
-        for row in _refused(lambda: frame.limit(_SHOWN).collect()):
+        rows = _refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
+        while (row := _refused(lambda: next(rows, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
         return 0
     if os.path.exists(arguments.out) and not arguments.overwrite:

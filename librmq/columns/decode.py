@@ -2,7 +2,7 @@
 
 ::
 
-    places, sizes ──> Block: header fields by numpy, frames checked like `codec.frame`
+    places, sizes ──> Block: header fields by numpy, frames checked like `record.frame`
                         │
                         ├─ numbers, times      gathered from the fixed part (IPv6 hosts shift what follows them)
                         ├─ topic, body         slices of the mapped file: its bytes as an Arrow buffer, then `take`
@@ -10,7 +10,7 @@
                         └─ Properties          the property strings of the block side by side; segments by their
                                                separators; a named property by the 8-byte words at segment starts
 
-What the plain decoder (`codec.decode_record`, `codec.decode_properties`) gives is given here, for every byte string:
+What the plain decoder (`record.decode_record`, `record.decode_properties`) gives is given here, for every byte string:
 rows with anything unusual (text that is no UTF-8, a property twice, a compressed body) are read again by the plain
 code, one by one. Blocks of 4 to 16 thousand records keep what is worked out in the processor's cache.
 """
@@ -149,7 +149,7 @@ class Block:
     """Some records of one file. Rows whose frame is not sound (`sound`) must not be asked for values."""
 
     def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None, *, frames: bool = True) -> None:
-        """``places`` are positions in ``raw`` (at least `codec.FIXED_SIZE` bytes), wherever they may point.
+        """``places`` are positions in ``raw`` (at least `record.FIXED_SIZE` bytes), wherever they may point.
 
         With ``sizes`` a record of another length is not sound. Without ``frames`` only size and magic are looked at,
         for those who want nothing but fields of the fixed part.
@@ -159,7 +159,7 @@ class Block:
         self._sizes = sizes
         self._frames = frames
         self.sound: Mask
-        """Which rows are records that `codec.frame` takes."""
+        """Which rows are records that `record.frame` takes."""
         self._check()
 
     def __len__(self) -> int:

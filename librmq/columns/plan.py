@@ -173,9 +173,11 @@ class PlannedStore:
         size = self.config.consumequeue_file_size
         stored = ConsumeQueue.open(directory.queue_folder(self.path, *name), size, files=files, writable=False)
         if self._store is None:
-            return QueueRange(stored.min_offset, stored.max_offset, stored.max_offset, b"", stored)
+            begin = self._first_kept(stored, stored.max_offset)
+            return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
         queue = self._store.queues[name]
-        begin, end = queue.min_offset, queue.max_offset
+        end = queue.max_offset
+        begin = self._first_kept(queue, end)
         crashed = mode == "FAILFAST" and has_abort(files, self.path)
         if stored.max_offset > end and self._store.recovered and not crashed:
             # Entries lead beyond where the log can be read, and no crash explains it (which a recovery would cut).
@@ -190,6 +192,21 @@ class PlannedStore:
         late_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
         late = queue.entries(late_from, end).tobytes() if late_from < end else b""
         return QueueRange(begin, end, late_from, late, queue)
+
+    def _first_kept(self, queue: ConsumeQueue, end: int) -> int:
+        """Return the first queue offset whose message the log still holds; ``end`` if retention took all of them.
+
+        A queue keeps its last file, so the entries of a quiet topic outlive their messages.
+        """
+        begin = queue.min_offset
+
+        def place(queue_offset: int) -> int:
+            entry = queue.entry(queue_offset)
+            return -1 if entry is None else entry.physical_offset
+
+        if begin >= end or place(begin) >= self.log_begin:
+            return begin
+        return bisect_left(range(end), self.log_begin, begin, end, key=place)
 
     def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
         assert self._store is not None

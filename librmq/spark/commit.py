@@ -2,10 +2,10 @@
 
 ::
 
-    librmq/spark/<job>/<task>.log      records, what only the store knows still zero
-    librmq/spark/<job>/<task>.arrow    a row a record: size, queue, tags code, keys, what to order by
-    librmq/spark/<job>.json            {"version", "begin", "end", "first", "records", "done"}: where the records of the
-                                       job are to stand in the log, how the first of them begins, whether all is done
+    librmq/spark/<job>.staging/t<task>.log      records; what only the store knows is zero
+    librmq/spark/<job>.staging/t<task>.arrow    one row per record: size, queue, tags code, keys, what to order by
+    librmq/spark/<job>.json                     {"version", "begin", "end", "first", "records", "done"}: where the
+                                                records go in the log, how the first one begins, whether all is done
 
 Everything is written behind the log's end but for the first bytes, up to the end of their sector: to whoever looks, the
 log ends where it did. When all of that has reached the device those bytes are written, and the whole is there at once.
@@ -19,21 +19,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from librmq.clock import SystemClock
 from librmq.columns.decode import Ints
 from librmq.consumequeue import ENTRY_DTYPE
-from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.message import record
@@ -45,6 +49,12 @@ from librmq.store.format import directory
 __all__ = ["Staged", "commit", "discard", "job_folder"]
 
 CHUNK_BYTES: Final = 2 << 20
+_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
+"""Names of staged files: a deletion takes no others."""
+_BLOCK_ROWS: Final = 65_536
+_BETWEEN_TRIES: Final = 0.1
+"""Seconds between two tries to lock the store."""
 _SECTOR: Final = 512
 _TOLD: Final = 64
 
@@ -60,8 +70,17 @@ class Staged:
 
 
 def job_folder(path: str, job: str, staging: str | None) -> str:
-    """Where the files of a job are."""
-    return os.path.join(staging or os.path.join(path, directory.OWN, "spark"), job)
+    """Return the folder in which tasks stage the records of ``job``.
+
+    Raises:
+        ConfigError: ``job`` is not the name of a file.
+    """
+    if not _JOB.fullmatch(job):
+        raise ConfigError(
+            f"option jobId: expected a letter or digit, then up to 99 letters, digits, '.', '_' or '-', "
+            f"found {job[:120]!r}"
+        )
+    return os.path.join(staging or os.path.join(path, directory.OWN, "spark"), f"{job}.staging")
 
 
 def _note(path: str, job: str) -> str:
@@ -69,25 +88,39 @@ def _note(path: str, job: str) -> str:
 
 
 def discard(folder: str) -> None:
-    """Delete the files of a job."""
+    """Delete the staged files in ``folder``, and ``folder`` if nothing else is in it."""
+    if os.path.islink(folder):
+        return
     files = DiskFiles()
     for entry in files.list(folder):
-        with suppress(OSError):
-            files.delete(os.path.join(folder, entry.name))
+        if _STAGED.fullmatch(entry.name):
+            with suppress(OSError):
+                files.delete(os.path.join(folder, entry.name))
     with suppress(OSError):
         os.rmdir(folder)
 
 
-def commit(path: str, job: str, staged: Sequence[Staged], folder: str, *, ordered: bool, keep_note: bool) -> int:
-    """Bring the records of ``staged`` into the store in ``path``; how many there are, 0 if that was done before.
+def commit(
+    path: str,
+    job: str,
+    staged: Sequence[Staged],
+    folder: str,
+    *,
+    ordered: bool,
+    keep_note: bool,
+    wait_seconds: float = 0,
+) -> int:
+    """Bring the records of ``staged`` into the store in ``path``, and return their number; 0 if the job was done.
 
-    Returns when they have reached the device. `StoreLockedError` if somebody else writes to the store. After an error
-    the store is as it was, unless it came when the records were shown already: then the next open completes what
-    follows from them, and the same job, committed again, finds them there.
+    Returns when the records have reached the device. After an error the store is as it was, unless the records could
+    be seen already: then the next open completes queues and index, and the same job, committed again, finds them.
+
+    Raises:
+        StoreLockedError: Another process still writes to the store after ``wait_seconds``.
     """
     files = DiskFiles()
     make_folders(files, os.path.join(path, directory.OWN, "spark"))
-    with MessageStore.open(path, background=False) as store:
+    with open_when_free(path, wait_seconds) as store:
         if _was_committed(store, job):
             discard(folder)
             return 0
@@ -104,6 +137,20 @@ def commit(path: str, job: str, staged: Sequence[Staged], folder: str, *, ordere
             count = len(records)
     discard(folder)
     return count
+
+
+def open_when_free(path: str, wait_seconds: float) -> MessageStore:
+    """Open the store in ``path`` for writing, after waiting at most ``wait_seconds`` for another writer."""
+    clock = SystemClock()
+    until = clock.monotonic() + wait_seconds
+    while True:
+        try:
+            return MessageStore.open(path, background=False)
+        except StoreLockedError:
+            left = until - clock.monotonic()
+            if left <= 0:
+                raise
+        clock.wait(threading.Event(), min(left, _BETWEEN_TRIES))
 
 
 def _was_committed(store: MessageStore, job: str) -> bool:
@@ -131,121 +178,244 @@ def _mark_done(store: MessageStore, job: str) -> None:
     store.files.write(note, json.dumps(json.loads(store.files.read(note)) | {"done": True}).encode())
 
 
-def _opened(folder: str, one: Staged) -> tuple[pa.Table, FileIO]:
-    path = os.path.join(folder, one.name)
-    try:
-        with pa.memory_map(f"{path}.arrow") as source:
-            return pa.ipc.open_file(source).read_all(), FileIO(f"{path}.log")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: what a task wrote is not there: driver and workers must share this folder (option staging names "
-            "another)"
-        ) from None
+class _Task:
+    """The two files of a task."""
+
+    def __init__(self, folder: str, one: Staged) -> None:
+        path = os.path.join(folder, one.name)
+        try:
+            self.raw: Final = FileIO(f"{path}.log")
+            self._columns: Final = pa.ipc.open_file(pa.OSFile(f"{path}.arrow"))  # read, not mapped: pages go at once
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path}: the file that a task wrote is missing: driver and workers must share this folder "
+                "(option staging names another)"
+            ) from None
+
+    def __enter__(self) -> _Task:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.raw.close()
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield the rows, some tens of thousands at a time."""
+        batches: list[pa.RecordBatch] = []
+        for number in range(self._columns.num_record_batches):
+            batches.append(self._columns.get_batch(number))
+            if sum(batch.num_rows for batch in batches) >= _BLOCK_ROWS:
+                yield pa.Table.from_batches(batches)
+                batches = []
+        if batches:
+            yield pa.Table.from_batches(batches)
+
+
+@dataclass(slots=True)
+class _Block:
+    """Records that follow one another in the log."""
+
+    sizes: Ints
+    lane: Ints
+    codes: Ints
+    record_of_key: Ints
+    key_hashes: Ints
+    read: Callable[[int, int], bytearray]
+    """Returns the bytes of the records from the first number to the second."""
 
 
 class _Staging:
-    """The records of all tasks, in the order in which they go into the log."""
+    """The records of all tasks in the order in which they go into the log; of few at a time there is more in memory."""
 
     def __init__(self, folder: str, staged: Sequence[Staged], ordered: bool) -> None:
-        self.lanes: list[Lane] = []
+        self._folder = folder
+        self._staged = staged
         known: dict[Lane, int] = {}
-        tables: list[pa.Table] = []
-        self._raw: list[FileIO] = []
-        begins, tasks, lanes = [], [], []
-        try:
-            for number, one in enumerate(staged):
-                table, raw = _opened(folder, one)
-                self._raw.append(raw)
-                sizes = table["size"].to_numpy().astype(np.int64)
-                if len(table) != one.records or int(sizes.sum()) != os.fstat(raw.fileno()).st_size:
+        self._own_lanes: list[Ints] = []
+        self._records = 0
+        self._sorted: _Sorted | None = None
+        for one in staged:
+            with _Task(folder, one) as task:
+                records = size = 0
+                for table in task.tables():
+                    records += len(table)
+                    size += pc.sum(table["size"].cast(pa.int64())).as_py() or 0
+                if records != one.records or size != os.fstat(task.raw.fileno()).st_size:
                     raise CorruptionError(folder, 0, "size", f"{one.name}: expected {one.records} whole records")
-                tables.append(table)
-                begins.append(np.cumsum(sizes) - sizes)
-                tasks.append(np.full(len(sizes), number, np.int64))
-                for lane in one.lanes:
-                    known.setdefault(lane, len(known))
-                own = np.array([known[lane] for lane in one.lanes], np.int64)
-                lanes.append(own[table["lane"].to_numpy()] if len(own) else np.zeros(0, np.int64))
-        except BaseException:
-            self.close()
-            raise
+            for lane in one.lanes:
+                known.setdefault(lane, len(known))
+            self._own_lanes.append(np.array([known[lane] for lane in one.lanes], np.int64))
+            self._records += records
         self.lanes = list(known)
-        empty: Ints = np.zeros(0, np.int64)
-        self.begins = np.concatenate([*begins, empty])
-        self._task = np.concatenate([*tasks, empty])
-        self.lane = np.concatenate([*lanes, empty])
-        table = pa.concat_tables(tables) if tables else None
-        self.sizes: Ints = table["size"].to_numpy().astype(np.int64) if table is not None else empty
-        self.codes: Ints = table["tagsCode"].to_numpy() if table is not None else empty
-        keys = table["keys"].combine_chunks() if table is not None else pa.array([], pa.list_(pa.int64()))
-        self._sorted = False
-        if ordered and table is not None:
-            ranks = pc.rank(table["order"], sort_keys="ascending", null_placement="at_start", tiebreaker="dense")
-            stable = np.argsort(ranks.to_numpy(), kind="stable")
-            self.begins, self._task, self.lane = self.begins[stable], self._task[stable], self.lane[stable]
-            self.sizes, self.codes, keys = self.sizes[stable], self.codes[stable], keys.take(pa.array(stable))
-            self._sorted = True
-        lengths = pc.list_value_length(keys).to_numpy(zero_copy_only=False).astype(np.int64)
-        self.record_of_key: Ints = np.repeat(np.arange(len(self.sizes)), lengths)
-        self.key_hashes: Ints = keys.flatten().to_numpy()
+        if ordered and staged:
+            self._sorted = _Sorted(self._tables(), [os.path.join(folder, f"{one.name}.log") for one in staged])
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return self._records
+
+    def close(self) -> None:
+        if self._sorted is not None:
+            self._sorted.close()
+
+    def blocks(self) -> Iterator[_Block]:
+        """Yield all records, block by block; may be called several times."""
+        if self._sorted is not None:
+            yield from self._sorted.blocks()
+            return
+        number, begin = -1, 0
+        for task, table, lane in self._tables():
+            if task.number != number:
+                number, begin = task.number, 0
+            sizes = _ints(table["size"])
+            record_of_key, hashes = _keys(table["keys"].combine_chunks())
+            yield _Block(sizes, lane, _ints(table["tagsCode"]), record_of_key, hashes, _reader(task.raw, begin, sizes))
+            begin += int(sizes.sum())
+
+    def _tables(self) -> Iterator[tuple[_Numbered, pa.Table, Ints]]:
+        """Yield the rows of each task with the numbers of their queues."""
+        for number, (one, own) in enumerate(zip(self._staged, self._own_lanes, strict=True)):
+            with _Task(self._folder, one) as task:
+                for table in task.tables():
+                    yield _Numbered(number, task.raw), table, own[_ints(table["lane"])]
+
+
+class _Numbered(NamedTuple):
+    """A task by its place among the tasks, with the file of its records."""
+
+    number: int
+    raw: FileIO
+
+
+class _Sorted:
+    """All records in the order of a column: some 40 bytes each."""
+
+    def __init__(self, tables: Iterable[tuple[_Numbered, pa.Table, Ints]], paths: Sequence[str]) -> None:
+        sizes, lanes, codes, tasks, orders, counts, hashes = [], [], [], [], [], [], []
+        for task, table, lane in tables:
+            keys = table["keys"].combine_chunks()
+            sizes.append(_ints(table["size"]).astype(np.int32))
+            lanes.append(lane.astype(np.int32))
+            codes.append(_ints(table["tagsCode"]).astype(np.int32))
+            tasks.append((task.number, len(table)))
+            orders.append(table["order"].combine_chunks())
+            counts.append(_ints(pc.list_value_length(keys)))
+            hashes.append(_keys(keys)[1].astype(np.int32))
+        self._sizes, self._lane, self._codes = np.concatenate(sizes), np.concatenate(lanes), np.concatenate(codes)
+        self._first_key = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
+        self._key_hashes = np.concatenate(hashes)
+        of_task = np.bincount([number for number, _ in tasks], [rows for _, rows in tasks]).astype(np.int64)
+        self._firsts = np.concatenate(([0], np.cumsum(of_task)))
+        """The first record of each task, and the number of all records."""
+        ends = np.cumsum(self._sizes, dtype=np.int64)
+        before = np.concatenate(([0], ends))[self._firsts[:-1]]
+        self._begins = ends - self._sizes
+        for first, upto, start in zip(self._firsts[:-1], self._firsts[1:], before, strict=True):
+            self._begins[first:upto] -= start
+        values = pa.chunked_array(orders)
+        ranks = _ints(pc.rank(values, sort_keys="ascending", tiebreaker="first"))
+        order = np.empty(len(ranks), np.int64)
+        order[ranks - 1] = np.arange(len(ranks))
+        self._order = np.roll(order, values.null_count)  # nulls first, as Spark sorts
+        self._raw = [FileIO(path) for path in paths]
 
     def close(self) -> None:
         for raw in self._raw:
             raw.close()
 
-    def data(self, begin: int, end: int) -> bytearray:
-        """The bytes of records ``begin`` to ``end``, one behind the other."""
-        if not self._sorted and self._task[begin] == self._task[end - 1]:
-            first = int(self.begins[begin])
-            data = bytearray(int(self.begins[end - 1] + self.sizes[end - 1]) - first)
-            raw = self._raw[self._task[begin]]
-            raw.seek(first)
-            if raw.readinto(data) != len(data):
-                raise CorruptionError(raw.name, first, "size", "the file was cut since it was written")
-            return data
-        rows = zip(
-            self._task[begin:end].tolist(), self.begins[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True
-        )
+    def blocks(self) -> Iterator[_Block]:
+        for at in range(0, len(self._order), _BLOCK_ROWS):
+            which = self._order[at : at + _BLOCK_ROWS]
+            counts = self._first_key[which + 1] - self._first_key[which]
+            record_of_key = np.repeat(np.arange(len(which)), counts)
+            within = np.arange(len(record_of_key)) - np.repeat(np.cumsum(counts) - counts, counts)
+            hashes = self._key_hashes[self._first_key[which][record_of_key] + within].astype(np.int64)
+            sizes, lane, codes = (column[which].astype(np.int64) for column in (self._sizes, self._lane, self._codes))
+            yield _Block(sizes, lane, codes, record_of_key, hashes, partial(self._read, which))
+
+    def _read(self, which: Ints, begin: int, end: int) -> bytearray:
+        chosen = which[begin:end]
+        tasks = np.searchsorted(self._firsts, chosen, "right") - 1
+        rows = zip(tasks.tolist(), self._begins[chosen].tolist(), self._sizes[chosen].tolist(), strict=True)
         return bytearray(b"".join([os.pread(self._raw[task].fileno(), size, at) for task, at, size in rows]))
 
 
+def _reader(raw: FileIO, first: int, sizes: Ints) -> Callable[[int, int], bytearray]:
+    """Return a function that reads records which lie one behind the other from ``first`` on."""
+    bounds = np.concatenate(([0], np.cumsum(sizes))) + first
+
+    def read(begin: int, end: int) -> bytearray:
+        data = bytearray(int(bounds[end] - bounds[begin]))
+        raw.seek(int(bounds[begin]))
+        if raw.readinto(data) != len(data):
+            raise CorruptionError(str(raw.name), int(bounds[begin]), "size", "the file was cut since it was written")
+        return data
+
+    return read
+
+
+def _ints(column: Any) -> Ints:
+    found: Ints = column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy()
+    return found.astype(np.int64)
+
+
+def _keys(lists: pa.Array) -> tuple[Ints, Ints]:
+    """Return the row of each key, ascending, and the hashes of all keys."""
+    lengths = _ints(pc.list_value_length(lists))
+    return np.repeat(np.arange(len(lists)), lengths), _ints(lists.flatten())
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A block with the places that its records get."""
+
+    block: _Block
+    places: Ints
+    queue_offsets: Ints
+
+
+def _placed(records: _Staging, lanes: Sequence[LaneOfStore], end: int, file_size: int) -> Iterator[_Placed]:
+    """Yield all blocks with the places of their records behind ``end`` and behind the queues' ends."""
+    following = np.array([lane.next_queue_offset for lane in lanes], np.int64)
+    for block in records.blocks():
+        places = _places(block.sizes, end, file_size)
+        end = int(places[-1] + block.sizes[-1])
+        queue_offsets = following[block.lane] + _ranks(block.lane, len(lanes))
+        following += np.bincount(block.lane, minlength=len(lanes))
+        yield _Placed(block, places, queue_offsets)
+
+
+def _extent(records: _Staging, end: int, file_size: int) -> tuple[int, int, int]:
+    """Return where the first record begins, where the last one begins, and where it ends."""
+    begin = last = -1
+    for block in records.blocks():
+        places = _places(block.sizes, end, file_size)
+        begin = int(places[0]) if begin < 0 else begin
+        last, end = int(places[-1]), int(places[-1] + block.sizes[-1])
+    return begin, last, end
+
+
 def _bring_in(store: MessageStore, job: str, records: _Staging, folder: str) -> None:
-    """Write the records, show them, and what is derived from them; what was staged goes meanwhile."""
+    """Write the records, show them, then derive queues and index; meanwhile the staged files are flushed away."""
     log, now_ms = store.log, store.clock.now_ms()
     old_end = log.end
     lanes = [store._lane(*lane) for lane in records.lanes]
-    first_offsets = np.array([lane.next_queue_offset for lane in lanes], np.int64)
-    queue_offsets = first_offsets[records.lane] + _ranks(records.lane, len(lanes))
-    places = _places(records.sizes, old_end, log.file_size)
-    begin = int(places[0])
+    begin, last, end = _extent(records, old_end, log.file_size)
     try:
-        shown = _write(store, job, records, places, queue_offsets, now_ms)
+        shown = _write(store, job, records, lanes, (begin, end), now_ms)
         log.flush()
         log.patch(begin, shown)  # within one sector: there or not
     except BaseException:
         log.truncate(old_end)
         store.files.delete(_note(store.path, job))
         raise
-    log.last_write = int(places[-1])
-
-    def settle() -> None:
-        log.flush()
+    log.last_write = last
+    try:
+        with ThreadPoolExecutor(1) as beside:
+            flushed = beside.submit(log.flush)
+            if not store.config.enable_consumequeue_ext:
+                _derive(store, records, lanes, old_end, now_ms)
+            flushed.result()
         records.close()
         discard(folder)
-
-    try:
-        with ThreadPoolExecutor(2) as beside:
-            tasks = [beside.submit(settle)]
-            if not store.config.enable_consumequeue_ext:
-                stored = np.full(len(places), now_ms, np.int64)
-                hashes = records.record_of_key, records.key_hashes
-                tasks.append(beside.submit(store.index.append_block, places, stored, *hashes))
-                _derive_queues(store, records, lanes, places)
-        for task in tasks:
-            task.result()
         if store.config.enable_consumequeue_ext:  # units with their bitmaps are made by recovery, one by one
             store.abandon()
             MessageStore.open(store.path, background=False).close()
@@ -256,48 +426,75 @@ def _bring_in(store: MessageStore, job: str, records: _Staging, folder: str) -> 
         raise
 
 
-def _write(store: MessageStore, job: str, records: _Staging, places: Ints, queue_offsets: Ints, now_ms: int) -> bytes:
+def _write(
+    store: MessageStore,
+    job: str,
+    records: _Staging,
+    lanes: Sequence[LaneOfStore],
+    extent: tuple[int, int],
+    now_ms: int,
+) -> bytes:
     """Write the records but for the first bytes, which are returned."""
-    log, begin = store.log, int(places[0])
+    log, (begin, end) = store.log, extent
     shown = b""
     with ThreadPoolExecutor(1) as beside:  # it writes a chunk while the next one is made ready
         written: Future[None] | None = None
-        for first, upto in _chunks(places, records.sizes, log.file_size):
-            data = records.data(first, upto)
-            _fill_in(data, places[first:upto], queue_offsets[first:upto], now_ms)
-            if written is None:
-                gate = min(len(data), _SECTOR - begin % _SECTOR)
-                shown = bytes(data[:gate])
-                end = int(places[-1] + records.sizes[-1])
-                _write_note(store, job, begin, end, bytes(data[:_TOLD]), len(records))
-                data[:gate] = bytes(gate)
-            else:
-                written.result()
-            if log.claim(len(data)) != int(places[first]):
-                raise CorruptionError(log.sequence.folder, int(places[first]), "record", "the log is not where it was")
-            written = beside.submit(log.append_block, data)
+        for placed in _placed(records, lanes, log.end, log.file_size):
+            places = placed.places
+            for first, upto in _chunks(places, placed.block.sizes, log.file_size):
+                data = placed.block.read(first, upto)
+                _fill_in(data, places[first:upto], placed.queue_offsets[first:upto], now_ms)
+                if written is None:
+                    gate = min(len(data), _SECTOR - begin % _SECTOR)
+                    shown = bytes(data[:gate])
+                    _write_note(store, job, begin, end, bytes(data[:_TOLD]), len(records))
+                    data[:gate] = bytes(gate)
+                else:
+                    written.result()
+                if log.claim(len(data)) != int(places[first]):
+                    raise CorruptionError(
+                        log.sequence.folder, int(places[first]), "record", "the log is not where it was"
+                    )
+                written = beside.submit(log.append_block, data)
         assert written is not None
         written.result()
     return shown
 
 
-def _derive_queues(store: MessageStore, records: _Staging, lanes: list[LaneOfStore], places: Ints) -> None:
-    """Queue entries of all records at once, as the store's own dispatcher writes them batch by batch."""
-    entries = np.empty(len(places), ENTRY_DTYPE)
-    entries["physical_offset"], entries["size"], entries["tags_code"] = places, records.sizes, records.codes
-    order = np.argsort(records.lane, kind="stable")
-    bounds = np.searchsorted(records.lane[order], np.arange(len(lanes) + 1))
+def _derive(store: MessageStore, records: _Staging, lanes: Sequence[LaneOfStore], old_end: int, now_ms: int) -> None:
+    """Write queue entries and keys of all records, block by block, as the store's dispatcher writes its batches."""
+    with ThreadPoolExecutor(1) as beside:
+        indexed: Future[None] | None = None
+        for placed in _placed(records, lanes, old_end, store.log.file_size):
+            block = placed.block
+            if indexed is not None:
+                indexed.result()
+            stored = np.full(len(placed.places), now_ms, np.int64)
+            indexed = beside.submit(
+                store.index.append_block, placed.places, stored, block.record_of_key, block.key_hashes
+            )
+            _derive_queues(store, placed, lanes)
+        if indexed is not None:
+            indexed.result()
+
+
+def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[LaneOfStore]) -> None:
+    block = placed.block
+    entries = np.empty(len(placed.places), ENTRY_DTYPE)
+    entries["physical_offset"], entries["size"], entries["tags_code"] = placed.places, block.sizes, block.codes
+    order = np.argsort(block.lane, kind="stable")
+    numbers, firsts = np.unique(block.lane[order], return_index=True)
     dispatcher = store._dispatcher
-    for number, lane in enumerate(lanes):
-        chosen = order[bounds[number] : bounds[number + 1]]
+    for number, first, upto in zip(numbers.tolist(), firsts, [*firsts[1:], len(order)], strict=True):
+        lane, chosen = lanes[number], order[first:upto]
         lane.queue.append_many(lane.next_queue_offset, entries[chosen].tobytes())
         lane.next_queue_offset += len(chosen)
         dispatcher.unflushed.add(lane.queue)
-    dispatcher.entries += len(places)
+    dispatcher.entries += len(order)
 
 
 def _ranks(lane: Ints, lanes: int) -> Ints:
-    """Of each record its number among those of its queue."""
+    """Return each record's rank within its queue."""
     order = np.argsort(lane, kind="stable")
     begins = np.searchsorted(lane[order], np.arange(lanes))
     ranks = np.empty(len(lane), np.int64)

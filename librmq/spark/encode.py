@@ -33,7 +33,7 @@ from librmq.java.hashing import (
 )
 from librmq.message import record
 from librmq.message.message import Message
-from librmq.message.topics import validate_queue, validate_topic
+from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 
 __all__ = ["COLUMNS", "Encoded", "Encoder", "Lane"]
 
@@ -94,7 +94,7 @@ class Encoder:
         `MessageIllegalError` names the first row that is no message.
         """
         rows = batch.num_rows
-        bodies = _bodies(batch, rows)
+        bodies = _bodies(batch, first_row)
         topics, queue_ids = self._topics(batch), self._queue_ids(batch, first_row)
         lanes, lane = _lanes(topics, queue_ids)
         own = {name: _texts(batch, column) for column, name in _OWN}
@@ -225,10 +225,13 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     return column
 
 
-def _bodies(batch: pa.RecordBatch, rows: int) -> pa.Array:
+def _bodies(batch: pa.RecordBatch, first_row: int) -> pa.Array:
     column = _column(batch, "body")
     assert column is not None
-    return column.cast(pa.binary()).fill_null(b"")
+    if column.null_count:
+        at = first_row + int(column.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise MessageIllegalError(f"row {at}: body: expected bytes or text, found null; an empty body is written as ''")
+    return column.cast(pa.binary())
 
 
 def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
@@ -315,6 +318,8 @@ def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[Lane], npt.NDArray[n
     names = encoded.dictionary.to_pylist()
     for topic in names:
         validate_topic(topic)
+        if is_system_topic(topic):
+            raise MessageIllegalError(f"topic {topic!r} belongs to the broker: a job writes to topics of users only")
     for queue_id in (int(queue_ids.min()), int(queue_ids.max())) if len(queue_ids) else ():
         validate_queue("t", queue_id)
         if queue_id >= 1 << 31:

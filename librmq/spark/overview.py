@@ -12,6 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from librmq.diagnosis.report import Page, Section, Tile, bars, lines
 from librmq.message.topics import is_system_topic
 from librmq.spark import stores
+from librmq.spark.options import Mode
 from librmq.spark.pipelines import backlog, duplicates, run, skew
 
 if TYPE_CHECKING:
@@ -31,11 +32,18 @@ def overview(
     spark: SparkSession, paths: stores.Paths, *, title: str = "What is in these stores", window_seconds: float = 3600,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Page:  # fmt: skip
-    """Look at all of ``paths`` with Spark; ``progress`` is told what is being done. No message's body is read."""
+    """Look into all stores in ``paths`` with Spark; ``progress`` gets the name of each step.
+
+    Bodies are read only to check them. Records that can't be read are left out, and listed as damage.
+    """
     folders = stores.paths_of(paths)
     name = _short_names(folders)
+    progress("damage")
+    damage = _rows(stores.damage(spark, folders).orderBy("store", "file", "offset"))
+    mode: Mode = "DROPMALFORMED" if damage else "FAILFAST"
+    settings = {"damaged": "skip"} if damage else {}
     progress("messages")
-    messages = stores.messages(spark, folders, _COLUMNS).cache()
+    messages = stores.messages(spark, folders, _COLUMNS, mode=mode).cache()
     try:
         totals = _rows(
             messages.groupBy("store", "topic").agg(
@@ -43,16 +51,21 @@ def overview(
             )
         )
         progress("backlog")
-        lag = backlog(stores.offsets(spark, folders), stores.queues(spark, folders), messages)
+        lag = backlog(stores.offsets(spark, folders), stores.queues(spark, folders, mode), messages)
         waiting = _rows(
             lag.where("group not like 'CID\\_RMQ\\_SYS\\_%' and topic not in ('SCHEDULE_TOPIC_XXXX')")
             .groupBy("group", "topic")
-            .agg(F.sum("lag"), F.max("lag"), F.max("ageSeconds"), F.min("oldest"), F.sum("lost"))
+            .agg(
+                F.sum("lag"), F.max("lag"), F.max("ageSeconds"), F.min("oldest"), F.sum("lost"),
+                F.count(F.when(F.col("offset").isNull(), 1)),
+            )
             .orderBy(F.desc("sum(lag)"))
-        )
+        )  # fmt: skip
         progress("skew")
         uneven = _rows(skew(messages).where("ratio >= 1").orderBy(F.desc("ratio"), "topic", "queueId").limit(200))
-        hot = _rows(skew(_own(messages), "key", 5).where("messages > 1").orderBy(F.desc("messages"), "key").limit(MOST))
+        hot = _rows(
+            skew(_own(messages), "key", 5).where("messages > 1").orderBy(F.desc("messages"), "key", "store").limit(MOST)
+        )
         progress("rates")
         rates = _rates(messages, totals)
         progress("duplicates")
@@ -65,29 +78,32 @@ def overview(
     finally:
         messages.unpersist()
     progress("pending")
-    halves = _rows(run(spark, "transactions", folders).select("group", "topic", "checks", "born", "uniqueKey"))
-    timers = _rows(run(spark, "timers", folders).groupBy("topic").agg(F.count("*"), F.min("due"), F.max("due")))
+    open_halves = run(spark, "transactions", folders, settings)
+    halves = _rows(open_halves.select("group", "topic", "checks", "born", "uniqueKey"))
+    waits = run(spark, "timers", folders, settings)
+    timers = _rows(waits.groupBy("topic").agg(F.count("*"), F.min("due"), F.max("due")))
     progress("dead letters")
-    dead = _rows(run(spark, "dead-letters", folders).select("group", "topic", "cause", "messages", "last"))
+    letters = run(spark, "dead-letters", folders, settings)
+    dead = _rows(letters.select("group", "topic", "cause", "messages", "last", "store"))
     progress("filters")
-    filters = _rows(
-        run(spark, "filters", folders).select("group", "topic", "expression", "messages", "matched", "savedBytes")
-    )
+    matched = run(spark, "filters", folders, settings)
+    filters = _rows(matched.select("group", "topic", "expression", "messages", "matched", "savedBytes", "store"))
     return Page(
         title,
         f"{len(folders)} store{'s' * (len(folders) != 1)}: {', '.join(name.values())}. All times are UTC; “now” is "
         "when a store’s last message was stored.",
-        _tiles(totals, waiting, halves, timers, dead),
+        _tiles(totals, waiting, halves, timers, dead, damage),
         (
+            *([_damage(damage, name)] if damage else []),
             _topics(totals),
             _backlog(waiting),
             rates,
             _skew(uneven, name),
-            _keys(hot),
+            _keys(hot, name),
             _duplicates(twice, window_seconds),
             _pending(halves, timers),
-            _dead(dead),
-            _filters(filters),
+            _dead(dead, name),
+            _filters(filters, name),
         ),
     )
 
@@ -117,7 +133,23 @@ def _short_names(folders: Sequence[str]) -> dict[str, str]:
     return dict(zip(folders, names, strict=True))
 
 
-def _tiles(totals: Any, waiting: Any, halves: Any, timers: Any, dead: Any) -> list[Tile]:
+def _with_store(rows: Sequence[Sequence[Any]], columns: tuple[str, ...], name: dict[str, str]) -> dict[str, Any]:
+    """Return a table of ``rows``, whose last value is a folder: the first column where there are several stores."""
+    if len(name) == 1:
+        return {"columns": columns, **_cut([row[:-1] for row in rows])}
+    return {"columns": ("store", *columns), **_cut([(name[row[-1]], *row[:-1]) for row in rows])}
+
+
+def _damage(damage: Any, name: dict[str, str]) -> Section:
+    about = (
+        "What librmq verify finds wrong with these stores. Records that can’t be read are in none of the numbers. "
+        "librmq recover mends what a crash leaves; librmq salvage saves what can be read of the rest."
+    )
+    rows = [(file, offset, kind, what, store) for store, file, offset, kind, what in damage]
+    return Section("Damage", about, **_with_store(rows, ("file", "offset", "kind", "what"), name))
+
+
+def _tiles(totals: Any, waiting: Any, halves: Any, timers: Any, dead: Any, damage: Any) -> list[Tile]:
     lag, dead_count = sum(row[2] for row in waiting), sum(row[3] for row in dead)
     delayed = sum(row[1] for row in timers)
     return [
@@ -127,6 +159,7 @@ def _tiles(totals: Any, waiting: Any, halves: Any, timers: Any, dead: Any) -> li
         Tile("half messages open", f"{len(halves):,}", "bad" if halves else "good"),
         Tile("delayed messages wait", f"{delayed:,}"),
         Tile("dead letters", f"{dead_count:,}", "bad" if dead_count else "good"),
+        Tile("damaged places", f"{len(damage):,}", "bad" if damage else "good"),
     ]
 
 
@@ -163,14 +196,14 @@ def _backlog(waiting: Any) -> Section:
     about = (
         "How many messages each group has still to consume. Tens are normal. A large number in one queue alone points "
         "to one slow or stuck consumer, the same in all queues to too few consumers. “Lost” messages went with old "
-        "files of the log before the group came to them."
+        "files of the log before the group read them. A queue without progress counts from its first message."
     )
-    rows = [(group, topic, lag, most, age, oldest, lost) for group, topic, lag, most, age, oldest, lost in waiting]
-    return Section(
-        "Backlog", about, plot if late else "",
-        ("group", "topic", "waiting", "most in one queue", "oldest waits (s)", "oldest stored", "lost"),
-        nothing="No group has stored its progress here.", **_cut(rows),
+    columns = (
+        "group", "topic", "waiting", "most in one queue", "oldest waits (s)", "oldest stored", "lost",
+        "queues without progress",
     )  # fmt: skip
+    nothing = "No group has stored its progress here."
+    return Section("Backlog", about, plot if late else "", columns, nothing=nothing, **_cut(waiting))
 
 
 def _rates(messages: DataFrame, totals: Any) -> Section:
@@ -224,11 +257,11 @@ def _skew(uneven: Any, name: dict[str, str]) -> Section:
     )  # fmt: skip
 
 
-def _keys(hot: Any) -> Section:
-    rows = [(key, topic, count, share * 100) for _, topic, key, count, share, _ in hot]
+def _keys(hot: Any, name: dict[str, str]) -> Section:
+    rows = [(key, topic, count, share * 100, store) for store, topic, key, count, share, _ in hot]
     about = "Business keys with the most messages."
-    return Section("Frequent keys", about, "", ("key", "topic", "messages", "% of the topic’s keys"),
-                   nothing="No key occurs twice.", **_cut(rows))  # fmt: skip
+    shown = _with_store(rows, ("key", "topic", "messages", "% of the topic’s keys"), name)
+    return Section("Frequent keys", about, nothing="No key occurs twice.", **shown)
 
 
 def _duplicates(twice: Any, window_seconds: float) -> Section:
@@ -268,19 +301,21 @@ def _pending(halves: Any, timers: Any) -> Section:
                    **_cut(rows))  # fmt: skip
 
 
-def _dead(dead: Any) -> Section:
+def _dead(dead: Any, name: dict[str, str]) -> Section:
     rows = sorted(dead, key=lambda row: -row[3])
-    plot = bars([(f"{row[0]} · {row[2]}", row[3]) for row in rows[:MOST]], "dead letters") if rows else ""
-    about = "Messages that a group gave up. Nobody consumes them until they are sent again."
-    return Section("Dead letters", about, plot, ("group", "topic", "cause", "messages", "last"),
-                   nothing="There are none.", **_cut(rows))  # fmt: skip
+    prefix = {store: f"{short} · " if len(name) > 1 else "" for store, short in name.items()}
+    bound = [(f"{prefix[store]}{group} · {cause}", count) for group, _, cause, count, _, store in rows[:MOST]]
+    plot = bars(bound, "dead letters") if rows else ""
+    about = "Messages that a group gave up. No consumer gets them until they are sent again."
+    shown = _with_store(rows, ("group", "topic", "cause", "messages", "last"), name)
+    return Section("Dead letters", about, plot, nothing="There are none.", **shown)
 
 
-def _filters(filters: Any) -> Section:
-    rows = [(*row[:5], _bytes(row[5])) for row in sorted(filters, key=lambda row: -row[5])]
+def _filters(filters: Any, name: dict[str, str]) -> Section:
+    rows = [(*row[:5], _bytes(row[5]), row[6]) for row in sorted(filters, key=lambda row: -row[5])]
     about = (
         "SQL filters that groups have registered, how many of their topic’s messages they match, and what the broker "
         "does not have to send because of them."
     )
-    return Section("Filters", about, "", ("group", "topic", "expression", "messages", "matched", "saved"),
-                   nothing="No group filters by SQL.", **_cut(rows))  # fmt: skip
+    shown = _with_store(rows, ("group", "topic", "expression", "messages", "matched", "saved"), name)
+    return Section("Filters", about, nothing="No group filters by SQL.", **shown)

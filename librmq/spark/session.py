@@ -43,11 +43,13 @@ exec {java} "$@"
 
 
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
-    """The running Spark session, or a new one with ``config`` (Spark's own settings) on ``master``.
+    """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
-    Workers run this interpreter. ``MissingExtraError`` names in one sentence what is missing. Sets
-    ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this process, where Spark looks for
-    them.
+    Workers run this interpreter. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this
+    process, where Spark looks for them. A session that this function started is stopped when the process exits.
+
+    Raises:
+        MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
     """
     require()
     from pyspark.sql import SparkSession
@@ -70,7 +72,15 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     builder = SparkSession.builder.appName(app_name).master(master)
     for name, value in (settings | (config or {})).items():
         builder = builder.config(name, value)
-    return builder.getOrCreate()
+    made = builder.getOrCreate()
+    atexit.register(_stop, made)
+    return made
+
+
+def _stop(session: SparkSession) -> None:
+    """Stop Spark before its JVM exits: else idle Python workers print a traceback about a broken pipe."""
+    if session.sparkContext._jsc is not None:  # none where the application has stopped the session
+        session.stop()
 
 
 def register(spark: SparkSession) -> None:

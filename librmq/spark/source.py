@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, RmqError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,42 +44,65 @@ if TYPE_CHECKING:
 __all__ = ["PartPartition", "RocketMQDataSource", "arrow_schema", "schema_of"]
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
+_OPTION: Final = "option."
+_OPTIONS_OF_TABLE: Final = "rocketmq"
+"""The metadata of a table's first column that keeps the table's options, as JSON."""
 
 
 class RocketMQDataSource(DataSource):
     """Stores of RocketMQ brokers as a data source; docs/spark.md lists its options and columns."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        super().__init__(options)
         from librmq.spark.options import READ_OPTIONS, WRITE_OPTIONS, refuse_unknown
 
+        self._creates_table = options.get("provider", "").lower() == "rocketmq"
+        if self._creates_table:
+            # CREATE TABLE passes the properties of the table as well; options come a second time with a prefix.
+            own = {name.removeprefix(_OPTION): value for name, value in options.items() if name.startswith(_OPTION)}
+            options = own | {name: value for name, value in options.items() if name.lower() == "path"}
+        super().__init__(options)
         refuse_unknown(options, {*READ_OPTIONS, *WRITE_OPTIONS}, "format")
 
     @classmethod
     def name(cls) -> str:
         return "rocketmq"
 
-    def _read_options(self) -> ReadOptions:
+    def _read_options(self, schema: StructType | None = None) -> ReadOptions:
         from librmq.spark.options import parse_read_options
 
-        return parse_read_options(dict(self.options))
+        given = dict(self.options)
+        if not given and schema is not None:  # a table of the catalog, which Spark reads without its options
+            kept = [field.metadata[_OPTIONS_OF_TABLE] for field in schema if _OPTIONS_OF_TABLE in field.metadata]
+            if not kept:
+                raise ConfigError(
+                    "no option path: Spark passes no options of a table that was created with columns; "
+                    "write CREATE TABLE … USING rocketmq OPTIONS (path '…') without columns"
+                )
+            given = json.loads(kept[0])
+        return parse_read_options(given)
 
     def schema(self) -> StructType:
         from librmq.columns.read import default_columns
 
-        return schema_of(default_columns(self._read_options()))
+        found = schema_of(default_columns(self._read_options()))
+        if self._creates_table:
+            found.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
+        return found
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        options = self._read_options()
+        options = self._read_options(schema)
         # A reader that takes filters is refused where the session does not push any.
         kind = PushingReader if _PUSHING in sys.modules else Reader
         return kind(options, arrow_schema(schema, options))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
-        from librmq.spark.stream import StreamReader
+        from librmq.spark.stream import RefusedStream, StreamReader
 
-        options = self._read_options()
-        return StreamReader(options, arrow_schema(schema, options))
+        try:
+            options = self._read_options(schema)
+            return StreamReader(options, arrow_schema(schema, options))
+        except RmqError as error:  # which Spark would hide behind an error of its own
+            return RefusedStream(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from librmq.spark.options import WriteOptions

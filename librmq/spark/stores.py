@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from librmq.columns.options import Wanted
+from librmq.columns.options import Mode, Wanted
 from librmq.columns.plan import PlannedStore
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DELAY_GROUP",
+    "damage",
     "filters",
     "log_files",
     "messages",
@@ -57,11 +58,11 @@ def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) ->
     return spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths_of(paths)))
 
 
-def queues(spark: SparkSession, paths: Paths) -> DataFrame:
-    """store, topic, queueId, minOffset, maxOffset: of every queue."""
+def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFrame:
+    """Return store, topic, queueId, minOffset, maxOffset of every queue; ``mode`` is the source's option."""
     rows = []
     for path in paths_of(paths):
-        with PlannedStore.open(path, Wanted(internal=True), "FAILFAST") as store:
+        with PlannedStore.open(path, Wanted(internal=True), mode) as store:
             rows += [(path, *name, queue.begin, queue.end) for name, queue in store.queues.items()]
     return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
 
@@ -102,6 +103,26 @@ def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
             if entry.name.isdigit()
         ]
     return _frame(spark, rows, "store string, file string, begin bigint, size bigint")
+
+
+def damage(spark: SparkSession, paths: Paths) -> DataFrame:
+    """Return store, file, offset, kind, what: the damage that `librmq.verify.verify` finds, one task per store."""
+    found = _frame(spark, [(path,) for path in paths_of(paths)], "store string")
+    schema = "store string, file string, offset bigint, kind string, what string"
+    return found.repartition(max(1, found.count()), "store").mapInArrow(_damage, schema)
+
+
+def _damage(paths: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    from librmq.verify import verify
+
+    for path in (path for batch in paths for path in batch.column("store").to_pylist()):
+        rows = [(path, one.file, one.offset, one.kind, one.what) for one in verify(path).damage]
+        columns = list(zip(*rows, strict=True)) or [()] * 5
+        types = (pa.string(), pa.string(), pa.int64(), pa.string(), pa.string())
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, ["store", "file", "offset", "kind", "what"])
 
 
 def timer_progress(spark: SparkSession, paths: Paths) -> DataFrame:

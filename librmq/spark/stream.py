@@ -25,17 +25,39 @@ from pyspark.sql.streaming.datasource import (
 
 from librmq.columns.options import ReadOptions
 from librmq.columns.plan import DataLossError, PlannedStore
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, RmqError
 from librmq.spark.source import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["StreamReader", "share"]
+__all__ = ["RefusedStream", "StreamReader", "share"]
 
 Offset = dict[str, dict[str, dict[str, int]]]
 Key = tuple[str, str, int]
 """Store, topic, queue id."""
+
+
+class RefusedStream(DataSourceStreamReader):
+    """A stream whose options are wrong: the first question about it raises the error."""
+
+    def __init__(self, error: RmqError) -> None:
+        self._error = error
+
+    def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
+        raise self._error
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 (Spark's)
+        raise self._error
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 (Spark's)
+        raise self._error
+
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        raise self._error
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        raise self._error
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):

@@ -71,7 +71,7 @@ class Writer(DataSourceArrowWriter):
         task = 0 if context is None else context.partitionId()
         # A task that is tried again, or run twice at a time, writes other files; only those of one are brought in.
         attempt = "0" if context is None else f"{context.attemptNumber()}-{context.taskAttemptId()}"
-        name = f"{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
+        name = f"t{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
         make_folders(DiskFiles(), self._folder)
         lanes: dict[Lane, int] = {}
         rows = 0

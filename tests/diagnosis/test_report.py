@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 from librmq.diagnosis.report import Page, Section, Tile, bars, lines
 
-EVIL = "<script>alert(1)</script>&\"' $x^2$ \u202e消息"
+EVIL = "<script>alert(1)</script>&\"' $x^2$ \u202e\x1b[2J\x00消息"
 
 
 def test_nothing_comes_from_elsewhere_and_texts_are_escaped() -> None:
@@ -28,7 +28,8 @@ def test_nothing_comes_from_elsewhere_and_texts_are_escaped() -> None:
     assert "<script" not in html
     assert "://" not in html
     assert not re.search(r"\b(src|href)=\"(?!#)", html)
-    assert "\u202e" not in html.partition("<table>")[2]
+    assert not {"\u202e", "\x1b", "\x00"} & set(html)
+    assert html.count("\\u202e\\u001b[2J") >= 8  # in the title, a tile, a heading, both plots and the table
     assert "消息" in html
     assert "12,345" in html
     assert "2026-11-20 00:00:00" in html

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
-from librmq.spark.commit import Staged, commit, job_folder
+from librmq.spark.commit import Staged, commit, discard, job_folder
 from librmq.spark.encode import Encoder, Lane
 from librmq.spark.options import WriteOptions
 from librmq.spark.write import Writer
@@ -182,7 +183,7 @@ def test_texts_with_wide_offsets_are_the_same_texts() -> None:
         batch = pa.RecordBatch.from_pydict(
             {
                 "topic": pa.array(["A", "B", "A"], text),
-                "body": pa.array([b"a", None, b"c"], binary),
+                "body": pa.array([b"a", b"", b"c"], binary),
                 "tags": pa.array(["t", None, "u"], text),
                 "keys": pa.array([["a", "b"], None, ["c"]], pa.list_(text)),
                 "uniqueKey": pa.array(["U1", "U2", "U3"], text),
@@ -209,12 +210,13 @@ def test_a_session_with_wide_offsets_writes_and_reads(tmp_path: Path) -> None:
     assert (row.topic, bytes(row.body), row.tags) == ("T", b"one", "t1")
 
 
-def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
-    """Files as tasks make them."""
+def stage(
+    folder: Path, tasks: int, records: int, order: Callable[[int, int], int | None] | None = None
+) -> list[Staged]:
+    """Write files as tasks do."""
     import numpy as np
 
-    folder = Path(job_folder(str(path), job, None))
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     encoder = Encoder("N", 0, 1, "127.0.0.1:10911", 8192, 16376)
     made = []
     for task in range(tasks):
@@ -231,6 +233,8 @@ def stage(path: Path, job: str, tasks: int, records: int) -> list[Staged]:
                                                  pa.array(encoded.key_hashes)),
             }
         )  # fmt: skip
+        if order is not None:
+            table = table.append_column("order", pa.array([order(task, n) for n in range(records)], pa.int64()))
         with pa.ipc.new_file(str(folder / f"t{task}.arrow"), table.schema) as file:
             file.write_table(table)
         made.append(Staged(f"t{task}", task, records, tuple(encoded.lanes)))
@@ -244,14 +248,14 @@ def test_a_job_comes_again_when_retention_has_taken_the_place_of_its_records(tmp
     with MessageStore.open(path) as store:
         while store.log.end < 20_000:
             store.append(Message("Old", bytes(1000)))
-    staged = stage(path, "job", 1, 10)
     folder, note = job_folder(str(path), "job", None), path / "librmq" / "spark" / "job.json"
+    staged = stage(Path(folder), 1, 10)
     assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 10
     found = json.loads(note.read_bytes())
     assert found["done"] is True
     note.write_text(json.dumps(found | {"begin": 100, "end": 200, "done": not died}))
     (path / "commitlog" / f"{0:020}").unlink()
-    again = stage(path, "job", 1, 10)
+    again = stage(Path(folder), 1, 10)
     assert commit(str(path), "job", again, folder, ordered=False, keep_note=True) == (10 if died else 0)
     with MessageStore.open(path, read_only=True) as store:
         assert sum(message.topic == "N" for message in store) == (20 if died else 10)
@@ -263,15 +267,15 @@ def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
     for _ in range(2):
         assert commit(str(path), "job", [], folder, ordered=False, keep_note=True) == 0
     assert json.loads((path / "librmq" / "spark" / "job.json").read_bytes())["done"] is True
-    staged = stage(path, "job", 1, 10)
+    staged = stage(Path(folder), 1, 10)
     assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 0
 
 
 def test_records_that_the_driver_does_not_see(tmp_path: Path) -> None:
     """Workers wrote them to a folder of their own: nothing is brought in."""
     path = new_store(tmp_path / "store")
-    staged = stage(path, "job", 2, 10)
     folder = Path(job_folder(str(path), "job", None))
+    staged = stage(folder, 2, 10)
     (folder / "t1.log").unlink()
     (folder / "t1.arrow").unlink()
     with pytest.raises(ConfigError, match="driver and workers must share"):
@@ -313,7 +317,7 @@ for calls, path in enumerate(map(Path, sys.argv[1:])):
     child = os.fork()
     if not child:
         left[0] = 1 << 30
-        staged = stage(path, "job", 2, 150)
+        staged = stage(Path(job_folder(str(path), "job", None)), 2, 150)
         left[0] = calls
         commit(str(path), "job", staged, job_folder(str(path), "job", None), ordered=False, keep_note=True)
         os._exit(7)
@@ -353,6 +357,75 @@ def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
             assert bodies == [b"%d" % n * 40 for n in range(300)]
             assert len(store.find_by_key("N", f"k{bodies[0][:4]!r}")) >= 1
     assert ends == {0, 300}
+
+
+@pytest.mark.parametrize("job", [".", "..", ".hidden", "../up", "a/b", "", "-x", "a\0"])
+def test_a_job_id_that_is_no_name_is_refused(tmp_path: Path, job: str) -> None:
+    from pyspark.sql.types import BinaryType, StructField, StructType
+
+    path = new_store(tmp_path / "store")
+    schema = StructType([StructField("body", BinaryType())])
+    with pytest.raises(ConfigError, match="option jobId: expected a letter or digit"):
+        Writer(WriteOptions(str(path), topic="T", job_id=job), schema) if job else job_folder(str(path), job, None)
+
+
+def test_a_job_deletes_nothing_but_its_own_staged_files(tmp_path: Path) -> None:
+    """Neither what else lies in the staging folder nor what a link in its place leads to."""
+    path, shared = new_store(tmp_path / "store"), tmp_path / "shared"
+    staging = Path(job_folder(str(path), "thesis", str(shared)))
+    for kept in (shared / "thesis" / "chapter.log", shared / "t0.log", staging / "notes.txt", staging / "notes.log"):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text("kept")
+    staged = stage(staging, 1, 3)
+    assert commit(str(path), "thesis", staged, str(staging), ordered=False, keep_note=True) == 3
+    assert {one.relative_to(shared).as_posix() for one in shared.rglob("*") if one.is_file()} == {
+        "thesis/chapter.log", "t0.log", "thesis.staging/notes.txt", "thesis.staging/notes.log",
+    }  # fmt: skip
+    (shared / "linked.staging").symlink_to(staging)
+    (staging / "t9.log").write_text("another job's")
+    discard(str(shared / "linked.staging"))
+    assert (staging / "t9.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "text"),
+    [
+        ("topic", ["A", "RMQ_SYS_TRANS_HALF_TOPIC"], "RMQ_SYS_TRANS_HALF_TOPIC' belongs to the broker"),
+        ("topic", ["SCHEDULE_TOPIC_XXXX", "A"], "belongs to the broker"),
+        ("body", [b"x", None], "row 6: body: expected bytes or text, found null"),
+    ],
+)
+def test_system_topics_and_null_bodies_are_refused(column: str, values: list[Any], text: str) -> None:
+    columns = {"topic": pa.array(["A", "A"]), "body": pa.array([b"x", b"y"])}
+    columns[column] = pa.array(values, columns[column].type)
+    with pytest.raises(MessageIllegalError, match=text):
+        Encoder(None, None, 1, "127.0.0.1:10911", 8192, 16376).encode(pa.RecordBatch.from_pydict(columns), 5, START_MS)
+
+
+def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
+    """Sorted by a column, with nulls first and equal rows in the order of tasks; keys go along."""
+    path = new_store(tmp_path / "store")
+    folder = Path(job_folder(str(path), "job", None))
+    staged = stage(folder, 3, 50, order=lambda task, n: None if n == 7 else (n * 13 + task) % 50)
+    assert commit(str(path), "job", staged, str(folder), ordered=True, keep_note=False) == 150
+    ranked = sorted((-1 if n == 7 else (n * 13 + task) % 50, task, n) for task in range(3) for n in range(50))
+    bodies = [b"%d" % (task * 50 + n) * 40 for _, task, n in ranked]
+    with MessageStore.open(path, read_only=True) as store:
+        assert [message.body for message in store if message.topic == "N"] == bodies
+        for body in bodies[::31]:
+            assert body in [message.body for message in store.find_by_key("N", f"k{body[:4]!r}")]
+    assert verify(str(path)).sound
+
+
+def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
+    path = new_store(tmp_path / "store")
+    folder = Path(job_folder(str(path), "job", None))
+    staged = stage(folder, 1, 10)
+    other = MessageStore.open(path)
+    with pytest.raises(StoreLockedError):
+        commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
+    threading.Timer(0.2, other.close).start()
+    assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True, wait_seconds=60) == 10
 
 
 def test_ipv6_hosts() -> None:

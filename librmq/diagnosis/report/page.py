@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,6 +9,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from librmq.errors import MissingExtraError
+from librmq.diagnosis.report.plots import visible
 
 __all__ = ["Page", "Section", "Tile"]
 
@@ -55,11 +55,12 @@ class Page:
             raise MissingExtraError("a report", "report") from None
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
         source = (files("librmq.diagnosis.report") / "page.html.j2").read_text("utf-8")
-        return environment.from_string(source).render(page=self, shown=_shown, kind=_kind)
+        html = environment.from_string(source).render(page=self, shown=_shown, kind=_kind)
+        return "\n".join(visible(line) for line in html.split("\n"))
 
 
 def _shown(value: Any) -> str:
-    """A value as people read it; what could order or hide text is told by its code."""
+    """Return ``value`` as people read it."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -70,8 +71,7 @@ def _shown(value: Any) -> str:
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%d %H:%M:%S}"
-    text = str(value)
-    return "".join(one if unicodedata.category(one)[0] != "C" else f"\\u{ord(one):04x}" for one in text)
+    return str(value).replace("\n", "\\u000a")
 
 
 def _kind(section: Section, column: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from librmq.errors import MissingExtraError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["bars", "lines"]
+__all__ = ["bars", "lines", "visible"]
 
 _COLOURS: Final = ("#2a6f97", "#e07a5f", "#6a994e", "#9c6ade", "#bc6c25", "#e9b44c", "#c1121f", "#7f8c8d")
 _LONGEST: Final = 38
@@ -55,7 +56,13 @@ def _drawing(height: float) -> Iterator[tuple[Any, Any, list[str]]]:
     found.append(re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg))
 
 
+def visible(text: str) -> str:
+    """Return ``text`` with each character that could hide or reorder text written as its code."""
+    return "".join(one if unicodedata.category(one)[0] != "C" else f"\\u{ord(one):04x}" for one in text)
+
+
 def _short(text: str) -> str:
+    text = visible(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 12]}…{text[-11:]}"
 
 

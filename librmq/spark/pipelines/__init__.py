@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from librmq.columns.options import nearest
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from librmq.columns.options import Mode, nearest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
@@ -59,7 +61,11 @@ class Pipeline:
     about: str
     make: Callable[[SparkSession, tuple[str, ...], Settings], DataFrame]
     settings: Settings = field(default_factory=dict)
-    """Names of settings, with what they mean and are unless given."""
+    """The meaning and the default of each setting, by its name."""
+
+    def __post_init__(self) -> None:
+        own = {"damaged": "fail or skip: what to do about records that can't be read (fail)"}
+        object.__setattr__(self, "settings", dict(self.settings) | own)
 
 
 def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
@@ -70,8 +76,7 @@ def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings 
     given = dict(settings or {})
     for one in given:
         if one not in pipeline.settings:
-            hint = nearest(one, pipeline.settings) if pipeline.settings else "it has none"
-            raise ConfigError(f"pipeline {name} has no setting {one!r}: {hint}")
+            raise ConfigError(f"pipeline {name} has no setting {one!r}: {nearest(one, pipeline.settings)}")
     return pipeline.make(spark, stores.paths_of(paths), given)
 
 
@@ -85,9 +90,9 @@ def _number(settings: Settings, name: str, usual: float, least: float = 0) -> fl
     return found
 
 
-def _backlog(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFrame:
-    messages = stores.messages(spark, paths, BACKLOG_COLUMNS.replace(", keys string", ""))
-    return backlog(stores.offsets(spark, paths), stores.queues(spark, paths), messages)
+def _backlog(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
+    messages = _messages(spark, paths, settings, BACKLOG_COLUMNS.replace(", keys string", ""))
+    return backlog(stores.offsets(spark, paths), stores.queues(spark, paths, _mode(settings)), messages)
 
 
 def _skew(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
@@ -95,22 +100,38 @@ def _skew(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> Da
     if by not in ("queue", "key"):
         raise ConfigError(f"setting by: expected queue or key, found {by!r}")
     columns = "store string, topic string, " + ("queueId int" if by == "queue" else "keys string")
-    return skew(stores.messages(spark, paths, columns), "key" if by == "key" else "queue")
+    return skew(_messages(spark, paths, settings, columns), "key" if by == "key" else "queue")
 
 
 def _duplicates(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    messages = _own_messages(spark, paths, DUPLICATE_COLUMNS)
+    messages = _own_messages(spark, paths, settings, DUPLICATE_COLUMNS)
     return duplicates(messages, _number(settings, "window", 3600))
 
 
 def _approximate(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
-    messages = _own_messages(spark, paths, "store string, topic string, queueId int, queueOffset bigint, keys string")
+    messages = _own_messages(
+        spark, paths, settings, "store string, topic string, queueId int, queueOffset bigint, keys string"
+    )
     return duplicates_approximate(messages, min(0.5, _number(settings, "error", 0.001, 1e-9)))
 
 
-def _own_messages(spark: SparkSession, paths: tuple[str, ...], columns: str) -> DataFrame:
-    """What producers sent: no internal topics, no retries, no dead letters."""
-    frame: DataFrame = spark.read.format("rocketmq").schema(columns).load(list(paths))
+def _mode(settings: Settings) -> Mode:
+    found = settings.get("damaged", "fail")
+    if found not in ("fail", "skip"):
+        raise ConfigError(f"setting damaged: expected fail or skip, found {found!r}")
+    return "DROPMALFORMED" if found == "skip" else "FAILFAST"
+
+
+def _messages(
+    spark: SparkSession, paths: tuple[str, ...], settings: Settings, columns: str, **options: str
+) -> DataFrame:
+    return stores.messages(spark, paths, columns, mode=_mode(settings), **options)
+
+
+def _own_messages(spark: SparkSession, paths: tuple[str, ...], settings: Settings, columns: str) -> DataFrame:
+    """Return what producers sent: no topics of the broker, no retries, no dead letters."""
+    reader = spark.read.format("rocketmq").schema(columns).option("mode", _mode(settings))
+    frame: DataFrame = reader.load(list(paths))
     return frame.where("topic not like '\\%RETRY\\%%' and topic not like '\\%DLQ\\%%'")
 
 
@@ -120,53 +141,56 @@ def _what_if(spark: SparkSession, paths: tuple[str, ...], settings: Settings) ->
     numbers = [int(_number({"clients": one}, "clients", 1, 1)) for one in settings.get("clients", "1,2,4,8").split(",")]
     rows = [(f"{strategy} x {n}", strategy, n, rate, queue_rate) for strategy in strategies for n in numbers]
     schema = "scenario string, strategy string, clients int, clientRate double, queueRate double"
-    return what_if(_backlog(spark, paths, {}), spark.createDataFrame(rows, schema))
+    return what_if(_backlog(spark, paths, settings), spark.createDataFrame(rows, schema))
 
 
-def _transactions(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFrame:
+def _transactions(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     columns = (
         "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string, "
         "bornTimestamp timestamp, storeTimestamp timestamp"
     )
-    halves = stores.messages(spark, paths, columns, topic=HALF_TOPIC, queueId="0")
+    halves = _messages(spark, paths, settings, columns, topic=HALF_TOPIC, queueId="0")
     columns = "store string, queueOffset bigint, tags string, body binary"
-    ops = stores.messages(spark, paths, columns, topic=OP_TOPIC, queueId="0")
+    ops = _messages(spark, paths, settings, columns, topic=OP_TOPIC, queueId="0")
     return pending_transactions(halves, ops, stores.offsets(spark, paths))
 
 
-def _timers(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFrame:
-    entries = stores.messages(
-        spark, paths, "store string, queueId int, queueOffset bigint, physicalOffset bigint, tagsCode bigint",
+def _timers(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
+    entries = _messages(
+        spark, paths, settings, "store string, queueId int, queueOffset bigint, physicalOffset bigint, tagsCode bigint",
         view="queues", topic=SCHEDULE_TOPIC,
     )  # fmt: skip
     columns = (
         "store string, queueId int, queueOffset bigint, properties map<string,string>, uniqueKey string, "
         "storeTimestamp timestamp"
     )
-    delayed = stores.messages(spark, paths, columns, topic=SCHEDULE_TOPIC)
+    delayed = _messages(spark, paths, settings, columns, topic=SCHEDULE_TOPIC)
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
-    timed = stores.messages(spark, paths, columns, topic=TIMER_TOPIC, queueId="0")
+    timed = _messages(spark, paths, settings, columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
     return delays.unionByName(timers)
 
 
-def _dead_letters(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFrame:
+def _dead_letters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     columns = "store string, topic string, storeTimestamp timestamp, properties map<string,string>, reconsumeTimes int"
-    return dead_letters(stores.messages(spark, paths, columns, topicPattern="%DLQ%.*"))
+    return dead_letters(_messages(spark, paths, settings, columns, topicPattern="%DLQ%.*"))
 
 
-def _filters(spark: SparkSession, paths: tuple[str, ...], _: Settings) -> DataFrame:
+def _filters(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     columns = "store string, topic string, properties map<string,string>, size int"
-    return filter_savings(stores.messages(spark, paths, columns), stores.filters(spark, paths))
+    return filter_savings(_messages(spark, paths, settings, columns), stores.filters(spark, paths))
 
 
 def _reconcile(spark: SparkSession, paths: tuple[str, ...], settings: Settings) -> DataFrame:
     if "rows" not in settings or "key" not in settings:
         raise ConfigError("pipeline reconcile: settings rows (a Parquet folder) and key (its column) are wanted")
     late = _number(settings, "late", 0) if "late" in settings else None
+    messages = _own_messages(spark, paths, settings, "topic string, storeTimestamp timestamp, keys string")
+    if "topic" in settings:
+        messages = messages.where(F.col("topic") == settings["topic"])
     return reconcile(
-        _own_messages(spark, paths, "topic string, storeTimestamp timestamp, keys string"),
+        messages,
         spark.read.parquet(settings["rows"]),
         business_key=settings["key"],
         business_time=settings.get("time"),
@@ -178,7 +202,7 @@ def _retention(spark: SparkSession, paths: tuple[str, ...], settings: Settings) 
     columns = (
         "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp"
     )
-    records = stores.messages(spark, paths, columns, view="log")
+    records = _messages(spark, paths, settings, columns, view="log")
     hours = [_number({"hours": one}, "hours", 72) for one in settings.get("hours", "6,12,24,48,72").split(",")]
     return what_retention_frees(records, stores.log_files(spark, paths), stores.offsets(spark, paths), hours)
 
@@ -214,6 +238,7 @@ PIPELINES: Final[dict[str, Pipeline]] = {
             "key": "its key column",
             "time": "its time column (none)",
             "late": "seconds behind it that are late (none)",
+            "topic": "the only topic that counts (all)",
         },
     ),
     "retention": Pipeline(

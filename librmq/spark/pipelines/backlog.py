@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from librmq.spark.pipelines.duplicates import keyed
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
@@ -16,16 +18,18 @@ MESSAGE_COLUMNS = "store string, topic string, queueId int, queueOffset bigint, 
 
 
 def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataFrame:
-    """A row for each queue that a group consumes.
+    """Return one row for each queue of each topic that a group has made progress in.
 
     ``offsets`` and ``queues`` are those of `librmq.spark.stores`; ``messages`` has store, topic, queueId, queueOffset,
-    storeTimestamp. Columns: store, group, topic, queueId, minOffset, maxOffset, offset, lag (messages that wait),
-    lost (messages that went before the group came to them), oldest (when the first that waits was stored), newest
-    (when the store's last message was), ageSeconds (between the two: a store's own clock is its last message).
+    storeTimestamp. Columns: store, group, topic, queueId, minOffset, maxOffset, offset (null in a queue without
+    progress, whose lag counts from minOffset), lag (messages that wait), lost (messages that retention deleted before
+    the group read them), oldest (when the first waiting message was stored), newest (when the store's last message
+    was stored), ageSeconds (between the two: a store's own clock is its last message).
     """
     where = ["store", "topic", "queueId"]
-    held = offsets.join(queues, where)
-    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))
+    consumed = offsets.select("store", "topic", "group").distinct()
+    held = queues.join(consumed, ["store", "topic"]).join(offsets, [*where, "group"], "left")
+    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # which passes over a null
     first = messages.select(*where, F.col("queueOffset").alias("next"), F.col("storeTimestamp").alias("oldest"))
     newest = messages.groupBy("store").agg(F.max("storeTimestamp").alias("newest"))
     lag = F.greatest(F.col("maxOffset") - F.col("next"), F.lit(0))
@@ -36,7 +40,7 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
         .select(
             "store", "group", "topic", "queueId", "minOffset", "maxOffset", "offset",
             lag.alias("lag"),
-            F.greatest(F.col("minOffset") - F.col("offset"), F.lit(0)).alias("lost"),
+            F.greatest(F.col("minOffset") - F.coalesce("offset", "minOffset"), F.lit(0)).alias("lost"),
             "oldest", "newest",
             F.coalesce(age / 1000, F.lit(0.0)).alias("ageSeconds"),
         )
@@ -44,15 +48,14 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
 
 
 def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int = 100) -> DataFrame:
-    """How unevenly messages lie over the queues of a topic, or over the keys: the ``most`` largest of each topic.
+    """Return how unevenly messages lie over the queues or keys of a topic: the ``most`` largest of each topic.
 
     Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
     or keys).
     """
     topic = ["store", "topic"]
     if by == "key":
-        each = messages.withColumn("key", F.explode(F.split("keys", " "))).where("key != ''").groupBy(*topic, "key")
-        name = "key"
+        each, name = keyed(messages).groupBy(*topic, "key"), "key"
     else:
         each, name = messages.groupBy(*topic, "queueId"), "queueId"
     counts = each.agg(F.count("*").alias("messages"))

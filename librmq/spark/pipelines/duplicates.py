@@ -23,9 +23,9 @@ MESSAGE_COLUMNS = (
 
 
 def keyed(messages: DataFrame, key: Column | str | None = None) -> DataFrame:
-    """``messages`` with a column ``key``: each business key (``keys`` is split at spaces), or what ``key`` says."""
+    """Return ``messages`` with a column ``key``: a row for each different key in ``keys``, or ``key`` as it is."""
     if key is None:
-        return messages.withColumn("key", F.explode(F.split("keys", " "))).where("key != ''")
+        return messages.withColumn("key", F.explode(F.array_distinct(F.split("keys", " ")))).where("key != ''")
     column = F.col(key) if isinstance(key, str) else key
     return messages.withColumn("key", column).where(F.col("key").isNotNull())
 

@@ -23,15 +23,18 @@ def reconcile(
     late_seconds: float | None = None,
     key: Column | str | None = None,
 ) -> DataFrame:
-    """What does not agree: a row for each key and verdict, nothing for keys of one row and one message in time.
+    """Return one row for each topic, key and verdict; nothing where one row has one message in time.
 
-    Verdicts: ``missing`` (a row without a message), ``extra`` (a message without a row), ``repeated`` (more messages
-    than rows), ``late`` (the first message was stored more than ``late_seconds`` after ``business_time``). ``messages``
-    has keys and storeTimestamp; ``key`` says what is the business key, each of ``keys`` unless given. Columns: key,
-    verdict, messages, rows, first (when the first message was stored), secondsAfter.
+    Verdicts: ``missing`` (a row without a message in any topic; its topic is null), ``extra`` (a message without a
+    row), ``repeated`` (more messages in a topic than rows), ``late`` (the first message of the topic was stored more
+    than ``late_seconds`` after ``business_time``). ``messages`` has topic, keys and storeTimestamp; ``key`` is the
+    business key, each of ``keys`` unless given. Columns: topic, key, verdict, messages, rows, first (when the first
+    message was stored), secondsAfter.
     """
     sent = (
-        keyed(messages, key).groupBy("key").agg(F.count("*").alias("messages"), F.min("storeTimestamp").alias("first"))
+        keyed(messages, key)
+        .groupBy("topic", "key")
+        .agg(F.count("*").alias("messages"), F.min("storeTimestamp").alias("first"))
     )
     time = F.col(business_time) if business_time is not None else F.lit(None).cast("timestamp")
     rows = (
@@ -53,4 +56,6 @@ def reconcile(
             F.when(late, F.lit("late")),
         )
     )
-    return both.select("key", F.explode(verdicts).alias("verdict"), "messages", "rows", "first", "secondsAfter")
+    return both.select(
+        "topic", "key", F.explode(verdicts).alias("verdict"), "messages", "rows", "first", "secondsAfter"
+    )

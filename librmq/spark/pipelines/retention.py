@@ -24,11 +24,17 @@ def what_retention_frees(
     (when the oldest message that is left was stored).
     """
     lengths = files.groupBy("store").agg(F.max("size").alias("fileSize"))
-    read = offsets.groupBy("store", "topic", "queueId").agg(F.min("offset").alias("read"))
-    unread = F.col("read").isNotNull() & (F.col("queueOffset") >= F.col("read"))
+    groups = offsets.groupBy("store", "topic").agg(F.countDistinct("group").alias("groups"))
+    read = offsets.groupBy("store", "topic", "queueId").agg(
+        F.min("offset").alias("read"), F.countDistinct("group").alias("readers")
+    )
+    # A group of the topic without progress in the queue has read nothing of it.
+    behind = F.col("readers").isNull() | (F.col("readers") < F.col("groups")) | (F.col("queueOffset") >= F.col("read"))
+    unread = F.col("groups").isNotNull() & behind
     by_file = (
         records.join(F.broadcast(lengths), "store")
         .join(F.broadcast(read), ["store", "topic", "queueId"], "left")
+        .join(F.broadcast(groups), ["store", "topic"], "left")
         .withColumn("begin", F.col("physicalOffset") - F.col("physicalOffset") % F.col("fileSize"))
         .groupBy("store", "begin", "fileSize")
         .agg(
