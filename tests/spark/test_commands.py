@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["spark", "run", "backlog", str(store)]) == 0
     (row,) = rows(capsys)
     assert (row["group"], row["topic"], row["lag"], row["oldest"]) == ("g", "T", 7, "2023-11-14T22:13:44.000Z")
+    assert row["offset"] == 20
     out = tmp_path / "out"
     words = ["spark", "run", "duplicates", str(store), "--set", "window=7.5", "--out", str(out)]
     assert main(words) == 0
@@ -59,6 +62,43 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.spark
+def test_every_row_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared_session()
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20)) as opened:
+        for number in range(1203):
+            opened.append(Message(f"T{number % 20}", b"x", keys=f"k{number}"))
+    assert main(["spark", "run", "skew", str(tmp_path / "store"), "--set", "by=key"]) == 0
+    assert len({row["key"] for row in rows(capsys)}) == 1203
+
+
+@pytest.mark.spark
+def test_the_report_of_two_brokers_one_of_them_damaged(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal rows tell their store; what verify finds stands on the page."""
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    shared_session()
+    other = tmp_path / "other"
+    shutil.copytree(store, other)
+    with MessageStore.open(other, read_only=True) as opened:
+        place = list(opened)[7].physical_offset
+    with open(other / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(place + 89)
+        log.write(b"!")
+    page = tmp_path / "page.html"
+    assert main(["report", str(store), str(other), "--out", str(page)]) == 0
+    html = page.read_text()
+    damage = html.partition(">Damage</h2>")[2].partition("</section>")[0]
+    assert "body checksum" in damage
+    assert ">other<" in damage
+    letters = html.partition(">Dead letters</h2>")[2].partition("</section>")[0]
+    assert letters.count(">store<") == letters.count(">other<") + 1 == 2  # the heading of the column is one
+    keys = html.partition(">Frequent keys</h2>")[2].partition("</section>")[0]
+    assert len(re.findall(r"<td[^>]*>(?:store|other)</td>", keys)) == 12
+
+
+@pytest.mark.spark
 def test_the_report(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
@@ -68,6 +108,7 @@ def test_the_report(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     html = page.read_text()
     assert "<svg" in html
     assert "Dead letters" in html
+    assert ">Damage<" not in html
     assert "secret body" not in html
     assert "://" not in html
 

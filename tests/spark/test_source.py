@@ -200,6 +200,73 @@ def test_filters_are_pushed_where_the_session_allows_it(folder: Path) -> None:
     assert none == 0
 
 
+def test_a_quiet_topic_that_has_expired(tmp_path: Path) -> None:
+    """Its last queue file outlives its messages: earliest is where the log begins, for batches and streams."""
+    path, clock = tmp_path / "store", ManualClock(START_MS)
+    config = StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192)
+    with MessageStore.open(path, config, clock=clock) as store:
+        for number in range(3):
+            store.append(Message("Quiet", b"body %d" % number))
+        fill(store, clock, 400)
+        store.append(Message("Late", b"body 7"))
+    (path / "commitlog" / f"{0:020}").unlink()
+    with MessageStore.open(path, read_only=True) as store:
+        there = [message for message in store if message.topic != SCHEDULE_TOPIC]
+    assert "Quiet" not in {message.topic for message in there}
+    wanted = sorted(int(message.body.split()[1]) for message in there)
+    assert numbers(read(path)) == wanted
+    assert numbers(read(path, startingOffsets="earliest", view="queues", topic="Quiet").select("size")) == []
+    assert read(path, topic="Quiet", view="queues").count() == 0
+    with pytest.raises(PySparkException, match=r"queue 0: offsets 0 to 3 were asked for, 3 to 3 are there"):
+        read(path, startingOffsets=json.dumps({"Quiet": {"0": 0}})).count()
+    stream = shared_session().readStream.format("rocketmq").load(str(path))
+    query = (
+        stream.writeStream.format("parquet").option("path", str(tmp_path / "out"))
+        .option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True).start()
+    )  # fmt: skip
+    query.awaitTermination()
+    assert numbers(shared_session().read.parquet(str(tmp_path / "out"))) == wanted
+
+
+def test_a_table_of_the_catalog(folder: Path) -> None:
+    spark = shared_session()
+    options = f"path '{folder}', topic 'Refunds'"
+    spark.sql(f"CREATE TABLE refunds USING rocketmq OPTIONS ({options}) TBLPROPERTIES ('owner.team' = 'x')")
+    spark.sql(f"CREATE TABLE columns_given (body binary) USING rocketmq OPTIONS ({options})")
+    try:
+        assert numbers(spark.table("refunds")) == [n for n in PLAIN if n % 3 == 0]
+        assert spark.sql("SELECT count(*) FROM refunds WHERE tags = 'vip'").first()[0] == sum(
+            n % 3 == 0 and n % 2 == 0 for n in PLAIN
+        )
+        with pytest.raises(PySparkException, match="without columns"):
+            spark.table("columns_given").count()
+        with pytest.raises(PySparkException, match="did you mean topic"):
+            spark.sql(f"CREATE TABLE wrong USING rocketmq OPTIONS (path '{folder}', topics 'x')")
+    finally:
+        for name in ("refunds", "columns_given", "wrong"):
+            spark.sql(f"DROP TABLE IF EXISTS {name}")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"view": "log"}, "a stream reads messages or queues"),
+        ({"endingOffsets": '{"Orders": {"0": 3}}'}, "a stream has no end"),
+        ({"mode": "fast"}, "FAILFAST"),
+    ],
+)
+def test_a_stream_says_what_is_wrong_with_its_options(
+    folder: Path, tmp_path: Path, options: dict[str, str], text: str
+) -> None:
+    stream = shared_session().readStream.format("rocketmq").schema("topic string").options(**options)
+    query = (
+        stream.load(str(folder)).writeStream.format("noop")
+        .option("checkpointLocation", str(tmp_path)).trigger(availableNow=True).start()
+    )  # fmt: skip
+    with pytest.raises(PySparkException, match=text):
+        query.awaitTermination()
+
+
 def test_a_store_that_is_being_written(tmp_path: Path) -> None:
     """Every acknowledged message is read, those too whose entries stand in no file yet."""
     clock = ManualClock(START_MS)

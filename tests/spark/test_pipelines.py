@@ -1,0 +1,90 @@
+"""What pipelines say of small stores made for the case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+
+pytestmark = pytest.mark.spark
+pytest.importorskip("pyspark")
+
+from librmq.spark.pipelines import reconcile, run  # noqa: E402
+from tests.spark import shared_session  # noqa: E402
+
+START_MS = 1_700_000_000_000
+
+
+def store(path: Path, messages: list[tuple[str, int, str]], offsets: str = "") -> Path:
+    """A store with messages (topic, queue, keys) a second apart, and the progress of groups."""
+    clock = ManualClock(START_MS)
+    with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as opened:
+        for topic, queue_id, keys in messages:
+            clock.advance(ms=1000)
+            opened.append(Message(topic, b"x", keys=keys), queue_id)
+    (path / "config").mkdir(exist_ok=True)
+    (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{' + offsets + '}}')
+    return path
+
+
+def found(name: str, path: Path, *columns: str, **settings: str) -> set[tuple[Any, ...]]:
+    return {tuple(row) for row in run(shared_session(), name, str(path), settings).select(*columns).collect()}
+
+
+def test_a_queue_without_progress_counts_from_its_begin(tmp_path: Path) -> None:
+    """For the group's lag, the clients that would drain it, and what retention would take unread."""
+    messages = [("T", n % 3, "") for n in range(30)] + [("Other", 0, "")]
+    path = store(tmp_path / "s", messages, '"T@g":{0:4},"T@h":{0:10,1:10,2:10}')
+    backlog = found("backlog", path, "group", "topic", "queueId", "offset", "lag", "lost")
+    assert backlog == {
+        ("g", "T", 0, 4, 6, 0), ("g", "T", 1, None, 10, 0), ("g", "T", 2, None, 10, 0),
+        *(("h", "T", queue_id, 10, 0, 0) for queue_id in range(3)),
+    }  # fmt: skip
+    assert ("g", "T", 26) in found("what-if", path, "group", "topic", "lag", clients="1")
+    log = MessageStore.open(path, read_only=True)
+    with log:
+        files = {message.physical_offset // log.config.commitlog_file_size for message in log}
+    assert len(files) > 1
+    (row,) = run(shared_session(), "retention", str(path), {"hours": "0"}).collect()
+    in_first = row["messages"]
+    assert row["unread"] == len([n for n in range(in_first) if n % 3 or n // 3 >= 4])
+
+
+def test_a_message_is_no_duplicate_of_itself(tmp_path: Path) -> None:
+    path = store(tmp_path / "s", [("T", 0, "a a"), ("T", 0, "b  b c"), ("T", 1, "c"), ("U", 0, "a")])
+    assert found("duplicates", path, "topic", "key", "secondsAfter") == {("T", "c", 1.0)}
+    assert found("duplicates-approximate", path, "topic", "key") <= {("T", "c")}
+    assert found("skew", path, "topic", "key", "messages", by="key") == {
+        ("T", "a", 1), ("T", "b", 1), ("T", "c", 2), ("U", "a", 1),
+    }  # fmt: skip
+
+
+def test_reconcile_keeps_topics_apart(tmp_path: Path) -> None:
+    path = store(tmp_path / "s", [("A", 0, "k1"), ("B", 0, "k1"), ("B", 0, "k2 k2"), ("A", 0, "k3"), ("A", 0, "k3")])
+    spark = shared_session()
+    rows = spark.createDataFrame([("k1",), ("k3",), ("k4",)], "id string")
+    messages = spark.read.format("rocketmq").load(str(path))
+    verdicts = {tuple(row) for row in reconcile(messages, rows, business_key="id").select(
+        "topic", "key", "verdict", "messages").collect()}  # fmt: skip
+    assert verdicts == {("B", "k2", "extra", 1), ("A", "k3", "repeated", 2), (None, "k4", "missing", 0)}
+    table = str(tmp_path / "rows")
+    rows.write.parquet(table)
+    of_b = found("reconcile", path, "topic", "key", "verdict", rows=table, key="id", topic="B")
+    assert of_b == {("B", "k2", "extra"), (None, "k3", "missing"), (None, "k4", "missing")}
+
+
+def test_damaged_records_can_be_left_out(tmp_path: Path) -> None:
+    from pyspark.errors import PySparkException
+
+    path = store(tmp_path / "s", [("T", 0, f"k{n}") for n in range(9)], '"T@g":{0:0}')
+    with MessageStore.open(path, read_only=True) as opened:
+        place = list(opened)[4].physical_offset
+    with open(path / "commitlog" / f"{0:020}", "r+b") as log:
+        log.seek(place)
+        log.write(b"\xff" * 4)
+    with pytest.raises(PySparkException, match="mode PERMISSIVE"):
+        found("skew", path, "queueId", "messages")
+    assert found("skew", path, "queueId", "messages", damaged="skip") == {(0, 8)}
