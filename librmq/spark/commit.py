@@ -27,7 +27,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +46,11 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane as LaneOfStore
 from librmq.store.format import directory
 
-__all__ = ["Staged", "commit", "discard", "job_folder"]
+__all__ = ["Staged", "commit", "discard", "job_folder", "wait_until_free"]
+
+_T = TypeVar("_T")
 
 CHUNK_BYTES: Final = 2 << 20
-_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
 """Names of staged files: a deletion takes no others."""
 _BLOCK_ROWS: Final = 65_536
@@ -75,12 +76,11 @@ def job_folder(path: str, job: str, staging: str | None) -> str:
     Raises:
         ConfigError: ``job`` is not the name of a file.
     """
-    if not _JOB.fullmatch(job):
-        raise ConfigError(
-            f"option jobId: expected a letter or digit, then up to 99 letters, digits, '.', '_' or '-', "
-            f"found {job[:120]!r}"
-        )
-    return os.path.join(staging or os.path.join(path, directory.OWN, "spark"), f"{job}.staging")
+    base = staging or os.path.join(path, directory.OWN, "spark")
+    folder = os.path.join(base, f"{job}.staging")
+    if "\0" in job or os.path.dirname(os.path.normpath(folder)) != os.path.normpath(base):
+        raise ConfigError(f"option jobId: {job[:120]!r} is not the name of a folder")
+    return folder
 
 
 def _note(path: str, job: str) -> str:
@@ -120,7 +120,7 @@ def commit(
     """
     files = DiskFiles()
     make_folders(files, os.path.join(path, directory.OWN, "spark"))
-    with open_when_free(path, wait_seconds) as store:
+    with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
         if _was_committed(store, job):
             discard(folder)
             return 0
@@ -139,13 +139,28 @@ def commit(
     return count
 
 
-def open_when_free(path: str, wait_seconds: float) -> MessageStore:
-    """Open the store in ``path`` for writing, after waiting at most ``wait_seconds`` for another writer."""
+def wait_until_free(path: str, wait_seconds: float) -> None:
+    """Wait until no other process writes to the store in ``path``.
+
+    Raises:
+        StoreLockedError: Another process still does after ``wait_seconds``.
+    """
+
+    def ask() -> None:
+        holder = DiskFiles().lock_holder(directory.lock_path(path))
+        if holder is not None:
+            raise StoreLockedError(f"{path}: locked by {holder}: one process at a time writes to a store")
+
+    _when_free(ask, wait_seconds)
+
+
+def _when_free(action: Callable[[], _T], wait_seconds: float) -> _T:
+    """Return what ``action`` returns once it raises no `StoreLockedError`, after ``wait_seconds`` at most."""
     clock = SystemClock()
     until = clock.monotonic() + wait_seconds
     while True:
         try:
-            return MessageStore.open(path, background=False)
+            return action()
         except StoreLockedError:
             left = until - clock.monotonic()
             if left <= 0:

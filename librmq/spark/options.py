@@ -24,7 +24,7 @@ READ_OPTIONS: Final = (
     "endingOffsets", "startingTimestamp", "endingTimestamp", "failOnDataLoss", "mode", "minPartitions",
     "maxOffsetsPerTrigger", "checksums",
 )  # fmt: skip
-WRITE_OPTIONS: Final = ("path", "topic", "queueId", "orderBy", "jobId", "queues", "staging")
+WRITE_OPTIONS: Final = ("path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait")
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
@@ -106,6 +106,8 @@ class WriteOptions:
     order_by: str | None = None
     job_id: str | None = None
     staging: str | None = None
+    wait_seconds: float = 60
+    """How long to wait for another writer to release the store: before the job's work, and again at its commit."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> WriteOptions:
@@ -113,17 +115,15 @@ class WriteOptions:
         given = {name: options[key] for name in WRITE_OPTIONS for key in options if key.lower() == name.lower()}
         if "path" not in given:
             raise ConfigError("option path: expected the folder of a store, found none")
-        job_id = given.get("jobId")
-        if job_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", job_id):
-            raise ConfigError(f"option jobId: expected letters, digits, '.', '_', '-', found {job_id[:120]!r}")
         return cls(
             path=_local(given["path"]),
             topic=given.get("topic"),
             queue_id=_whole("queueId", given["queueId"], 0) if "queueId" in given else None,
             queues=_whole("queues", given.get("queues", "4"), 1),
             order_by=given.get("orderBy"),
-            job_id=job_id,
+            job_id=_job_id(given.get("jobId")),
             staging=_local(given["staging"]) if "staging" in given else None,
+            wait_seconds=_seconds("wait", given["wait"]) if "wait" in given else cls.wait_seconds,
         )
 
 
@@ -149,6 +149,26 @@ def _whole(name: str, text: str, least: int) -> int:
     if not (_MILLIS.fullmatch(text.strip()) and least <= int(text) <= LARGEST_OFFSET):
         raise ConfigError(f"option {name}: expected a whole number of at least {least}, found {text!r}")
     return int(text)
+
+
+def _job_id(text: str | None) -> str | None:
+    """A job id names files and a folder."""
+    if text is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
+        return text
+    raise ConfigError(
+        f"option jobId: expected a letter or digit, then up to 99 letters, digits, '.', '_' or '-', "
+        f"found {text[:120]!r}"
+    )
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1
+    if not 0 <= found < 1e9:
+        raise ConfigError(f"option {name}: expected a number of seconds, found {text!r}")
+    return found
 
 
 def _millis(given: Mapping[str, str], name: str) -> int | None:
@@ -226,10 +246,13 @@ def _paths(given: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _local(text: str) -> str:
-    """A path of a mounted file system as an absolute one."""
+    """Return a path of a mounted file system as an absolute one."""
     parts = urlsplit(text)
     if parts.scheme == "file" and not parts.netloc:
         text = unquote(parts.path)
-    elif len(parts.scheme) > 1 and "://" in text:
-        raise ConfigError(f"option path: {text!r}: a store is read from a mounted file system, not by {parts.scheme}")
+    elif len(parts.scheme) > 1 and ("://" in text or not os.path.lexists(text)):  # one letter is a drive
+        raise ConfigError(
+            f"option path: {text!r}: a store lies in a mounted file system, which {parts.scheme}: does not name; "
+            "write the path of the mount, such as /dbfs/…, or ./ before a relative path"
+        )
     return os.path.abspath(os.path.expanduser(text))

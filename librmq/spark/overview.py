@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from librmq.columns.options import Mode
 from librmq.diagnosis.report import Page, Section, Tile, bars, lines
 from librmq.message.topics import is_system_topic
 from librmq.spark import stores
-from librmq.spark.options import Mode
 from librmq.spark.pipelines import backlog, duplicates, run, skew
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
 
 
 def damage(spark: SparkSession, paths: Paths) -> DataFrame:
-    """Return store, file, offset, kind, what: the damage that `librmq.verify.verify` finds, one task per store."""
+    """Return store, file, offset, kind, what: the damage that `librmq.store.recovery.verify.verify` finds, one task per store."""
     found = _frame(spark, [(path,) for path in paths_of(paths)], "store string")
     schema = "store string, file string, offset bigint, kind string, what string"
     return found.repartition(max(1, found.count()), "store").mapInArrow(_damage, schema)
@@ -115,7 +115,7 @@ def damage(spark: SparkSession, paths: Paths) -> DataFrame:
 def _damage(paths: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    from librmq.verify import verify
+    from librmq.store.recovery.verify import verify
 
     for path in (path for batch in paths for path in batch.column("store").to_pylist()):
         rows = [(path, one.file, one.offset, one.kind, one.what) for one in verify(path).damage]

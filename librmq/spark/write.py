@@ -15,10 +15,9 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from librmq.clock import SystemClock
-from librmq.errors import StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
-from librmq.spark.commit import Staged, commit, discard, job_folder
+from librmq.spark.commit import Staged, commit, discard, job_folder, wait_until_free
 from librmq.spark.encode import Encoder, Lane, check_columns
 from librmq.spark.options import WriteOptions
 from librmq.store.format import directory
@@ -46,9 +45,7 @@ class Writer(DataSourceArrowWriter):
         check_columns([(field.name, field.dataType.simpleString()) for field in schema.fields], options.order_by)
         files = DiskFiles()
         directory.check_kind(options.path, files, writable=True)
-        holder = files.lock_holder(directory.lock_path(options.path))
-        if holder is not None:
-            raise StoreLockedError(f"{options.path}: locked by {holder}: two may not write to a store")
+        wait_until_free(options.path, options.wait_seconds)  # before all the work, not behind it
         config = directory.infer_config(options.path, files)
         self._options = options
         self._job = options.job_id or f"job-{uuid.uuid4().hex}"
@@ -106,6 +103,7 @@ class Writer(DataSourceArrowWriter):
             self._folder,
             ordered=options.order_by is not None,
             keep_note=options.job_id is not None,
+            wait_seconds=options.wait_seconds,
         )
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
 from librmq.spark.pipelines import reconcile, run  # noqa: E402
-from tests.spark import shared_session  # noqa: E402
+from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
 
@@ -26,7 +26,7 @@ def store(path: Path, messages: list[tuple[str, int, str]], offsets: str = "") -
             clock.advance(ms=1000)
             opened.append(Message(topic, b"x", keys=keys), queue_id)
     (path / "config").mkdir(exist_ok=True)
-    (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{' + offsets + '}}')
+    (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{' + offsets + "}}")
     return path
 
 

@@ -134,6 +134,8 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"startingOffsets": '{"Nowhere": {"0": 5}}'}, None, "has no queue 0 of topic 'Nowhere'"),
         ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "failOnDataLoss"),
         ({"minPartitions": "0"}, None, "at least 1"),
+        ({"path": "dbfs:/mnt/store"}, None, "mounted file system, which dbfs: does not name"),
+        ({"path": "abfss:store"}, None, "mounted file system"),
         ({}, "tag string", "did you mean tags"),
         ({}, "queueId string", "expected type int, found string"),
         ({"view": "queues"}, "body binary", "no column 'body'"),

@@ -25,7 +25,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
-from librmq.spark.commit import Staged, commit, discard, job_folder
+from librmq.spark.commit import Staged, commit, discard, job_folder, wait_until_free
 from librmq.spark.encode import Encoder, Lane
 from librmq.spark.options import WriteOptions
 from librmq.spark.write import Writer
@@ -366,7 +366,10 @@ def test_a_job_id_that_is_no_name_is_refused(tmp_path: Path, job: str) -> None:
     path = new_store(tmp_path / "store")
     schema = StructType([StructField("body", BinaryType())])
     with pytest.raises(ConfigError, match="option jobId: expected a letter or digit"):
-        Writer(WriteOptions(str(path), topic="T", job_id=job), schema) if job else job_folder(str(path), job, None)
+        WriteOptions.parse({"path": str(path), "jobId": job})
+    if "/" in job or "\0" in job:
+        with pytest.raises(ConfigError, match="not the name of a folder"):
+            Writer(WriteOptions(str(path), topic="T", job_id=job), schema)
 
 
 def test_a_job_deletes_nothing_but_its_own_staged_files(tmp_path: Path) -> None:
@@ -422,6 +425,8 @@ def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     folder = Path(job_folder(str(path), "job", None))
     staged = stage(folder, 1, 10)
     other = MessageStore.open(path)
+    with pytest.raises(StoreLockedError, match="locked by"):
+        wait_until_free(str(path), 0)
     with pytest.raises(StoreLockedError):
         commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
     threading.Timer(0.2, other.close).start()

@@ -8,8 +8,8 @@ from datetime import datetime
 from importlib.resources import files
 from typing import Any, Literal
 
-from librmq.errors import MissingExtraError
 from librmq.diagnosis.report.plots import visible
+from librmq.errors import MissingExtraError
 
 __all__ = ["Page", "Section", "Tile"]
 
