@@ -475,7 +475,6 @@ def row_writer() -> Any:
 
     from librmq.java.hashing import index_key_hash
     from librmq.spark.commit import Staged, commit, job_folder
-    from librmq.spark.encode import Lane
     from librmq.spark.write import Ready
 
     class Writer(DataSourceWriter):
@@ -514,7 +513,7 @@ def row_writer() -> Any:
             )  # fmt: skip
             with pa.ipc.new_file(f"{name}.arrow", table.schema) as made:
                 made.write_table(table)
-            return Ready(Staged(str(task), task, len(rows), tuple(Lane("Orders", queue_id) for queue_id in range(4))))
+            return Ready(Staged(str(task), task, len(rows), tuple(("Orders", queue_id) for queue_id in range(4))))
 
         def commit(self, messages: list[WriterCommitMessage | None]) -> None:
             staged = [message.staged for message in messages if isinstance(message, Ready)]

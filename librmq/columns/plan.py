@@ -15,7 +15,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from librmq.columns.options import EARLIEST, LATEST, Mode, Offsets, Wanted, near
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
+from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.store import MessageStore
+from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
-__all__ = ["Damage", "DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
-
-QueueName = tuple[str, int]
+__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
 
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
@@ -41,22 +41,6 @@ _LOOKED_AT: Final = 8
 
 class DataLossError(StoreError):
     """Messages that were asked for are no longer there (or not there anew); ``failOnDataLoss`` false reads the rest."""
-
-
-class Damage(NamedTuple):
-    """What is wrong where."""
-
-    file: str
-    position: int
-    """Physical for the log, within the file elsewhere."""
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: at {self.position}: {self.what}"
-
-    @classmethod
-    def of(cls, error: CorruptionError) -> Damage:
-        return cls(error.file, error.offset, error.what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +112,7 @@ class PlannedStore:
             if mode == "FAILFAST":
                 raise
             store = None
-            damage.append(Damage.of(error))
+            damage.append(_damage_of(error))
         planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store)
         planned._look(wanted, mode)
         return planned
@@ -155,8 +139,8 @@ class PlannedStore:
                 except CorruptionError as error:
                     if mode == "FAILFAST":
                         raise
-                    if Damage.of(error) not in self.damage:
-                        self.damage.append(Damage.of(error))
+                    if _damage_of(error) not in self.damage:
+                        self.damage.append(_damage_of(error))
 
     def close(self) -> None:
         if self._store is not None:
@@ -367,6 +351,10 @@ class PlannedStore:
             samples += sound
             weights += [len(wanted) / max(1, len(sound))] * len(sound)
         return samples or [(0, 0)], weights or [0.0], rows
+
+
+def _damage_of(error: CorruptionError) -> Damage:
+    return Damage(error.file, error.offset, error.kind, error.what)
 
 
 def _quantiles(places: list[tuple[int, float]], count: int) -> list[int]:

@@ -20,11 +20,12 @@ import pyarrow as pa
 
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
 from librmq.columns.options import ReadOptions
-from librmq.columns.plan import Damage, DataLossError, Part, Slice
+from librmq.columns.plan import DataLossError, Part, Slice
 from librmq.columns.starts import record_starts
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
+from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import File
@@ -285,7 +286,7 @@ class _Task:
         if mode == "FAILFAST":
             damage = found[0][1]
             hint = "(mode PERMISSIVE goes on)"
-            raise CorruptionError(damage.file, damage.position, "record", f"{damage.what} {hint}")
+            raise CorruptionError(damage.file, damage.offset, damage.kind, f"{damage.what} {hint}")
         if mode == "DROPMALFORMED":
             return
         for begin in range(0, len(found), _MOST_TOLD):
@@ -295,7 +296,7 @@ class _Task:
             )
 
     def _damaged_row(self, rows: _Rows | None, damage: Damage) -> dict[str, Any]:
-        known: dict[str, Any] = {CORRUPT: str(damage), "store": self._part.path}
+        known: dict[str, Any] = {CORRUPT: f"{damage.file}: at {damage.offset}: {damage.what}", "store": self._part.path}
         if rows is not None:
             known["physicalOffset"] = int(rows.places[0])
             if self._part.walk is None:
@@ -305,7 +306,7 @@ class _Task:
 
     def _in_log(self, place: int, what: str) -> Damage:
         start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
-        return Damage(os.path.join(self._part.path, directory.COMMITLOG, file_name(start)), place, what)
+        return Damage(os.path.join(self._part.path, directory.COMMITLOG, file_name(start)), place, "record", what)
 
     def _in_queue(self, rows: _Rows, at: int) -> Damage:
         one, queue_offset = self._part.slices[int(rows.queue[at])], int(rows.queue_offsets[at])
@@ -313,7 +314,7 @@ class _Task:
         name = file_name(queue_offset * ENTRY_SIZE - position)
         path = os.path.join(directory.queue_folder(self._part.path, one.topic, one.queue_id), name)
         what = f"queue offset {queue_offset}: found physical offset {rows.places[at]} and size {rows.sizes[at]}"
-        return Damage(path, position, what)
+        return Damage(path, position, "entry", what)
 
     # ----------------------------------------------------------------------------------------------------- the files
 

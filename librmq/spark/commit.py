@@ -41,9 +41,9 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Sto
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.message import record
-from librmq.spark.encode import Lane
 from librmq.store import MessageStore
-from librmq.store.engine.dispatch import Lane as LaneOfStore
+from librmq.store.engine.dispatch import Lane
+from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
 __all__ = ["Staged", "commit", "discard", "job_folder", "wait_until_free"]
@@ -67,7 +67,7 @@ class Staged:
     name: str
     task: int
     records: int
-    lanes: tuple[Lane, ...]
+    lanes: tuple[QueueName, ...]
 
 
 def job_folder(path: str, job: str, staging: str | None) -> str:
@@ -244,7 +244,7 @@ class _Staging:
     def __init__(self, folder: str, staged: Sequence[Staged], ordered: bool) -> None:
         self._folder = folder
         self._staged = staged
-        known: dict[Lane, int] = {}
+        known: dict[QueueName, int] = {}
         self._own_lanes: list[Ints] = []
         self._records = 0
         self._sorted: _Sorted | None = None
@@ -387,7 +387,7 @@ class _Placed:
     queue_offsets: Ints
 
 
-def _placed(records: _Staging, lanes: Sequence[LaneOfStore], end: int, file_size: int) -> Iterator[_Placed]:
+def _placed(records: _Staging, lanes: Sequence[Lane], end: int, file_size: int) -> Iterator[_Placed]:
     """Yield all blocks with the places of their records behind ``end`` and behind the queues' ends."""
     following = np.array([lane.next_queue_offset for lane in lanes], np.int64)
     for block in records.blocks():
@@ -445,7 +445,7 @@ def _write(
     store: MessageStore,
     job: str,
     records: _Staging,
-    lanes: Sequence[LaneOfStore],
+    lanes: Sequence[Lane],
     extent: tuple[int, int],
     now_ms: int,
 ) -> bytes:
@@ -476,7 +476,7 @@ def _write(
     return shown
 
 
-def _derive(store: MessageStore, records: _Staging, lanes: Sequence[LaneOfStore], old_end: int, now_ms: int) -> None:
+def _derive(store: MessageStore, records: _Staging, lanes: Sequence[Lane], old_end: int, now_ms: int) -> None:
     """Write queue entries and keys of all records, block by block, as the store's dispatcher writes its batches."""
     with ThreadPoolExecutor(1) as beside:
         indexed: Future[None] | None = None
@@ -493,7 +493,7 @@ def _derive(store: MessageStore, records: _Staging, lanes: Sequence[LaneOfStore]
             indexed.result()
 
 
-def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[LaneOfStore]) -> None:
+def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[Lane]) -> None:
     block = placed.block
     entries = np.empty(len(placed.places), ENTRY_DTYPE)
     entries["physical_offset"], entries["size"], entries["tags_code"] = placed.places, block.sizes, block.codes

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,9 @@ from librmq.java.hashing import (
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
+from librmq.store.engine.queue_table import QueueName
 
-__all__ = ["COLUMNS", "Encoded", "Encoder", "Lane"]
+__all__ = ["COLUMNS", "Encoded", "Encoder"]
 
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "topic": ("string",),
@@ -59,18 +60,13 @@ _TAKEN: Final = frozenset(name for _, name in _OWN)
 _NO_TEXT: Final = "[\x01\x02]"
 
 
-class Lane(NamedTuple):
-    topic: str
-    queue_id: int
-
-
 @dataclass(slots=True)
 class Encoded:
     """The records of a batch, one behind the other."""
 
     data: pa.Buffer
     sizes: Ints
-    lanes: list[Lane]
+    lanes: list[QueueName]
     lane: npt.NDArray[np.int32]
     tags_code: Ints
     record_of_key: Ints
@@ -309,7 +305,7 @@ def _checksums(bodies: pa.Array) -> list[int]:
     return [crc32(view[a:b]) & 0x7FFFFFFF for a, b in pairwise(bounds)]
 
 
-def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[Lane], npt.NDArray[np.int32]]:
+def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[QueueName], npt.NDArray[np.int32]]:
     """The queues of rows, each once, and which is whose."""
     if topics.null_count:
         at = int(topics.is_null().to_numpy(zero_copy_only=False).argmax())
@@ -326,11 +322,11 @@ def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[Lane], npt.NDArray[n
             raise MessageIllegalError(f"queue id: expected a number of 31 bits, found {queue_id}")
     pairs = encoded.indices.to_numpy().astype(np.int64) << 32 | queue_ids
     unique, which = np.unique(pairs, return_inverse=True)
-    lanes = [Lane(names[pair >> 32], pair & 0xFFFFFFFF) for pair in unique.tolist()]
+    lanes = [(names[pair >> 32], pair & 0xFFFFFFFF) for pair in unique.tolist()]
     return lanes, which.reshape(-1).astype(np.int32)
 
 
-def _topic_fields(lanes: Sequence[Lane]) -> pa.Array:
+def _topic_fields(lanes: Sequence[QueueName]) -> pa.Array:
     fields = [topic.encode() for topic, _ in lanes]
     return pa.array([bytes((len(field),)) + field for field in fields], pa.binary())
 
@@ -343,7 +339,7 @@ def _tags_codes(tags: pa.Array) -> Ints:
     return found
 
 
-def _key_hashes(lanes: Sequence[Lane], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
+def _key_hashes(lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
     """Of every key its row, ascending, and what the index keeps of it: the unique key first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
     uniques, keys = own[record.PROPERTY_UNIQUE_KEY], own[record.PROPERTY_KEYS]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +32,7 @@ from pyspark.sql.datasource import (
 )
 
 from librmq.errors import ConfigError, RmqError
+from librmq.spark.partition import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from librmq.columns.options import ReadOptions, Wanted
     from librmq.columns.plan import Part
 
-__all__ = ["PartPartition", "RocketMQDataSource", "arrow_schema", "schema_of"]
+__all__ = ["RocketMQDataSource", "arrow_schema", "schema_of"]
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 _OPTION: Final = "option."
@@ -111,17 +112,6 @@ class RocketMQDataSource(DataSource):
         if overwrite:
             raise ConfigError('a store is only appended to: write with mode("append")')
         return Writer(WriteOptions.parse(dict(self.options)), schema)
-
-
-@dataclass
-class PartPartition(InputPartition):
-    """A part as Spark carries it."""
-
-    part: Part
-
-    def __init__(self, part: Part) -> None:
-        super().__init__(None)
-        self.part = part
 
 
 class Reader(DataSourceReader):

@@ -106,7 +106,7 @@ def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
 
 
 def damage(spark: SparkSession, paths: Paths) -> DataFrame:
-    """Return store, file, offset, kind, what: the damage that `librmq.store.recovery.verify.verify` finds, one task per store."""
+    """Return store, file, offset, kind, what: the damage that ``librmq verify`` finds, one task per store."""
     found = _frame(spark, [(path,) for path in paths_of(paths)], "store string")
     schema = "store string, file string, offset bigint, kind string, what string"
     return found.repartition(max(1, found.count()), "store").mapInArrow(_damage, schema)

@@ -26,7 +26,7 @@ from pyspark.sql.streaming.datasource import (
 from librmq.columns.options import ReadOptions
 from librmq.columns.plan import DataLossError, PlannedStore
 from librmq.errors import ConfigError, RmqError
-from librmq.spark.source import PartPartition
+from librmq.spark.partition import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,8 +18,9 @@ from librmq.clock import SystemClock
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.spark.commit import Staged, commit, discard, job_folder, wait_until_free
-from librmq.spark.encode import Encoder, Lane, check_columns
+from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.options import WriteOptions
+from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Writer(DataSourceArrowWriter):
         attempt = "0" if context is None else f"{context.attemptNumber()}-{context.taskAttemptId()}"
         name = f"t{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
         make_folders(DiskFiles(), self._folder)
-        lanes: dict[Lane, int] = {}
+        lanes: dict[QueueName, int] = {}
         rows = 0
         order = self._options.order_by
         path = os.path.join(self._folder, name)

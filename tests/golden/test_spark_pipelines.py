@@ -48,7 +48,8 @@ def stores() -> list[str]:
         if not path.parent.name.startswith(("store-", "clients-")):
             continue
         # Many are alike: those are left out that have nothing which those before had not.
-        topics = [topic.name for topic in (path / "consumequeue").iterdir()]
+        with MessageStore.open(path, read_only=True) as store:  # whose queues may be gone
+            topics = {topic for topic, _ in store.queues}
         kinds = {topic.rpartition("%")[0] or (topic if is_system_topic(topic) else "") for topic in topics}
         filters = path / "config" / "consumerFilter.json"
         if filters.exists() and "groupFilterData" in filters.read_text():
@@ -94,6 +95,14 @@ class Plain:
                 (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter
             ]
 
+    def consumed(self) -> set[tuple[str, str, str, int]]:
+        """Every queue of each topic in which a group has progress: store, group, topic, queue id."""
+        groups = {(path, group, topic) for path, group, topic, _ in self.offsets}
+        return {
+            (path, group, topic, queue_id)
+            for path, group, topic in groups for where, name, queue_id in self.queues if (where, name) == (path, topic)
+        }  # fmt: skip
+
     def of(self, topic: str) -> list[tuple[str, int, StoredMessage]]:
         return [
             (path, at, message)
@@ -116,9 +125,10 @@ def test_backlog(stores: list[str], plain: Plain) -> None:
     for (path, _, _), messages in plain.messages.items():
         newest[path] = max([newest[path], *(one.store_timestamp_ms for one in messages.values())])
     wanted = {}
-    for (path, group, topic, queue_id), offset in plain.offsets.items():
-        if (path, topic, queue_id) in plain.queues:
+    for path, group, topic, queue_id in plain.consumed():
+        if topic != SCHEDULE_TOPIC:
             begin, end = plain.queues[path, topic, queue_id]
+            offset = plain.offsets.get((path, group, topic, queue_id), begin)
             first = plain.messages[path, topic, queue_id].get(max(begin, offset))
             oldest = None if first is None else first.store_timestamp_ms
             age = 0.0 if oldest is None else (newest[path] - oldest) / 1000
@@ -154,7 +164,7 @@ def own(plain: Plain) -> list[tuple[str, str, int, int, str, StoredMessage]]:
         for (path, topic, _), messages in plain.messages.items()
         if not is_system_topic(topic) and not topic.startswith(("%RETRY%", "%DLQ%"))
         for message in messages.values()
-        for key in message.properties.get("KEYS", "").split(" ")
+        for key in {*message.properties.get("KEYS", "").split(" ")}
         if key
     ]
 
@@ -187,9 +197,10 @@ def test_what_if(stores: list[str], plain: Plain) -> None:
         "CONSISTENT_HASH": allocate_consistent_hash,
     }  # fmt: skip
     lags: dict[tuple[str, str], dict[MessageQueue, int]] = defaultdict(dict)
-    for (path, group, topic, queue_id), offset in plain.offsets.items():
-        if (path, topic, queue_id) in plain.queues:
+    for path, group, topic, queue_id in plain.consumed():
+        if topic != SCHEDULE_TOPIC:
             begin, end = plain.queues[path, topic, queue_id]
+            offset = plain.offsets.get((path, group, topic, queue_id), begin)
             lags[group, topic][MessageQueue(topic, path, queue_id)] = max(0, end - max(begin, offset))
     checked = 0
     for row in rows:
@@ -334,29 +345,29 @@ def test_filters(stores: list[str], plain: Plain) -> None:
 
 def test_reconciliation(stores: list[str], plain: Plain) -> None:
     spark = shared_session()
-    keys = Counter(key for key, *_ in own(plain))
-    names = sorted(keys)
+    keys = Counter((topic, key) for key, topic, *_ in own(plain))
+    names = sorted({key for _, key in keys})
     business = names[:-3] + names[:2] + ["nobody sent this"]
     frame = spark.createDataFrame([(key,) for key in business], "id string")
     messages = spark.read.format("rocketmq").load(stores).where("topic not like '\\\\%%'")
     found = Counter(
-        tuple(row) for row in reconcile(messages, frame, business_key="id").select("verdict", "key").collect()
+        tuple(row) for row in reconcile(messages, frame, business_key="id").select("topic", "verdict", "key").collect()
     )
     rows = Counter(business)
-    wanted: Counter[tuple[str, str]] = Counter()
-    for key in {*keys, *rows}:
-        if not keys[key]:
-            wanted["missing", key] += 1
-        elif not rows[key]:
-            wanted["extra", key] += 1
-        elif keys[key] > rows[key]:
-            wanted["repeated", key] += 1
+    wanted: Counter[tuple[str | None, str, str]] = Counter()
+    for key in {*rows} - {*names}:
+        wanted[None, "missing", key] += 1
+    for (topic, key), sent in keys.items():
+        if not rows[key]:
+            wanted[topic, "extra", key] += 1
+        elif sent > rows[key]:
+            wanted[topic, "repeated", key] += 1
     assert found == wanted
     late = reconcile(
         messages, frame.withColumn("at", F.lit("2020-01-01").cast("timestamp")),
         business_key="id", business_time="at", late_seconds=60,
     )  # fmt: skip
-    assert late.where("verdict = 'late'").count() == len(set(business) & set(keys))
+    assert late.where("verdict = 'late'").count() == sum(key in business for _, key in keys)
 
 
 def test_retention(stores: list[str], plain: Plain) -> None:

@@ -16,15 +16,16 @@ from librmq.spark.pipelines import reconcile, run  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
+CONFIG = StoreConfig.tiny(commitlog_file_size=8192, max_message_size=4096)
 
 
 def store(path: Path, messages: list[tuple[str, int, str]], offsets: str = "") -> Path:
     """A store with messages (topic, queue, keys) a second apart, and the progress of groups."""
     clock = ManualClock(START_MS)
-    with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as opened:
+    with MessageStore.open(path, CONFIG, clock=clock) as opened:
         for topic, queue_id, keys in messages:
             clock.advance(ms=1000)
-            opened.append(Message(topic, b"x", keys=keys), queue_id)
+            opened.append(Message(topic, b"x" * 500, keys=keys), queue_id)
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{' + offsets + "}}")
     return path

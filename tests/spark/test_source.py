@@ -134,8 +134,6 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"startingOffsets": '{"Nowhere": {"0": 5}}'}, None, "has no queue 0 of topic 'Nowhere'"),
         ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "failOnDataLoss"),
         ({"minPartitions": "0"}, None, "at least 1"),
-        ({"path": "dbfs:/mnt/store"}, None, "mounted file system, which dbfs: does not name"),
-        ({"path": "abfss:store"}, None, "mounted file system"),
         ({}, "tag string", "did you mean tags"),
         ({}, "queueId string", "expected type int, found string"),
         ({"view": "queues"}, "body binary", "no column 'body'"),
@@ -147,6 +145,19 @@ def test_what_is_wrong_is_told_on_the_driver(
     with pytest.raises(PySparkException) as told:
         read(folder, schema, **options).rdd.getNumPartitions()
     assert text in str(told.value)
+
+
+@pytest.mark.parametrize("path", ["dbfs:/mnt/store", "abfss:store", "s3a://bucket/store", "hdfs:/store"])
+def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from librmq.errors import ConfigError
+    from librmq.spark.options import WriteOptions, parse_read_options
+
+    for parse in (parse_read_options, WriteOptions.parse):
+        with pytest.raises(ConfigError, match="a store lies in a mounted file system"):
+            parse({"path": path})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:7").mkdir()
+    assert parse_read_options({"path": "run:7"}).paths == (str(tmp_path / "run:7"),)
 
 
 def test_no_store(tmp_path: Path) -> None:
@@ -217,7 +228,6 @@ def test_a_quiet_topic_that_has_expired(tmp_path: Path) -> None:
     assert "Quiet" not in {message.topic for message in there}
     wanted = sorted(int(message.body.split()[1]) for message in there)
     assert numbers(read(path)) == wanted
-    assert numbers(read(path, startingOffsets="earliest", view="queues", topic="Quiet").select("size")) == []
     assert read(path, topic="Quiet", view="queues").count() == 0
     with pytest.raises(PySparkException, match=r"queue 0: offsets 0 to 3 were asked for, 3 to 3 are there"):
         read(path, startingOffsets=json.dumps({"Quiet": {"0": 0}})).count()

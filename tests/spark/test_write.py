@@ -26,7 +26,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
 from librmq.spark.commit import Staged, commit, discard, job_folder, wait_until_free
-from librmq.spark.encode import Encoder, Lane
+from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
 from librmq.spark.write import Writer
 from tests.reference import CHECKOUT
@@ -349,7 +349,7 @@ def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
         assert there in (0, 300)
         assert verify(str(path)).sound
         staged = [
-            Staged(f"t{n}", n, 150, (Lane("N", 0),)) for n in range(2) if (left / f"t{n}.log").exists()
+            Staged(f"t{n}", n, 150, (("N", 0),)) for n in range(2) if (left / f"t{n}.log").exists()
         ]  # fmt: skip
         commit(str(path), "job", staged, str(left), ordered=False, keep_note=True)
         with MessageStore.open(path, read_only=True) as store:
