@@ -27,7 +27,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -367,7 +367,7 @@ def _reader(raw: FileIO, first: int, sizes: Ints) -> Callable[[int, int], bytear
     return read
 
 
-def _ints(column: Any) -> Ints:
+def _ints(column: pa.Array | pa.ChunkedArray) -> Ints:
     found: Ints = column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy()
     return found.astype(np.int64)
 
