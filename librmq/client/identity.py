@@ -33,7 +33,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner, Step
 
-__all__ = ["Client", "LifeCycle", "Member", "State", "StateLog"]
+__all__ = ["Client", "LifeCycle", "Member", "State", "StateLog", "check_route"]
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
@@ -82,6 +82,19 @@ class LifeCycle:
         """`ClientStateError` unless it runs."""
         if not self.is_running:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
+
+
+def check_route(route: object, user: str) -> None:
+    """Refuse what is no route, a path for one, where a ``user`` such as ``Producer`` is made.
+
+    Raises:
+        TypeError: ``route`` is no `Route`; the message says what is one.
+    """
+    if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
+        opened = f": open it with Broker.open({os.fspath(route)!r})" if isinstance(route, str | os.PathLike) else ""
+        raise TypeError(
+            f"{user} takes a route, which is a Broker or a RouteTable of several, found {route!r:.80}{opened}"
+        )
 
 
 class StateLog:
@@ -204,6 +217,9 @@ class Client:
                 f"client {self.client_id} belongs to another route ({self.route!r}, not {route!r}): "
                 "make a Client of this route, or leave client= out"
             )
+
+    def __repr__(self) -> str:
+        return f"Client({self.client_id!r}, producers={sorted(self._producers)}, consumers={sorted(self._consumers)})"
 
     def members(self) -> list[Member]:
         """The producers and consumers of this client that have joined."""

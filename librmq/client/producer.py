@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
-from librmq.client.identity import Client, LifeCycle, State
+from librmq.client.identity import Client, LifeCycle, State, check_route
 from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
+from librmq.config import Between, Config, Seconds, to_seconds
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
     BrokerUnreachableError,
     ClientStateError,
-    ConfigError,
     MessageIllegalError,
     NoRouteError,
     SendTimeoutError,
@@ -62,30 +63,36 @@ _OK: Final = SendStatus.SEND_OK  # a member of an enum is found in twice the tim
 _RUNNING: Final = State.RUNNING
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerConfig:
-    """How a producer sends; the defaults are 4.9's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerConfig(Config):
+    """Settings of a producer; the defaults are 4.9's. Durations are seconds, or a `timedelta` as keywords."""
 
-    timeout: float = 3.0
-    """Seconds for all tries of a send."""
-    retries: int = 2
+    timeout: Annotated[float, Seconds()] = 3.0
+    """Time for all tries of a send."""
+    retries: Annotated[int, Between(0)] = 2
     """Further tries of `Producer.send` and `Producer.send_async`."""
     retry_another_broker_when_not_ok: bool = False
     """Try elsewhere when a message was stored, but not as well as asked (`SendStatus`)."""
-    compress_from: int = 4096
-    """Bodies of so many bytes and more are compressed."""
-    max_message_size: int = 4 << 20
+    compress_from: Annotated[int, Between(0)] = 4096
+    """Bodies of this many bytes and more are compressed."""
+    max_message_size: Annotated[int, Between(0)] = 4 << 20
     """The longest body, in bytes."""
-    default_topic_queues: int = 4
-    """So many queues gets a topic that is made by the first send."""
+    default_topic_queues: Annotated[int, Between(0)] = 4
+    """Queues of a topic that is made by the first send."""
     avoid_slow_brokers: bool = False
-    """Keep away, for a while, from brokers that failed or were slow (`BrokerLatencies`)."""
+    """Keep away, for a while, from brokers that failed or were slow (`librmq.client.queue_selectors`)."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool | int | float) or value < 0:
-                raise ConfigError(f"{field.name}: expected 0 or more, found {value!r}")
+
+class ProducerSettings(TypedDict, total=False):
+    """Keywords of a `Producer`: the settings of `ProducerConfig`, for type checkers."""
+
+    timeout: float | timedelta
+    retries: int
+    retry_another_broker_when_not_ok: bool
+    compress_from: int
+    max_message_size: int
+    default_topic_queues: int
+    avoid_slow_brokers: bool
 
 
 class SendResult(NamedTuple):
@@ -143,16 +150,30 @@ class Producer:
         config: ProducerConfig | None = None,
         hooks: Iterable[SendHook] = (),
         metrics: Metrics | None = None,
-        **settings: Any,
+        **settings: Unpack[ProducerSettings],
     ) -> None:
+        """Make a producer that its first send, `start` or a ``with`` block lets join its group.
+
+        Args:
+            route: A `Broker`, or several in a `RouteTable`.
+            group: The producer group.
+            client: The identity; by default one of its own.
+            instance_name: Makes the client's id the same from run to run.
+            config: Settings; ``settings`` replace single ones.
+            hooks: Called before and after each try.
+            metrics: Counts what is sent.
+
+        Raises:
+            ConfigError: There is no such setting, or its value is refused.
+            TypeError: ``route`` is no route.
+        """
+        check_route(route, type(self).__name__)
         validate_group(group)
         self.group = group
-        try:
-            self.config = replace(config or ProducerConfig(), **settings)
-        except TypeError:
-            known = {field.name for field in fields(ProducerConfig)}
-            unknown = ", ".join(sorted(settings.keys() - known))
-            raise ConfigError(f"unknown setting {unknown}; known are {', '.join(sorted(known))}") from None
+        given: dict[str, Any] = dict(settings)
+        if isinstance(given.get("timeout"), timedelta):
+            given["timeout"] = to_seconds("timeout", given["timeout"])
+        self.config = (config or ProducerConfig()).with_settings(given)
         self._usual_timeout_ms = 1000 * self.config.timeout
         if client is not None:
             client.check_route(route)
@@ -187,19 +208,37 @@ class Producer:
         self.client.join(self)
         self._unwatch = self.route.watch(self._route_changed)
 
-    def shutdown(self) -> None:
-        """Leave the group; a later send is a `ClientStateError`. Doing so again does nothing."""
+    def shutdown(self) -> bool:
+        """Leave the group; a later send is a `ClientStateError`. Doing so again does nothing.
+
+        Returns:
+            True, as a consumer's shutdown does when all that ran has ended.
+        """
         with self._runner.lock:
             if self._life.shut_down():
                 self.client.leave(self)
                 if self._unwatch is not None:
                     self._unwatch()
+        return True
+
+    async def shutdown_async(self) -> bool:
+        """Shut down without blocking the event loop."""
+        return await self._runner.offload(self.shutdown)
 
     def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown_async()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"
 
     def _route_changed(self) -> None:
         self._topics_before.update(self._topics)
@@ -224,7 +263,7 @@ class Producer:
         queue: MessageQueue | int | None = None,
         selector: QueueSelector | None = None,
         arg: object = None,
-        timeout: float | None = None,
+        timeout: float | timedelta | None = None,
         **fields: Any,
     ) -> SendResult:
         """Send a message, or one made of topic, ``body`` and the keywords of `Message`; returns where it is stored.
@@ -238,8 +277,10 @@ class Producer:
         try failed so; `SendTimeoutError` when ``timeout`` seconds are over: the message may be stored.
         """
         made = self._prepare(message, body, fields)
-        timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * timeout
+        timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         if queue is not None:
+            if selector is not None:
+                raise _both_queue_and_selector(made.topic)
             return self._send_to(made, self._given(made.topic, queue), timeout_ms)
         if selector is not None:
             return self._send_to(made, self._selected(made, selector, arg), timeout_ms)
@@ -272,6 +313,8 @@ class Producer:
         What can be known without the broker is raised as in `send`.
         """
         made = self._prepare(message, body, fields)
+        if queue is not None and selector is not None:
+            raise _both_queue_and_selector(made.topic)
         if selector is not None:
             chosen = self._selected(made, selector, arg)
         else:
@@ -289,7 +332,7 @@ class Producer:
         queue: MessageQueue | int | None = None,
         selector: QueueSelector | None = None,
         arg: object = None,
-        timeout: float | None = None,
+        timeout: float | timedelta | None = None,
         **fields: Any,
     ) -> SendResult:
         """As `send`, without blocking the event loop while the store waits for its disk."""
@@ -530,6 +573,10 @@ class Producer:
         if chosen not in queues:
             raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
         return chosen
+
+
+def _both_queue_and_selector(topic: str) -> MessageIllegalError:
+    return MessageIllegalError(f"topic {topic!r}: queue= and selector= both choose the queue: give one of them")
 
 
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:

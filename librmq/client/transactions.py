@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
-from librmq.client.producer import Producer, SendResult
+from librmq.client.identity import Client
+from librmq.client.producer import Producer, ProducerConfig, ProducerSettings, SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
+from librmq.metrics import Metrics
 from librmq.protocol import (
     CheckTransaction,
     EndTransaction,
@@ -104,6 +106,14 @@ class OpenTransaction:
         self.state = TransactionState.UNKNOWN
 
 
+class _Settings(ProducerSettings, total=False):
+    client: Client | None
+    instance_name: str | None
+    config: ProducerConfig | None
+    hooks: Iterable[SendHook]
+    metrics: Metrics | None
+
+
 class TransactionProducer(Producer):
     """Sends messages that are seen only once a local transaction is committed. Thread-safe.
 
@@ -122,7 +132,7 @@ class TransactionProducer(Producer):
         *,
         execute: Execute | None = None,
         check_pool: Executor | None = None,
-        **settings: Any,
+        **settings: Unpack[_Settings],
     ) -> None:
         super().__init__(route, group, **settings)
         if not callable(check):

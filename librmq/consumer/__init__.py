@@ -2,7 +2,8 @@
 
 from librmq.consumer.config import ConsumerConfig, PullConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import BlockedQueue, ConsumeContext, ConsumeHook, ConsumerCounts
+from librmq.consumer.delivery import BlockedQueue, ConsumerCounts
+from librmq.consumer.instance import ConsumeContext, ConsumeHook
 from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
 from librmq.consumer.orderly import OrderlyResult
 from librmq.consumer.processqueue import ProcessQueue

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.client.allocation import refuse_differences, told_differences
-from librmq.client.identity import Client, LifeCycle, State, StateLog
+from librmq.client.identity import Client, LifeCycle, State, StateLog, check_route
+from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
@@ -52,6 +56,7 @@ class Member(Generic[C]):
     """``push`` or ``pull``."""
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
+        check_route(route, type(self).__name__)
         validate_group(group)
         if client is not None and instance_name is not None:
             raise ConfigError("instance_name: the client that was given has one")
@@ -127,6 +132,9 @@ class Member(Generic[C]):
 
     def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
         with self.runner.lock:
+            before = self.subscriptions.get(subscription.topic)
+            if before is not None and subscription.version <= before.version:  # within a millisecond
+                subscription = replace(subscription, version=before.version + 1)
             self.subscriptions[subscription.topic] = subscription
             self.filters.pop(subscription.topic, None)
             if tag_filter is not None:
@@ -204,7 +212,7 @@ class Member(Generic[C]):
                 )
                 return
 
-    def _stop(self, timeout: float | None, begin: Callable[[], threading.Event | None]) -> bool:
+    def _stop(self, timeout: float | timedelta | None, begin: Callable[[], threading.Event | None]) -> bool:
         """If it runs: ``begin`` under the lock, wait for what that gives, save, leave; whether all ended in time."""
         is_first, in_time = False, True
         try:
@@ -215,7 +223,7 @@ class Member(Generic[C]):
                     self.stopping = True
                     ended = begin()
             if is_first and ended is not None and not self.runner.is_inherited:
-                seconds = self.config.shutdown_timeout if timeout is None else timeout
+                seconds = self.config.shutdown_timeout if timeout is None else to_seconds("timeout", timeout)
                 in_time = self.runner.clock.wait(ended, seconds)
         finally:  # Ctrl-C ends the waiting alone
             if is_first:
@@ -243,6 +251,17 @@ class Member(Generic[C]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown()
 
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.runner.offload(functools.partial(self.__exit__, kind))
+
+    def __repr__(self) -> str:
+        topics = ", ".join(topic for topic in self.subscriptions if topic != retry_topic(self.group))
+        kind, state = type(self).__name__, self._life.state.value
+        return f"<{kind} {self.label}, {state}, topics: {topics or 'none'}, queues: {len(self.held)}>"
+
     def start(self) -> Self:
         """Join the group and begin. `ClientStateError` for a second start."""
         is_first = False
@@ -259,9 +278,13 @@ class Member(Generic[C]):
             raise
         return self
 
-    def shutdown(self, timeout: float | None = None) -> bool:
-        """Leave the group in order."""
+    def shutdown(self, timeout: float | timedelta | None = None) -> bool:
+        """Leave the group in order; gives whether all that ran has ended in time."""
         raise NotImplementedError
+
+    async def shutdown_async(self, timeout: float | timedelta | None = None) -> bool:
+        """Shut down without blocking the event loop."""
+        return await self.runner.offload(functools.partial(self.shutdown, timeout))
 
     # ---- progress
 

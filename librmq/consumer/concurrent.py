@@ -9,20 +9,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import Delivery, Listener, cause_of
+from librmq.consumer.delivery import Delivery, cause_of
+from librmq.consumer.instance import PushInstance
+from librmq.consumer.listeners import Listener
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.message.message import StoredMessage
 from librmq.protocol import MessageModel, SendBack, SentBack
 from librmq.runtime.runner import Step
-
-if TYPE_CHECKING:
-    from librmq.consumer.push import PushConsumer
 
 __all__ = ["ConcurrentDelivery"]
 
@@ -49,7 +48,7 @@ class _Pulled:
 class ConcurrentDelivery(Delivery):
     """Calls listeners in the order in which messages were pulled, many at once. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushConsumer) -> None:
+    def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
         self._pulled: deque[_Pulled] = deque()
         self._again: deque[tuple[int, _Pulled]] = deque()
@@ -78,7 +77,7 @@ class ConcurrentDelivery(Delivery):
         return True
 
     def _begin(self, now_ms: int) -> None:
-        pulled, most, batch = self._pulled, self.config.threads, self.config.batch_size
+        pulled, most = self._pulled, self.config.threads
         if self.consumer.stopping:
             pulled.clear()
             return
@@ -92,7 +91,7 @@ class ConcurrentDelivery(Delivery):
                 messages = next_one.again
                 pulled.popleft()
             else:
-                count = next_one.count
+                count, batch = next_one.count, self.batch_size(held)
                 messages = held.messages.take(count if count < batch else batch)
                 next_one.count = count = count - len(messages)
                 if count <= 0 or not messages:
@@ -211,7 +210,7 @@ class ConcurrentDelivery(Delivery):
         for message in messages:
             message.failed_again()
         due_ms = self.runner.now_ms() + AGAIN_MS
-        batch = self.config.batch_size
+        batch = self.batch_size(held)
         for at in range(0, len(messages), batch):
             again = messages[at : at + batch]
             self._again.append((due_ms, _Pulled(held, len(again), again)))

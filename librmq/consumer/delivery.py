@@ -12,60 +12,22 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.instance import ConsumeContext, PushInstance
+from librmq.consumer.listeners import Listener
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.runtime.runner import Work
 
-if TYPE_CHECKING:
-    from librmq.consumer.push import PushConsumer
-
-__all__ = ["BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts", "Delivery", "Listener", "cause_of"]
+__all__ = ["BlockedQueue", "ConsumerCounts", "Delivery", "cause_of"]
 
 _LONGEST_CAUSE: Final = 500
 
 _log = logging.getLogger("librmq.consumer")
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A function to which messages of a topic are brought."""
-
-    function: Callable[[Any], Any]
-    as_list: bool
-    must_return: bool
-    is_async: bool
-
-    def acknowledged(self, result: object, count: int) -> int:
-        """The index of the last of ``count`` messages that is consumed by what the function returned, -1 for none.
-
-        ``ValueError`` for an index below -1, which the original's client fails on.
-        """
-        if self.as_list and isinstance(result, int) and not isinstance(result, bool):
-            if result < -1:
-                raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
-            return min(result, count - 1)
-        if self.must_return and result is not True:
-            return -1
-        return count - 1
-
-
-class ConsumeContext(NamedTuple):
-    """What a hook sees of a delivery."""
-
-    group: str
-    queue: MessageQueue
-    messages: Sequence[DeliveredMessage]
-
-
-ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
-"""Called before a listener; what it returns is called after it, with what that returned or raised.
-
-As user code: what a hook raises counts as a failure of the listener."""
 
 
 class BlockedQueue(NamedTuple):
@@ -92,7 +54,7 @@ class ConsumerCounts:
 class Delivery:
     """Brings messages that were pulled to listeners. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushConsumer) -> None:
+    def __init__(self, consumer: PushInstance) -> None:
         self.consumer = consumer
         self.config = consumer.config
         self.runner = consumer.runner
@@ -154,6 +116,13 @@ class Delivery:
 
     # ---- one call
 
+    def batch_size(self, held: HeldQueue) -> int:
+        """Return how many messages of a queue a call gets at most: one where listeners take turns in the queue."""
+        size = self.config.batch_size
+        if size > 1 and not self.consumer.listeners.share_batches(held.queue.topic, held.is_retry):
+            return 1
+        return size
+
     def submit(
         self,
         held: HeldQueue,
@@ -163,7 +132,7 @@ class Delivery:
         """Let the listener run; ``done`` gets what it returned or raised."""
         consumer = self.consumer
         topic = messages[0].topic if held.is_retry else held.queue.topic
-        listener = consumer.listeners.get(topic)
+        listener = consumer.listeners.find(topic, messages[0])
         if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
             listener = _unknown(topic)
         self.running += 1

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
+from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.instance import Instance
 from librmq.errors import RmqError
+from librmq.metrics import Metrics
 from librmq.protocol import MaxOffset
-
-if TYPE_CHECKING:
-    from librmq.consumer.assigned_queue import HeldQueue
-    from librmq.consumer.base import Member
-    from librmq.metrics import Metrics
 
 __all__ = ["show_gauges"]
 
-_GAUGES: dict[str, Callable[[Member[Any], HeldQueue], float]] = {
+_GAUGES: dict[str, Callable[[Instance, HeldQueue], float]] = {
     "queues": lambda member, held: 1,
     "waiting_messages": lambda member, held: len(held.messages),
     "waiting_bytes": lambda member, held: held.messages.size,
@@ -23,7 +20,7 @@ _GAUGES: dict[str, Callable[[Member[Any], HeldQueue], float]] = {
 }
 
 
-def _lag(member: Member[Any], held: HeldQueue) -> float:
+def _lag(member: Instance, held: HeldQueue) -> float:
     progress = held.next_offset if held.progress is None else held.progress
     try:
         end = member.client.endpoint(held.queue.broker_name).call(MaxOffset(held.queue.topic, held.queue.queue_id))
@@ -32,14 +29,14 @@ def _lag(member: Member[Any], held: HeldQueue) -> float:
     return max(0, end - progress)
 
 
-def show_gauges(member: Member[Any], metrics: Metrics) -> None:
+def show_gauges(member: Instance, metrics: Metrics) -> None:
     """Show the gauges of all topics that are subscribed to, until ``metrics.take_away(member)``."""
     for topic in list(member.subscriptions):
         for name, measure in _GAUGES.items():
             metrics.gauge(name, _gauge(member, topic, measure), of=member, topic=topic, group=member.group)
 
 
-def _gauge(member: Member[Any], topic: str, measure: Callable[[Member[Any], HeldQueue], float]) -> Callable[[], float]:
+def _gauge(member: Instance, topic: str, measure: Callable[[Instance, HeldQueue], float]) -> Callable[[], float]:
     def total() -> float:
         with member.runner.lock:
             held = [one for one in member.held.values() if one.queue.topic == topic and not one.dropped]

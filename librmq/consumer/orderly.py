@@ -19,11 +19,13 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import BlockedQueue, Delivery, Listener, cause_of
+from librmq.consumer.delivery import BlockedQueue, Delivery, cause_of
+from librmq.consumer.instance import PushInstance
+from librmq.consumer.listeners import Listener
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater, SuspendQueue
@@ -40,9 +42,6 @@ from librmq.message.record import (
 from librmq.message.topics import retry_topic
 from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
 from librmq.runtime.runner import Step
-
-if TYPE_CHECKING:
-    from librmq.consumer.push import PushConsumer
 
 __all__ = ["OrderlyDelivery", "OrderlyResult"]
 
@@ -78,7 +77,7 @@ class OrderlyResult(enum.Enum):
 class OrderlyDelivery(Delivery):
     """Calls listeners queue by queue. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushConsumer) -> None:
+    def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
         self._locks = self.config.lock_queues and self.config.model is MessageModel.CLUSTERING
         self._suspend_ms = round(self.config.suspend_time * 1000)
@@ -281,7 +280,7 @@ class OrderlyDelivery(Delivery):
             elif not self._has_lock(held, now_ms):
                 self._rest(held, LOCK_AGAIN_MS if held.locked else None)
             else:
-                messages = held.messages.take(self.config.batch_size)
+                messages = held.messages.take(self.batch_size(held))
                 if messages:
                     held.running = True
                     self.submit(held, messages, self._done)

@@ -10,13 +10,15 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from datetime import timedelta
+from typing import Final, Unpack
 
 from librmq.client.identity import Client
 from librmq.clock import wait_async
+from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.base import Member
-from librmq.consumer.config import PullConsumerConfig
+from librmq.consumer.config import PullConsumerConfig, PullConsumerSettings
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.errors import ClientStateError, RmqError
 from librmq.message.message import MessageQueue
@@ -83,9 +85,22 @@ class PullConsumer(Member[PullConsumerConfig]):
         client: Client | None = None,
         instance_name: str | None = None,
         config: PullConsumerConfig | None = None,
-        **settings: Any,
+        **settings: Unpack[PullConsumerSettings],
     ) -> None:
-        super().__init__(route, group, (config or PullConsumerConfig()).with_settings(settings), client, instance_name)
+        """Make an instance that `start`, or a ``with`` block, lets join its group.
+
+        Args:
+            route: A `Broker`, or several in a `RouteTable`.
+            group: The consumer group.
+            client: The identity; by default one of its own.
+            instance_name: Makes the client's id the same from run to run.
+            config: Settings; ``settings`` replace single ones.
+
+        Raises:
+            ConfigError: There is no such setting, or its value is refused.
+            TypeError: ``route`` is no route.
+        """
+        super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
@@ -93,9 +108,6 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._last: tuple[HeldQueue, int, int] | None = None  # what was pulled last: from where, and up to where
         self._arrived = _Arrival()
         self._polling = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"PullConsumer({self.group!r}, {self._life.state.value}, queues={len(self.held)})"
 
     # ---- which queues
 
@@ -153,7 +165,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         """Whether the group's queues are shared out among its instances."""
         return self._assigned is None
 
-    def shutdown(self, timeout: float | None = None) -> bool:
+    def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Commit as configured, save, leave the group. Doing so again does nothing.
 
         What the last poll gave counts as consumed, unless a ``with`` block of this consumer is left by an exception.
@@ -163,7 +175,7 @@ class PullConsumer(Member[PullConsumerConfig]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._shut_down(None, self.config.auto_commit and kind is None)
 
-    def _shut_down(self, timeout: float | None, commits: bool) -> bool:
+    def _shut_down(self, timeout: float | timedelta | None, commits: bool) -> bool:
         def begin() -> None:
             if commits:
                 self._commit_polled()
@@ -197,7 +209,7 @@ class PullConsumer(Member[PullConsumerConfig]):
 
     # ---- polling
 
-    def poll(self, timeout: float | None = None) -> list[DeliveredMessage]:
+    def poll(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
         """Up to ``pull_batch_size`` messages of one queue; waits up to ``timeout`` seconds (None: as configured).
 
         Empty when the time is over, though the next poll may go on over messages that the filter does not take; under
@@ -206,12 +218,12 @@ class PullConsumer(Member[PullConsumerConfig]):
         """
         return self._poll(timeout, one_by_one=False)
 
-    def _poll(self, timeout: float | None, one_by_one: bool) -> list[DeliveredMessage]:
+    def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         if self._arrived.is_awaited_here():
             raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
         clock = self.runner.clock
-        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
+        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
         has_begun = False
         try:
             with self._polling:
@@ -232,17 +244,17 @@ class PullConsumer(Member[PullConsumerConfig]):
                 self._take_back()
             raise
 
-    async def poll_async(self, timeout: float | None = None) -> list[DeliveredMessage]:
+    async def poll_async(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
         """As `poll`, and others in the event loop go on while it waits. If it is cancelled no message is lost.
 
         `ClientStateError` while another poll of this consumer goes on.
         """
         return await self._poll_async(timeout, one_by_one=False)
 
-    async def _poll_async(self, timeout: float | None, one_by_one: bool) -> list[DeliveredMessage]:
+    async def _poll_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         clock = self.runner.clock
-        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else timeout)
+        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
         if not self._polling.acquire(blocking=False):
             raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
         try:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.instance import PushInstance
 from librmq.errors import BrokerError, RmqError
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runtime.runner import Step
-
-if TYPE_CHECKING:
-    from librmq.consumer.push import PushConsumer
 
 __all__ = ["Pulling"]
 
@@ -31,7 +29,7 @@ _log = logging.getLogger("librmq.consumer")
 class Pulling:
     """The pulls of a push consumer. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushConsumer) -> None:
+    def __init__(self, consumer: PushInstance) -> None:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
         self._interval_ms = round(consumer.config.pull_interval * 1000)

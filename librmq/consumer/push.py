@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar, cast
+from datetime import timedelta
+from typing import Any, Final, TypeVar, Unpack, overload
 
 from librmq.client.identity import Client
 from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.base import Member
 from librmq.consumer.concurrent import ConcurrentDelivery
-from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.delivery import BlockedQueue, ConsumeHook, Delivery, Listener
+from librmq.consumer.config import ConsumerConfig, ConsumerSettings
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.delivery import BlockedQueue, Delivery
 from librmq.consumer.gauges import show_gauges
+from librmq.consumer.instance import ConsumeHook
+from librmq.consumer.listeners import (
+    BatchListener,
+    Listener,
+    Listeners,
+    MessageListener,
+    is_coroutine_function,
+    with_predicate,
+)
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.pulling import Pulling
 from librmq.errors import ConfigError
+from librmq.filter import WatchedPredicate
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import Route
@@ -26,7 +36,10 @@ from librmq.runtime.runner import Step
 
 __all__ = ["PushConsumer"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=MessageListener | BatchListener)
+
+PREDICATE_BUDGET_S: Final = 1.0
+"""A predicate that takes longer is logged."""
 
 RESET_MS: Final = 10_000
 """What runs when a group is reset has so long to end."""
@@ -53,63 +66,133 @@ class PushConsumer(Member[ConsumerConfig]):
         instance_name: str | None = None,
         config: ConsumerConfig | None = None,
         hooks: Iterable[ConsumeHook] = (),
-        before_last_attempt: Callable[[Any], None] | None = None,
+        before_last_attempt: Callable[[DeliveredMessage], object] | None = None,
         metrics: Metrics | None = None,
-        **settings: Any,
+        **settings: Unpack[ConsumerSettings],
     ) -> None:
-        """``before_last_attempt(message)`` is called where a failure would make the message a dead letter; ``metrics``
-        counts what is pulled and consumed.
+        """Make an instance that `start`, or a ``with`` block, lets join its group.
+
+        Args:
+            route: A `Broker`, or several in a `RouteTable`.
+            group: The consumer group; its instances share the messages.
+            client: The identity; by default one of its own.
+            instance_name: Makes the client's id the same from run to run.
+            config: Settings; ``settings`` replace single ones.
+            hooks: Called around each call of a listener.
+            before_last_attempt: Called with a message that would become a dead letter if it failed once more.
+            metrics: Counts what is pulled and consumed.
+
+        Raises:
+            ConfigError: There is no such setting, or its value is refused.
+            TypeError: ``route`` is no route.
         """
-        super().__init__(route, group, (config or ConsumerConfig()).with_settings(settings), client, instance_name)
+        super().__init__(route, group, ConsumerConfig.of(config, settings), client, instance_name)
         self.hooks: list[ConsumeHook] = list(hooks)
         self.before_last_attempt = before_last_attempt
         self.metrics = metrics
-        self.listeners: dict[str, Listener] = {}
-        """By topic."""
+        self.listeners = Listeners()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_paused = False
         self._resets = 0
+        self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
         self.pulling = Pulling(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
 
-    def __repr__(self) -> str:
-        return f"PushConsumer({self.group!r}, {self._life.state.value}, queues={len(self.held)})"
-
     # ---- subscribing
+
+    @overload
+    def subscribe(
+        self,
+        topic: str,
+        listener: None = None,
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Callable[[DeliveredMessage], object] | None = None,
+        batch: bool | None = None,
+        must_return: bool = False,
+    ) -> Callable[[F], F]: ...
+
+    @overload
+    def subscribe(
+        self,
+        topic: str,
+        listener: F,
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Callable[[DeliveredMessage], object] | None = None,
+        batch: bool | None = None,
+        must_return: bool = False,
+    ) -> F: ...
 
     def subscribe(
         self,
         topic: str,
+        listener: F | None = None,
         *,
         tags: str | None = None,
         sql: str | None = None,
+        predicate: Callable[[DeliveredMessage], object] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
-    ) -> Callable[[F], F]:
-        """Have messages of ``topic`` brought to the function that this decorates; a later one takes its place.
+    ) -> F | Callable[[F], F]:
+        """Have messages of a topic brought to ``listener``, or to the function that this decorates.
 
-        ``tags`` are tags between ``||`` (None: all), ``sql`` an SQL92 expression over properties. The listener gets
-        a `DeliveredMessage`, or with ``batch`` (by default: if ``batch_size`` is more than one) a list of them. When
-        it returns, they are consumed; a concurrent batch listener may return the index of the last one that is. With
-        ``must_return`` nothing counts as consumed unless it returns True, or such an index. An exception is a failure.
+        A topic has one listener for all its messages, or several with tags of their own. When a listener returns, its
+        messages are consumed; an exception is a failure.
+
+        Args:
+            topic: The topic; it may be made later.
+            listener: A function, or coroutine function, of a `DeliveredMessage`.
+            tags: Tags between ``||``; None: all messages.
+            sql: An SQL92 expression over properties.
+            predicate: A function of the message, run beside the listener: False counts the message as consumed.
+            batch: Bring a list of up to ``batch_size`` messages; by default if ``batch_size`` is more than one. Such a
+                listener may return the index of the last message that is consumed.
+            must_return: Nothing counts as consumed unless the listener returns True, or such an index.
+
+        Raises:
+            ConfigError: Both ``tags`` and ``sql`` are given, or a message could go to this listener and another one.
+            FilterSyntaxError: The expression does not compile.
         """
+        if batch is False and self.config.batch_size > 1:
+            raise ConfigError(f"topic {topic!r}: batch=False brings single messages: it wants batch_size=1")
         subscription, tag_filter = self._subscription(topic, tags, sql)
+        as_list = self.config.batch_size > 1 if batch is None else batch
+        how = {"tags": tags, "sql": sql, "predicate": predicate, "batch": batch, "must_return": must_return}
 
         def register(function: F) -> F:
             if not callable(function):
-                raise ConfigError(f"topic {topic!r}: a listener is a function, found {function!r}")
-            as_list = self.config.batch_size > 1 if batch is None else batch
-            self.listeners[topic] = Listener(function, as_list, must_return, _is_async(function))
-            self._set_subscription(subscription, tag_filter)
+                raise ConfigError(f"topic {topic!r}: expected a function as listener, found {function!r:.80}")
+            called: Callable[..., Any] = function
+            if predicate is not None:
+                watched = WatchedPredicate(predicate, clock=self.runner.clock, budget=PREDICATE_BUDGET_S)
+                called = with_predicate(function, watched, as_list)
+            own = tag_filter.tags if tag_filter is not None else frozenset[str]()
+            with self.runner.lock:
+                made = Listener(called, as_list, must_return, is_coroutine_function(function))
+                all_tags = self.listeners.register(topic, own, made)
+                if all_tags == own:
+                    self._set_subscription(subscription, tag_filter)
+                else:  # those of other listeners of the topic too
+                    self._set_subscription(*self._subscription(topic, " || ".join(sorted(all_tags)), None))
+                self._subscribed.append((topic, function, how))
             return function
 
-        return register
+        return register if listener is None else register(listener)
+
+    def subscribe_like(self, other: PushConsumer) -> None:
+        """Subscribe the listeners of another consumer."""
+        for topic, function, how in other._subscribed:
+            self.subscribe(topic, function, **how)
 
     def unsubscribe(self, topic: str) -> None:
         """Give the topic's queues up."""
         with self.runner.lock:
             self.subscriptions.pop(topic, None)
-            self.listeners.pop(topic, None)
+            self.listeners.forget(topic)
+            self._subscribed = [one for one in self._subscribed if one[0] != topic]
             self.filters.pop(topic, None)
             if self.is_running:
                 self.client.beat()
@@ -120,7 +203,7 @@ class PushConsumer(Member[ConsumerConfig]):
     def _start(self) -> None:
         if not self.subscriptions:
             raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic first")
-        if any(listener.is_async for listener in self.listeners.values()):
+        if self.listeners.are_async:
             try:
                 self.loop = asyncio.get_running_loop()
             except RuntimeError:
@@ -130,7 +213,7 @@ class PushConsumer(Member[ConsumerConfig]):
         if self.metrics is not None:
             show_gauges(self, self.metrics)
 
-    def shutdown(self, timeout: float | None = None) -> bool:
+    def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Stop pulling, wait up to ``timeout`` seconds (None: as configured) for listeners, save, leave the group.
 
         Whether all have ended. What a listener that runs on does is not noted: its message comes again elsewhere.
@@ -144,10 +227,6 @@ class PushConsumer(Member[ConsumerConfig]):
         if not in_time:
             _log.warning("%s: %d listeners run on after the shutdown", self.label, self.delivery.running)
         return in_time
-
-    async def shutdown_async(self, timeout: float | None = None) -> bool:
-        """`shutdown`, without blocking the loop."""
-        return await self.runner.offload(functools.partial(self.shutdown, timeout))
 
     def _end(self) -> None:
         self.delivery.end()
@@ -220,9 +299,3 @@ class PushConsumer(Member[ConsumerConfig]):
         """Orderly queues that rest since their first message fails, with how often it did."""
         with self.runner.lock:
             return self.delivery.blocked()
-
-
-def _is_async(function: object) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(cast(Any, function), "__call__", None)  # noqa: B004 - an object may be called asynchronously
-    )

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from librmq.client.allocation import own_share
+from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.instance import Instance
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import RETRY_PREFIX
@@ -26,10 +28,6 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.runner import Step
-
-if TYPE_CHECKING:
-    from librmq.consumer.assigned_queue import HeldQueue
-    from librmq.consumer.base import Member
 
 __all__ = ["Rebalancing", "next_on_grid"]
 
@@ -53,7 +51,7 @@ class Rebalancing:
 
     def __init__(
         self,
-        member: Member[Any],
+        member: Instance,
         take: Callable[[HeldQueue], None],
         give_up: Callable[[HeldQueue, int], bool],
         lock: Callable[[MessageQueue], bool],

@@ -164,13 +164,7 @@ class Kit:
         def again(process: Process) -> PushConsumer:
             consumer = process.consumer(group, **settings)
             if made:  # a restarted or a further one: with the listeners of the first
-                first = made[0]
-                for topic, listener in first.listeners.items():
-                    of = first.subscriptions[topic]
-                    expression = {"sql": of.expression} if of.expression_type == "SQL92" else {"tags": of.expression}
-                    consumer.subscribe(topic, batch=listener.as_list, must_return=listener.must_return, **expression)(
-                        listener.function
-                    )
+                consumer.subscribe_like(made[0])
             else:
                 made.append(consumer)
             return consumer

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from datetime import timedelta
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import pytest
 
 from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, SendResult
+from librmq.client.producer import Producer, ProducerConfig, ProducerSettings, SendResult
 from librmq.clock import ManualClock
 from librmq.errors import (
     BrokerBusyError,
@@ -343,8 +345,8 @@ def test_life(broker: Broker) -> None:
     assert bodies(broker) == [b"x", b"y"]
     with pytest.raises(MessageIllegalError, match="group"):
         Producer(broker, "a b")
-    with pytest.raises(ConfigError, match="known are"):
-        Producer(broker, "shop", tries=3)
+    with pytest.raises(ConfigError, match="did you mean retries"):
+        Producer(broker, "shop", tries=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="retries"):
         Producer(broker, "shop", retries=-1)
 
@@ -371,3 +373,38 @@ def test_awaited(broker: Broker) -> None:
 
     assert asyncio.run(send()).status is SendStatus.SEND_OK
     assert bodies(broker) == [b"x"]
+
+
+# ---- as a user meets it
+
+
+def test_queue_and_selector_exclude_each_other(broker: Broker) -> None:
+    producer = Producer(broker, "shop")
+    for send in (producer.send, producer.send_oneway):
+        with pytest.raises(MessageIllegalError, match="queue= and selector= both choose the queue"):
+            send("T", b"x", queue=0, selector=queue_selectors.select_by_hash, arg="k")
+    assert bodies(broker) == []
+
+
+def test_one_way_messages_go_to_the_queue_that_is_named(broker: Broker) -> None:
+    broker.call(CreateTopic("T", 4, 4))
+    Producer(broker, "shop").send_oneway("T", b"x", queue=3)
+    assert [message.queue_id for message in broker.messages("T")] == [3]
+
+
+def test_a_path_is_no_route() -> None:
+    with pytest.raises(TypeError, match=r"Producer takes a route, which is a Broker .* Broker\.open\('data'\)"):
+        Producer("data", "shop")  # type: ignore[arg-type]
+
+
+def test_producers_show_who_they_are(broker: Broker) -> None:
+    producer = Producer(broker, "shop", instance_name="one", timeout=timedelta(seconds=1))
+    assert repr(producer) == "<Producer shop, created, client 127.0.0.1@one>"
+    assert producer.config.timeout == 1
+    with producer:
+        assert "running" in repr(producer)
+    assert producer.shutdown() is True
+
+
+def test_typed_keywords_are_the_settings() -> None:
+    assert set(get_type_hints(ProducerSettings)) == {one.name for one in fields(ProducerConfig)}

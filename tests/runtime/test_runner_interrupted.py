@@ -24,7 +24,7 @@ from librmq.consumer.rebalancing import Rebalancing
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message.message import Message
+from librmq.message.message import Message, StoredMessage
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
 from librmq.runtime.background import Background
 from librmq.runtime.runner import Runner, Step, Work
@@ -223,7 +223,7 @@ def test_a_message_whose_send_was_interrupted_is_told_of_by_the_next(broker: Bro
     consumer = PushConsumer(broker, "G")
 
     @consumer.subscribe("T")
-    def take(message: Message) -> None:
+    def take(message: StoredMessage) -> None:
         bodies[message.body].set()
 
     def send(body: bytes) -> None:

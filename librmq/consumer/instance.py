@@ -1,0 +1,121 @@
+"""What the parts of a consumer see of the instance of the group that they serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+from librmq.client.identity import Client, StateLog
+from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.config import ConsumerConfig
+from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.listeners import Listeners
+from librmq.consumer.offsets import Offsets
+from librmq.filter import TagFilter
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.metrics import Metrics
+from librmq.protocol import Route, Subscription
+from librmq.runtime.runner import Runner
+
+__all__ = ["ConsumeContext", "ConsumeHook", "Instance", "PushInstance"]
+
+
+class ConsumeContext(NamedTuple):
+    """What a hook sees of a delivery."""
+
+    group: str
+    queue: MessageQueue
+    messages: Sequence[DeliveredMessage]
+
+
+ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
+"""Called before a listener; what it returns is called after it, with what that returned or raised.
+
+As user code: what a hook raises counts as a failure of the listener."""
+
+
+class Instance(Hashable, Protocol):
+    """One instance of a group, as rebalancing and gauges see it."""
+
+    group: str
+    label: str
+    route: Route
+    runner: Runner
+    client: Client
+    metrics: Metrics | None
+    states: StateLog
+    offsets: Offsets
+    subscriptions: dict[str, Subscription]
+    held: dict[MessageQueue, HeldQueue]
+    stopping: bool
+
+    @property
+    def config(self) -> ConsumerConfig:
+        """The settings."""
+        ...
+
+    @property
+    def shares_queues(self) -> bool:
+        """Whether rebalancing says which queues are held."""
+        ...
+
+    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+        """Make a queue that is about to be taken."""
+        ...
+
+    def warn_of_differences(self) -> None:
+        """Log once a change that instances of the group subscribe to different things."""
+        ...
+
+
+class _Rebalancing(Protocol):
+    def wake(self) -> None: ...
+
+    def look_again(self) -> None: ...
+
+
+class _Pulling(Protocol):
+    def less_is_held(self, held: HeldQueue, /) -> None: ...
+
+
+class _Delivery(Protocol):
+    def may_pull(self, held: HeldQueue, now_ms: int, /) -> bool: ...
+
+    def pulled(self, held: HeldQueue, count: int, now_ms: int, /) -> None: ...
+
+    def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int, /) -> bool: ...
+
+
+class PushInstance(Instance, Protocol):
+    """One instance of a group, as its pulls and deliveries see it."""
+
+    listeners: Listeners
+    filters: dict[str, TagFilter]
+    hooks: list[ConsumeHook]
+    before_last_attempt: Callable[[DeliveredMessage], object] | None
+    loop: asyncio.AbstractEventLoop | None
+    is_paused: bool
+
+    @property
+    def rebalancing(self) -> _Rebalancing:
+        """Shares out queues."""
+        ...
+
+    @property
+    def pulling(self) -> _Pulling:
+        """Pulls the queues held."""
+        ...
+
+    @property
+    def delivery(self) -> _Delivery:
+        """Brings messages to listeners."""
+        ...
+
+    def progressed(self, held: HeldQueue, progress: int) -> None:
+        """Note how far a queue has come; it is stored soon."""
+        ...
+
+    def let_go(self, held: HeldQueue) -> None:
+        """Give up a queue whose progress was set from outside."""
+        ...

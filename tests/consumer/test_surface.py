@@ -1,0 +1,218 @@
+"""Consumers as a user meets them: subscribing, contexts, settings, what misuse says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, get_type_hints
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.client.producer import Producer
+from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PullConsumerConfig, PushConsumer
+from librmq.consumer.config import ConsumerSettings, PullConsumerSettings
+from librmq.errors import ConfigError
+from librmq.listener import ReconsumeLater
+from librmq.runtime.manual import ManualRunner
+from tests.world import World
+from tests.world import world as make_world
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with make_world(1) as world:
+        yield world
+
+
+def _started(world: World, **settings: Any) -> PushConsumer:
+    consumer = world.consumer(topic=None, **settings)
+    consumer.subscribe("other", lambda message: None)
+    return consumer.start()
+
+
+def test_subscribe_takes_the_listener_as_an_argument(world: World) -> None:
+    got: list[bytes] = []
+
+    def listen(message: DeliveredMessage) -> None:
+        got.append(message.body)
+
+    consumer = _started(world)
+    assert consumer.subscribe("t", listen) is listen
+    world.send("a")
+    world.advance(1)
+    assert got == [b"a"]
+
+
+def test_several_listeners_of_a_topic_share_it_by_tag(world: World) -> None:
+    created: list[str] = []
+    paid: list[str] = []
+    consumer = _started(world, batch_size=4)
+    consumer.subscribe("t", lambda messages: created.extend(one.body.decode() for one in messages), tags="created")
+    failing = [1]
+
+    @consumer.subscribe("t", tags="paid || refunded", batch=True)
+    def pay(messages: list[DeliveredMessage]) -> None:
+        paid.extend(one.body.decode() for one in messages)
+        if failing and failing.pop():
+            raise ReconsumeLater(delay_level=1)  # so that a redelivery finds its listener too
+
+    for number, tag in enumerate(("created", "paid", "refunded", "chat", "created")):
+        world.send(f"{tag}{number}", tags=tag)
+    world.advance(30)
+    assert created == ["created0", "created4"]
+    assert sorted(paid) == ["paid1", "paid1", "refunded2"]
+    assert consumer.subscriptions["t"].expression == "created || paid || refunded"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ({"tags": "a"}, {"tags": "b || a"}, "tag 'a' of topic 't' has a listener already"),
+        ({"tags": "a"}, {}, r"topic 't' has a listener already: unsubscribe\('t'\) first"),
+        ({}, {}, "topic 't' has a listener already"),
+        ({"sql": "p = 1"}, {"tags": "a"}, "topic 't' has a listener already"),
+    ],
+)
+def test_a_second_listener_never_replaces_the_first(
+    world: World, first: dict[str, str], second: dict[str, str], says: str
+) -> None:
+    consumer = world.consumer(topic=None)
+    got: list[DeliveredMessage] = []
+    consumer.subscribe("t", got.append, tags=first.get("tags"), sql=first.get("sql"))
+    with pytest.raises(ConfigError, match=says):
+        consumer.subscribe("t", print, tags=second.get("tags"), sql=second.get("sql"))
+    consumer.unsubscribe("t")
+    consumer.subscribe("t", got.append, tags=second.get("tags"), sql=second.get("sql"))
+
+
+def test_a_predicate_lets_messages_pass_as_consumed(world: World) -> None:
+    consumer = world.consumer(topic=None)
+    got: list[str] = []
+    consumer.subscribe(
+        "t", lambda m: got.append(m.body.decode()), predicate=lambda m: m.body != b"no", must_return=False
+    )
+    consumer.start()
+    world.send("a", "no", "b")
+    world.advance(20)
+    assert got == ["a", "b"]
+    assert world.broker.consumer_offset("g", "t") == 3
+
+
+@pytest.mark.parametrize("answer", [0, -1, ReconsumeLater(delay_level=1, consumed=1)])
+def test_a_predicate_and_a_batch_agree_on_what_is_consumed(world: World, answer: int | Exception) -> None:
+    """The listener counts the messages that it was given, which are not all of the batch."""
+    calls: list[list[str]] = []
+
+    def listen(messages: list[DeliveredMessage]) -> int | None:
+        calls.append([one.body.decode() for one in messages])
+        if len(calls) > 1:
+            return None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    world.send("no1", "a", "no2", "b", "no3")
+    consumer = world.consumer(topic=None, batch_size=8)
+    consumer.subscribe("t", listen, predicate=lambda message: not message.body.startswith(b"no"))
+    consumer.start()
+    world.advance(60)
+    assert calls[0] == ["a", "b"]
+    assert [body for call in calls[1:] for body in call] == (["a", "b"] if answer == -1 else ["b"])
+
+
+@pytest.mark.anyio
+async def test_async_contexts_start_and_shut_down() -> None:
+    runner = ManualRunner()
+    got: list[bytes] = []
+
+    async def listen(message: DeliveredMessage) -> None:
+        await asyncio.sleep(0)
+        got.append(message.body)
+
+    with Broker.temporary(runner=runner) as broker:
+        consumer = PushConsumer(broker, "push")
+        consumer.subscribe("T", listen, predicate=lambda message: message.body != b"no")
+        async with consumer, Producer(broker, "shop") as producer:
+            assert consumer.is_running
+            await producer.send_async("T", b"no")
+            await producer.send_async("T", b"yes")
+            await runner.advance_async(1_000)
+        assert got == [b"yes"]
+        async with PullConsumer(broker, "pull", poll_timeout=timedelta(0)) as reader:
+            reader.subscribe("T")
+            assert len([message async for message in reader]) == 2
+        assert not consumer.is_running
+        assert sum(broker.consumer_offsets("pull", "T").values()) == 2
+        assert await consumer.shutdown_async() is True
+        assert producer.shutdown() is True
+
+
+def test_single_messages_want_a_batch_size_of_one(world: World) -> None:
+    consumer = world.consumer(topic=None, batch_size=4)
+    with pytest.raises(ConfigError, match="batch=False brings single messages: it wants batch_size=1"):
+        consumer.subscribe("t", print, batch=False)
+
+
+def test_redeliveries_of_several_topics_keep_to_their_listeners(world: World) -> None:
+    """A batch of the retry topic had gone to the listener of its first message's topic."""
+    world.broker.create_topic("u", 1)
+    got: list[tuple[str, str]] = []
+    consumer = world.consumer(topic=None, batch_size=8)
+
+    def listener(topic: str) -> Callable[[list[DeliveredMessage]], None]:
+        def listen(messages: list[DeliveredMessage]) -> None:
+            got.extend((topic, one.body.decode()) for one in messages)
+            if not messages[0].reconsume_times:
+                raise ReconsumeLater(delay_level=1)
+
+        return listen
+
+    for topic in ("t", "u"):
+        consumer.subscribe(topic, listener(topic))
+    consumer.start()
+    world.advance(1)
+    for number in range(3):
+        world.send(f"t{number}", topic="t", queue=0)
+        world.send(f"u{number}", topic="u", queue=0)
+    world.advance(30)
+    assert len(got) == 12
+    assert all(body.startswith(topic) for topic, body in got)
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
+def test_a_path_is_no_route(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a route, which is a Broker .* Broker\.open\('data'\)"):
+        kind("data", "g")
+    with pytest.raises(TypeError, match="takes a route"):
+        kind(3, "g")
+
+
+def test_durations_are_seconds_or_timedeltas(world: World) -> None:
+    consumer = world.consumer(suspend_time=timedelta(milliseconds=1500), shutdown_timeout=2)
+    assert (consumer.config.suspend_time, consumer.config.shutdown_timeout) == (1.5, 2)
+    with pytest.raises(ConfigError, match="suspend_time"):
+        world.consumer(suspend_time=timedelta(seconds=-1))
+    consumer.start()
+    assert consumer.shutdown(timedelta(seconds=1)) is True
+    with PullConsumer(world.broker, "p") as reader:
+        assert reader.poll(timedelta(0)) == []
+
+
+def test_consumers_show_what_they_do(world: World) -> None:
+    consumer = world.consumer()
+    assert repr(consumer) == "<PushConsumer g@c1, created, topics: t, queues: 0>"
+    consumer.start()
+    world.advance(1)
+    assert repr(consumer) == "<PushConsumer g@c1, running, topics: t, queues: 2>"
+    assert repr(consumer.client) == "Client('127.0.0.1@c1', producers=[], consumers=['g'])"
+    assert repr(PullConsumer(world.broker, "p")) == "<PullConsumer p, created, topics: none, queues: 0>"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"), [(ConsumerConfig, ConsumerSettings), (PullConsumerConfig, PullConsumerSettings)]
+)
+def test_typed_keywords_are_the_settings(config: type[Any], settings: type[Any]) -> None:
+    assert set(get_type_hints(settings)) == {one.name for one in fields(config)}
