@@ -75,6 +75,8 @@ class CommitLog:
         self._file_end = -1  # of the file that is written
         self.fits = -1
         """Up to here records go where `end` is; what reaches beyond needs a `claim`."""
+        self.sure = -1
+        """Up to here blocks are known to be too, so that `append` only copies."""
         self._reserved = -1
         self._buffer: Buffer | None = None
         self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
@@ -129,6 +131,7 @@ class CommitLog:
             if self._sequence.writable:
                 self._buffer = self._sequence.file(start).buffer
         self.fits = self._file_end - _BLANK_SIZE
+        self.sure = -1
 
     @property
     def begin(self) -> int:
@@ -162,17 +165,26 @@ class CommitLog:
 
         `StoreIOError` for want of space, before a byte is written.
         """
-        begin, size = self.end, len(data)
-        if begin + size > self.fits:
-            self._roll(size)
-            begin = self.end
+        size = len(data)
+        if self.end + size > self.sure:
+            self.make_room(size)
+        begin = self.end
         at = begin - self._file_start
-        upto = at + size
-        if upto > self._reserved:
-            self._reserved = self._sequence.reserve(self._file_start, at, upto)
-        self._buffer[at:upto] = data  # type: ignore[index]
+        self._buffer[at : at + size] = data  # type: ignore[index]
         self.last_write = begin
         self.end = begin + size
+
+    def make_room(self, size: int) -> None:
+        """Make sure of a file and of blocks for ``size`` bytes: what `append` does first, where `sure` says so.
+
+        `StoreIOError` for want of space.
+        """
+        if self.end + size > self.fits:
+            self._roll(size)
+        at = self.end - self._file_start
+        if at + size > self._reserved:
+            self._reserved = self._sequence.reserve(self._file_start, at, at + size)
+        self.sure = min(self.fits, self._file_start + self._reserved)
 
     def append_block(self, data: bytes | bytearray) -> None:
         """`append` for some MiB at once, which it writes faster and begins to send to the device."""

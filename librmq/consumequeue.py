@@ -424,6 +424,10 @@ class ConsumeQueue:
             self._put(first, entries[done:upto])
             done = upto
 
+    def has_room(self, count: int) -> bool:
+        """Whether ``count`` more entries go where blocks are known to be, so that writing them changes no file."""
+        return (self.max_offset + count) * ENTRY_SIZE <= self._sure
+
     def _put(self, queue_offset: int, entries: bytes) -> None:
         """Write entries that are known to fit, and let readers see them."""
         start, files = self._tail, self._files

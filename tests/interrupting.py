@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dis
 import itertools
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["interrupted_at", "interruptions"]
+import librmq
+
+__all__ = ["at_each_line", "interrupted_at", "interruptions"]
 
 _LOOKING = ("RESUME", "CALL", "JUMP_BACKWARD")
 
@@ -72,3 +76,43 @@ def interruptions(functions: tuple[Callable[..., Any], ...], act: Callable[[int]
         if not was_reached():
             return number
     raise AssertionError
+
+
+def at_each_line(
+    act: Callable[[], object],
+    number: int = signal.SIGINT,
+    error: type[BaseException] = KeyboardInterrupt,
+    first: int = 0,
+) -> Iterator[bool]:
+    """Call ``act()`` again and again; a signal comes at one line of librmq that it runs, then at the next.
+
+    They begin with line ``first``.
+
+    Yields after each call whether the signal came; the last time it did not. ``error`` is what its handler raises.
+    """
+    folder = os.path.dirname(librmq.__file__)
+    for place in itertools.count(first):
+        left, came = place, False
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left, came
+            if not frame.f_code.co_filename.startswith(folder) or frame.f_code.co_name == "__del__":
+                return None
+            if event == "line":
+                left -= 1
+                if left < 0 and not came:
+                    came = True
+                    signal.raise_signal(number)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            act()
+        except error:
+            assert came
+        finally:
+            sys.settrace(before)
+        yield came
+        if not came:
+            return

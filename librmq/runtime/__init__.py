@@ -8,6 +8,7 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.runtime.background import Background as Background
+    from librmq.runtime.critical import critical as critical
     from librmq.runtime.manual import ManualRunner as ManualRunner
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "background": ("Background",),
+    "critical": ("critical",),
     "manual": ("ManualRunner",),
     "runner": ("Runner", "Step", "Work"),
     "threads": ("ThreadRunner",),

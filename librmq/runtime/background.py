@@ -13,17 +13,12 @@ __all__ = ["Background"]
 class Background:
     """A thread that calls a step when it is due or woken. It ends with `stop` and does not keep a process alive."""
 
-    def __init__(
-        self,
-        step: Callable[[int], int | None],
-        clock: Clock,
-        name: str,
-        is_known: Callable[[Background], bool] = lambda background: True,
-    ) -> None:
-        """``is_known(background)`` is asked by the thread before it begins: where Ctrl-C has interrupted whoever made
-        it, nobody would end it.
+    def __init__(self, step: Callable[[int], int | None], clock: Clock, name: str) -> None:
+        """``step(now_ms)`` returns when it is due next.
+
+        Raises:
+            RuntimeError: No thread can be started.
         """
-        self._is_known = is_known
         self._step = step
         self._clock = clock
         self._event = threading.Event()
@@ -44,8 +39,6 @@ class Background:
             self._thread.join()
 
     def _run(self) -> None:
-        if not self._is_known(self):
-            return
         while True:
             self._event.clear()
             if self._stopping:  # looked at behind `clear`, which may have taken the signal of `stop` away

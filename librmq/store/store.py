@@ -8,6 +8,8 @@ derived from the log and can always be rebuilt.
 from __future__ import annotations
 
 import errno
+import gc
+import logging
 import os
 import sys
 import threading
@@ -25,6 +27,7 @@ from librmq.errors import (
     ReadOnlyError,
     StoreClosedError,
     StoreIOError,
+    StoreLockedError,
 )
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles, TemporaryFolder
@@ -34,6 +37,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
 from librmq.runtime.background import Background
+from librmq.runtime.critical import critical
 from librmq.store.engine.append import AppendResult, Appends
 from librmq.store.engine.group_commit import GroupCommit, flush_all
 from librmq.store.engine.housekeeping import Housekeeping
@@ -56,6 +60,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"]
 
+_log = logging.getLogger("librmq.store")
+
 
 class MessageStore(Appends):
     """A store directory, opened.
@@ -64,7 +70,7 @@ class MessageStore(Appends):
     """
 
     log: CommitLog
-    queues: QueueTable
+    _queues: QueueTable
     index: KeyIndex
     checkpoint: Checkpoint
     filters: Registrations | None
@@ -139,13 +145,15 @@ class MessageStore(Appends):
         self._parts: Parts | None = None
         self._following: Following | None = None
         self._temporary: TemporaryFolder | None = None
+        self._is_thread_missed = False
         kind = directory.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         try:
             if not read_only:
-                if kind is directory.StoreKind.NEW:
-                    make_folders(files, path)
-                self._file_lock = files.lock(directory.lock_path(path))
+                with critical:
+                    if kind is directory.StoreKind.NEW:
+                        make_folders(files, path)
+                    self._file_lock = _lock(self, files)
                 if thorough or has_abort(files, path):
                     leftovers = clear_leftovers(path, files)
             if config is not None:
@@ -157,7 +165,8 @@ class MessageStore(Appends):
                 self._load(thorough=thorough)
             self.recovered[:0] = leftovers
         except BaseException:
-            self._release()
+            with critical:
+                self._release()
             raise
         self._closed = None
         self._accepts = not read_only
@@ -187,7 +196,8 @@ class MessageStore(Appends):
             living=living,
             bitmap_of=None if bitmaps is None else bitmaps.bitmap,
         )
-        self._take(parts)
+        with critical:
+            self._take(parts)
         self.recovered = self.recovered + parts.cuts
 
     def _follow(self, config: StoreConfig | None) -> None:
@@ -195,7 +205,8 @@ class MessageStore(Appends):
 
         def opened(following: Following) -> None:
             self._set_config(following.config)
-            self._take(following.parts)
+            with critical:
+                self._take(following.parts)
             self.recovered = following.parts.cuts
 
         bitmaps = self.filters
@@ -206,7 +217,7 @@ class MessageStore(Appends):
     def _take(self, parts: Parts) -> None:
         self._parts = parts
         self.log = parts.log
-        self.queues = parts.queues
+        self._queues = parts.queues
         self.index = parts.index
         self.checkpoint = parts.checkpoint
         self._dispatcher = parts.dispatcher
@@ -216,7 +227,7 @@ class MessageStore(Appends):
         self._derived_failure: StoreIOError | None = None  # a flush of queues or index: until reopened, none counts
         self._retention = Retention(
             self.log,
-            lambda: list(self.queues.values()),
+            lambda: list(self._queues.values()),
             self.index,
             self.config,
             self.files,
@@ -257,14 +268,9 @@ class MessageStore(Appends):
             raise self._unusable()
         if self._following is not None:
             return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
-        if self._dispatcher.lanes:
-            try:
-                self._write_entries()
-            except StoreIOError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
+        self._write_what_fits()
         return read_queue(
-            self.log, self.queues.find((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
+            self.log, self._queues.find((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
         )
 
     def matching(
@@ -304,7 +310,14 @@ class MessageStore(Appends):
         """
         self._check_open()
         self._write_entries()
-        return self.queues.find((topic, queue_id))
+        return self._queues.find((topic, queue_id))
+
+    @property
+    def queues(self) -> QueueTable:
+        """The queues of the store by topic and queue id, with the entries of all that was appended before."""
+        if self._closed is None:
+            self._write_what_fits()
+        return self._queues
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
         """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
@@ -312,7 +325,7 @@ class MessageStore(Appends):
         What was appended counts at once, entries that are not written yet among it.
         """
         self._check_open()
-        queue = self.queues.find((topic, queue_id))
+        queue = self._queues.find((topic, queue_id))
         if queue is None:
             return 0, 0
         lane = self._lanes.get((topic, queue_id))
@@ -409,7 +422,8 @@ class MessageStore(Appends):
         The physical offset up to which it is. `FlushFailedError` if that will never be known.
         """
         self._check_writable()
-        self._flush_derived()
+        with critical:
+            self._flush_derived()
         return self._commit.flushed
 
     def run_due(self, now_ms: int) -> int | None:
@@ -419,7 +433,8 @@ class MessageStore(Appends):
         caller's: then this is the caller's to call.
         """
         self._check_writable()
-        return self._housekeeping.run_due(now_ms)
+        with critical:
+            return self._housekeeping.run_due(now_ms)
 
     def _flush_derived(self) -> None:
         """Flush the log, then what is derived from it, then the checkpoint that vouches for both."""
@@ -428,6 +443,7 @@ class MessageStore(Appends):
                 if self._parts is None:
                     raise self._unusable()
                 dispatcher, checkpoint, index = self._dispatcher, self.checkpoint, self.index
+                self._mend()
                 dispatcher.drain()
                 end, stored = self.log.end, dispatcher.dispatched_timestamp_ms
                 indexed = index.full_timestamp_ms
@@ -459,23 +475,35 @@ class MessageStore(Appends):
         if background is not None:
             background.wake()
         elif self._in_background:
-            with self._lock:
+            with critical, self._lock:
                 if self._background is None and self._accepts:
-                    self._background = Background(self._housekeep, self.clock, "librmq-store", self._is_background)
+                    try:
+                        self._background = Background(self._housekeep, self.clock, "librmq-store")
+                    except RuntimeError as error:  # the messages are written all the same
+                        self._no_thread(error)
+                        return
+                    self._is_thread_missed = False
 
-    def _is_background(self, background: Background) -> bool:
-        with self._lock:  # which whoever made it holds until it is known
-            return self._background is background
+    def _no_thread(self, error: RuntimeError) -> None:
+        """Say that no thread can be started; the next append that has work for one tries again."""
+        if not self._is_thread_missed:
+            _log.warning(
+                "%s: messages are stored, but nothing is flushed or deleted by time as no thread can be started (%s); "
+                "call flush(), or raise the limit of threads",
+                self.path, error,
+            )  # fmt: skip
+        self._is_thread_missed = True
 
     def _housekeep(self, now_ms: int) -> int | None:
         return self._housekeeping.run_due(now_ms)  # after `recover` it is another
 
     def _rest(self) -> None:
         """Return when the store's thread, if any, has ended; the next append that has work for one starts another."""
-        with self._lock:
-            background, self._background = self._background, None
-        if background is not None:
-            background.stop()
+        with critical:
+            with self._lock:
+                background, self._background = self._background, None
+            if background is not None:
+                background.stop()
 
     def _flush_log(self) -> int:
         """Flush the log, if this handle is still the only writer: what another one wrote over is not acknowledged."""
@@ -507,12 +535,13 @@ class MessageStore(Appends):
         """
         self._check_writable()
         cleaned = []
-        for name in sorted(name for name in self.queues if name[0] not in topics and not is_system_topic(name[0])):
-            with self._deriving, self._lock:
+        for name in sorted(name for name in self._queues if name[0] not in topics and not is_system_topic(name[0])):
+            with critical, self._deriving, self._lock:
                 if self._parts is None:
                     raise self._unusable()
+                self._mend()
                 self._dispatcher.drain()
-                queue = self.queues.find(name)
+                queue = self._queues.find(name)
                 if queue is None or queue.max_physic_offset > self.log.begin:
                     continue
                 folders = [directory.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
@@ -528,7 +557,7 @@ class MessageStore(Appends):
                     if not self.files.list(os.path.dirname(folder)):
                         self.files.delete(os.path.dirname(folder))
                 if lane is None:
-                    del self.queues[name]
+                    del self._queues[name]
             cleaned.append(name)
         return cleaned
 
@@ -544,15 +573,19 @@ class MessageStore(Appends):
             with self._deriving, self._lock:
                 if self._closed is not None or self.read_only:
                     raise self._unusable()
-                self._dispatcher.drain()
+                with critical:
+                    self._mend()
+                    self._dispatcher.drain()
+                    self._closed, self._accepts = "could not be recovered", False  # unless it is
+                    self._close_parts()
                 before = len(self.recovered)
                 try:
-                    self._close_parts()
                     self._load(thorough=True, living=True)
-                    self._accepts = True
+                    self._closed, self._accepts = None, True
                 except BaseException:
-                    self._closed, self._accepts = "could not be recovered", False
-                    self._release()
+                    with critical:
+                        self._closed, self._accepts = "could not be recovered", False
+                        self._release()
                     raise
                 return self.recovered[before:]
         finally:
@@ -578,6 +611,7 @@ class MessageStore(Appends):
     def _whole_end(self) -> int:
         """Where the log ends, with no producer between two files."""
         with self._lock:
+            self._mend()
             return self.log.end
 
     def verify(self) -> Verdict:
@@ -585,7 +619,9 @@ class MessageStore(Appends):
         with self._lock:
             if self._closed is not None:
                 raise self._unusable()
-            self._dispatcher.drain()
+            with critical:
+                self._mend()
+                self._dispatcher.drain()
             return verify_parts(self.path, self.config, self.files)
 
     def close(self) -> None:
@@ -593,18 +629,20 @@ class MessageStore(Appends):
 
         `FlushFailedError` if a flush has failed: then the store is let go of as it is, and the next open recovers.
         """
-        if not self._end("is closed"):
-            return
-        try:
-            if not self.read_only:
-                self._flush_derived()
-                if self._derived_failure is None:
-                    for queue in self.queues.opened():
-                        queue.flush()  # retention deletes files of queues that nobody wrote to
-                    write_closed_state(self.path, self.files, self.log, self.queues, self.index)
-                    clear_abort(self.files, self.path)
-        finally:
-            self._release()
+        with critical:
+            if not self._end("is closed"):
+                self._release()  # what a signal has left of an open or a recovery
+                return
+            try:
+                if not self.read_only:
+                    self._flush_derived()
+                    if self._derived_failure is None:
+                        for queue in self._queues.opened():
+                            queue.flush()  # retention deletes files of queues that no append wrote to
+                        write_closed_state(self.path, self.files, self.log, self._queues, self.index)
+                        clear_abort(self.files, self.path)
+            finally:
+                self._release()
 
     def abandon(self) -> None:
         """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
@@ -612,14 +650,17 @@ class MessageStore(Appends):
         All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
         recovers. Doing so again, or after `close`, does nothing.
         """
-        if not self._end("was abandoned"):
-            return
-        try:
-            if not self.read_only:
-                with suppress(StoreIOError):
-                    self._dispatcher.drain()
-        finally:
-            self._release()
+        with critical:
+            if not self._end("was abandoned"):
+                self._release()
+                return
+            try:
+                if not self.read_only:
+                    with suppress(StoreIOError):
+                        self._mend()
+                        self._dispatcher.drain()
+            finally:
+                self._release()
 
     def _end(self, why: str) -> bool:
         """Take no more calls; false if that was so already."""
@@ -629,6 +670,11 @@ class MessageStore(Appends):
             self._closed, self._accepts = why, False
         self._rest()
         return True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the store takes no more calls: it was closed, abandoned, or could not be recovered."""
+        return self._closed is not None
 
     def _close_parts(self) -> None:
         with self._deriving:
@@ -643,7 +689,7 @@ class MessageStore(Appends):
             self._close_parts()
         finally:
             if self._file_lock is not None:
-                self._file_lock.release()
+                _unlock(self._file_lock)
                 self._file_lock = None
             if self._temporary is not None:
                 self._temporary.delete()
@@ -661,12 +707,23 @@ class MessageStore(Appends):
         """Write what readers of queues look into."""
         if self._dispatcher.lanes:
             with self._lock:
+                self._mend()
                 self._dispatcher.write_entries()
+
+    def _write_what_fits(self) -> None:
+        """`_write_entries`; those for which the disk has no room are not seen yet."""
+        if self._dispatcher.lanes:
+            try:
+                self._write_entries()
+            except StoreIOError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
 
     def _drain(self) -> None:
         """Write what readers of queues and of the index look into."""
         if self._dispatcher.records:
-            with self._lock:
+            with critical, self._lock:
+                self._mend()
                 self._dispatcher.drain()
 
     def _check_open(self) -> None:
@@ -698,6 +755,33 @@ class MessageStore(Appends):
         self.close()
 
 
+_locks: dict[FileLock, weakref.ref[MessageStore]] = {}
+"""The locks that are held, and by which handles."""
+
+
+def _lock(store: MessageStore, files: Files) -> FileLock:
+    """Take the lock of a store; one that is held by a handle which Ctrl-C took from its caller is given back first."""
+    path = directory.lock_path(store.path)
+    try:
+        lock = files.lock(path)
+    except StoreLockedError:
+        gc.collect()
+        lost = [lock for lock, holder in list(_locks.items()) if holder() is None]
+        if not lost:
+            raise
+        for lock in lost:
+            _unlock(lock)
+        lock = files.lock(path)
+    _locks[lock] = weakref.ref(store, lambda _: _unlock(lock))
+    return lock
+
+
+def _unlock(lock: FileLock) -> None:
+    with critical:
+        if _locks.pop(lock, None) is not None:
+            lock.release()
+
+
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
 
 
@@ -709,6 +793,7 @@ def _after_fork() -> None:
         store._lock, store._deriving = threading.Lock(), threading.RLock()  # some thread of the parent may hold them
         store._commit.forget(f"{store.path}: this handle {store._closed}")
     _open_stores.clear()
+    _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):

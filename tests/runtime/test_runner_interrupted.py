@@ -16,7 +16,6 @@ from librmq.broker.offsets import ConsumerOffsets
 from librmq.broker.persistence import Saving, Writing
 from librmq.broker.sending import Sending
 from librmq.client.identity import Client, LifeCycle
-from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer
 from librmq.consumer.base import Member
 from librmq.consumer.delivery import Delivery
@@ -26,10 +25,8 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.message import Message, StoredMessage
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
-from librmq.runtime.background import Background
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner, _let_go
-from librmq.store import MessageStore
 from tests.interrupting import interruptions
 
 WAIT_S = 30
@@ -284,28 +281,6 @@ def test_progress_and_tables_are_saved_though_one_was_interrupted_who_changed_th
         assert b"5" in files.read("/b/config/consumerOffset.json")
 
     assert interruptions((*functions, *ALL), change) >= 10
-
-
-def test_a_thread_of_a_store_that_nobody_knows_of_ends_by_itself() -> None:
-    functions = (MessageStore._wake, Background.__init__)
-
-    def append(number: int) -> None:
-        before = set(threading.enumerate())
-        store = MessageStore.open("/s", StoreConfig.tiny(durability="sync"), files=MemoryFiles())
-        with suppress(KeyboardInterrupt):
-            store.append(Message("T", b"first"))
-        sys.settrace(None)
-        store.append(Message("T", b"second"))
-        own = [thread for thread in threading.enumerate() if thread not in before]
-        background = store._background
-        for thread in own:
-            if background is None or thread is not background._thread:
-                thread.join(WAIT_S)
-                assert not thread.is_alive()
-        store.close()
-        assert set(threading.enumerate()) <= before
-
-    assert interruptions(functions, append) >= 4
 
 
 def test_a_file_that_was_made_as_somebody_was_interrupted_is_made_again(tmp_path: Path) -> None:

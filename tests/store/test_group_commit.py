@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
-from librmq.store.engine import group_commit
 from librmq.store.engine.group_commit import Acknowledgement, GroupCommit
-from tests.interrupting import interruptions
+from tests.interrupting import at_each_line
 
 
 def no_space() -> StoreIOError:
@@ -206,9 +203,9 @@ def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
     commit = device.commit
     leave = commit._leave
 
-    def note(mine: Any) -> None:
+    def note() -> None:
         turns.append(int(threading.current_thread().name))
-        leave(mine)
+        leave()
 
     commit._leave = note  # type: ignore[method-assign]
     with held(device) as (waiters, row):
@@ -220,90 +217,6 @@ def test_nobody_is_woken_before_his_turn_comes(device: Device) -> None:
     waiters.join()
     assert turns == list(range(21))
     assert device.flushes == [100, 2100]
-
-
-@pytest.mark.parametrize("his_turn", [False, True])
-def test_one_who_is_interrupted_while_he_waits_holds_nobody_up(
-    device: Device, monkeypatch: pytest.MonkeyPatch, his_turn: bool
-) -> None:
-    """Not even if the signal comes when he is being woken: then he passes his turn on."""
-    commit = device.commit
-    with held(device) as (waiters, row):
-
-        class Interrupted:
-            """A lock on which one waits until a signal comes."""
-
-            waits = False
-
-            def acquire(self) -> None:
-                if not self.waits:
-                    self.waits = True
-                    return
-                monkeypatch.undo()
-                row.waiting.acquire()
-                waiters.start(device.append())
-                row.waiting.acquire()
-                with commit._guard:  # behind which the other waits by now
-                    pass
-                device.held = False
-                if his_turn:
-                    device.go_on.release()
-                    self.released.acquire()
-                raise KeyboardInterrupt
-
-            def release(self) -> None:
-                self.released.release()
-
-            released = threading.Semaphore(0)
-
-        monkeypatch.setattr(group_commit, "threading", SimpleNamespace(Lock=Interrupted))
-        with pytest.raises(KeyboardInterrupt):
-            commit.reach(device.append())
-        if not his_turn:
-            assert len(row) == 2
-            device.go_on.release()
-    assert waiters.join()[1] == 300
-    assert not commit._row
-
-
-def test_one_who_is_interrupted_as_he_takes_his_place_holds_nobody_up(device: Device) -> None:
-    commit = device.commit
-    with held(device) as (waiters, _):
-
-        class Interrupting(deque[Any]):
-            def append(self, one: Any) -> None:
-                super().append(one)
-                raise KeyboardInterrupt
-
-        row = commit._row = Interrupting(commit._row)
-        with pytest.raises(KeyboardInterrupt):
-            commit.reach(device.append())
-        assert len(row) == 1
-        device.go_on.release()
-    waiters.join()
-    assert not commit._row
-
-
-def test_one_who_is_interrupted_as_his_turn_comes_at_once_holds_nobody_up(device: Device) -> None:
-    commit = device.commit
-
-    class Interrupting:
-        """A lock of which letting go is interrupted, once."""
-
-        lock = commit._guard
-
-        def __enter__(self) -> None:
-            self.lock.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            self.lock.release()
-            commit._guard = self.lock
-            raise KeyboardInterrupt
-
-    commit._guard = Interrupting()  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
-        commit.reach(device.append())
-    assert not commit._row
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
@@ -402,46 +315,8 @@ def test_those_who_wait_when_the_log_is_let_go_are_told(
     let_go(device.commit, "again")
 
 
-# ------------------------------------------------------------------------------------------------------ interrupted
-
-
-def test_one_who_is_interrupted_anywhere_holds_nobody_up() -> None:
-    """Behind his flush, too, and as he gives up his place: whoever waits meanwhile, and whoever comes, goes on."""
-    everything = (
-        GroupCommit.reach,
-        GroupCommit._in_turn,
-        GroupCommit._lead,
-        GroupCommit._take_turn,
-        GroupCommit._leave,
-    )
-    in_the_row: set[int] = set()
-
-    def reach(number: int) -> None:
-        device = Device()
-        commit, row = device.commit, CountedRow()
-        commit._row = row
-        waiters = Waiters(commit)
-        flush = commit._flush
-
-        def another_comes() -> int:
-            commit._flush = flush
-            end = flush()
-            row.waiting.acquire()
-            waiters.start(device.append())
-            row.waiting.acquire()
-            in_the_row.add(number)
-            return end
-
-        commit._flush = another_comes
-        try:
-            commit.reach(device.append())
-        finally:
-            sys.settrace(None)
-            commit._flush = flush
-            waiters.start(device.append())
-            outcomes = waiters.join(timeout=30)
-            assert all(isinstance(outcome, int) for outcome in outcomes), outcomes
-            assert not row
-
-    assert interruptions(everything, reach) > 15
-    assert len(in_the_row) > 5
+def test_an_interrupted_wait_holds_no_other_up(device: Device) -> None:
+    for _ in at_each_line(lambda: device.commit.reach(device.append())):
+        waiters = Waiters(device.commit)
+        waiters.start(device.append())
+        assert waiters.join(timeout=30) == [device.end]

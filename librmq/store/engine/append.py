@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
 from typing import Any, Final, NamedTuple
 
+from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
@@ -23,6 +23,7 @@ from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
+from librmq.runtime.critical import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, has_queue_entry, is_indexed, parse_level
 from librmq.store.engine.group_commit import Acknowledgement, GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping
@@ -35,6 +36,7 @@ _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
+_CTRL_C_WAITS_S: Final = 0.05
 _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
@@ -91,6 +93,7 @@ class Appends:
     """What `MessageStore` can do with a message that is to be stored; made by `MessageStore` alone. Thread-safe."""
 
     log: CommitLog
+    clock: Clock
     levels: DelayLevels
     _accepts: bool
     _commit: GroupCommit
@@ -193,8 +196,8 @@ class Appends:
                 if not self._accepts:
                     raise self._refusal()
                 records = dispatcher.records
-                if len(records) >= _BATCH:  # now: should a full disk refuse it, nothing was written
-                    dispatcher.advance()
+                if len(records) >= _BATCH or dispatcher.writing_at >= 0:
+                    self._catch_up()  # now: should a full disk refuse it, nothing was written
                     records = dispatcher.records
                 now = self._now_ms()
                 physical_offset = log.end
@@ -206,20 +209,26 @@ class Appends:
                     now if born_timestamp_ms is None else born_timestamp_ms, born_at,
                     now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
                 )  # fmt: skip
-                if not counted:
-                    log.append(header + tail)
-                else:
+                if counted:
                     if waits_ms is not None:
                         tags_code = now + waits_ms  # when it is to be delivered
                     if lane.queue.ext is not None:  # before the record: should it fail, there is none without an entry
-                        tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
-                    log.append(header + tail)
+                        with critical:
+                            tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
+                if physical_offset + size > log.sure:
+                    with critical:
+                        log.make_room(size)
+                dispatcher.writing_at = physical_offset
+                log.append(header + tail)
+                if counted:
                     lane.next_queue_offset = queue_offset + 1
                     pending = lane.pending
                     if not pending:
+                        lane.pending_from = queue_offset
                         dispatcher.lanes.append(lane)
                     pending.append(_pack_entry(physical_offset, size, tags_code))
                 records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+                dispatcher.writing_at = -1
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if physical_offset + size >= self._housekeeping.alarm:
@@ -314,7 +323,6 @@ class Appends:
         written. Raises what `append` does, where none was.
         """
         results: list[AppendResult] = []
-        dispatcher = self._dispatcher
         with self._lock:
             now = self._admit()
             while len(results) < len(copies):
@@ -324,9 +332,7 @@ class Appends:
                     if not results:
                         raise
                     break
-            if len(dispatcher.records) >= _BATCH:
-                with suppress(StoreIOError):  # these messages stand in the log; the next append is told
-                    dispatcher.drain()
+            self._write_full_batch()
         if self._sync or (results and results[-1].physical_offset + results[-1].size >= self._housekeeping.alarm):
             self._wake()
         return results
@@ -358,7 +364,8 @@ class Appends:
                 queue_offset = next_queue_offset
                 next_queue_offset += 1
                 if lane.queue.ext is not None:
-                    code = dispatcher.add_unit(lane, code, now, raw)
+                    with critical:
+                        code = dispatcher.add_unit(lane, code, now, raw)
                 entries.append(_pack_entry(physical_offset, size, code))
             parts += (
                 _pack_copy[bits & 48](
@@ -370,15 +377,38 @@ class Appends:
             records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
             made.append(_new_result(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
             physical_offset += size
-        log.append(b"".join(parts))
-        for lane, entries in entries_of.items():
+        data = b"".join(parts)
+        self._write(data, list(entries_of.items()), records)
+        results += made
+
+    def _write(
+        self,
+        data: bytes,
+        entries_of: Iterable[tuple[Lane, list[bytes]]],
+        records: Iterable[tuple[int, int, int, str | None, str | None]],
+    ) -> None:
+        """Write records side by side, and note what follows from them; `append` has the same for one."""
+        log, dispatcher = self.log, self._dispatcher
+        if log.end + len(data) > log.sure:
+            with critical:
+                log.make_room(len(data))
+        dispatcher.writing_at = log.end
+        log.append(data)
+        for lane, entries in entries_of:
             if entries:
                 if not lane.pending:
+                    lane.pending_from = lane.next_queue_offset
                     dispatcher.lanes.append(lane)
                 lane.next_queue_offset += len(entries)
                 lane.pending += entries
         dispatcher.records += records
-        results += made
+        dispatcher.writing_at = -1
+
+    def _write_full_batch(self) -> None:
+        """Write what follows from the records, where they are many."""
+        if len(self._dispatcher.records) >= _BATCH:
+            with critical, suppress(StoreIOError):  # the messages stand in the log; the next append is told
+                self._dispatcher.drain()
 
     def append_batch(
         self,
@@ -451,19 +481,13 @@ class Appends:
                 parts = zip(headers, bodies, repeat(lane.topic_field), map(_pack_short, raw_sizes), raws)
                 data = b"".join(chain.from_iterable(parts))
                 if lane.queue.ext is not None:
-                    tags_codes = [dispatcher.add_unit(lane, *unit) for unit in zip(tags_codes, repeat(now), raws)]
+                    with critical:
+                        tags_codes = [dispatcher.add_unit(lane, *unit) for unit in zip(tags_codes, repeat(now), raws)]
                 entries = list(map(_pack_entry, places, sizes, tags_codes))
-                log.append(data)
                 records = zip(places, repeat(now), repeat(lane.prefix_hash), unique_keys, keys)
                 results = zip(places, sizes, queue_offsets, repeat(now), repeat(stored_at))
-                if not lane.pending:
-                    dispatcher.lanes.append(lane)
-                lane.pending += entries
-                lane.next_queue_offset = queue_offsets.stop
-                dispatcher.records += records
-                if len(dispatcher.records) >= _BATCH:
-                    with suppress(StoreIOError):  # these messages stand in the log; the next append is told
-                        dispatcher.drain()
+                self._write(data, [(lane, entries)], records)
+                self._write_full_batch()
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if end >= self._housekeeping.alarm:
@@ -482,9 +506,25 @@ class Appends:
         """
         if not self._accepts:
             raise self._refusal()
-        if len(self._dispatcher.records) >= _BATCH:
-            self._dispatcher.drain()
+        if len(self._dispatcher.records) >= _BATCH or self._dispatcher.writing_at >= 0:
+            with critical:
+                self._mend()
+                self._dispatcher.drain()
         return self._now_ms()
+
+    def _catch_up(self) -> None:
+        """Before one record is written: repair what an interrupted append has left, write entries that are due."""
+        with critical:
+            self._mend()
+            if len(self._dispatcher.records) >= _BATCH:
+                self._dispatcher.advance()
+
+    def _mend(self) -> None:
+        """Repair what an interrupted append has left, under the lock; whoever uses what is derived calls it first."""
+        if self._dispatcher.writing_at >= 0:
+            assert self._parts is not None
+            with critical:
+                self._parts.derive_again()
 
     def submit(self, message: Message, queue_id: int = 0, **fields: Any) -> Acknowledgement[AppendResult]:
         """Append like `append` with the same keywords, but return at once, whatever the durability.
@@ -504,15 +544,16 @@ class Appends:
         return self._lock.locked()
 
     def is_free_within(self, seconds: float) -> bool:
-        """Wait until nobody appends, or for ``seconds``; whether nobody did."""
-        taken: deque[bool] = deque()
-        try:
-            # In one call, in which no signal handler runs: a lock that Ctrl-C has taken from view is never given back.
-            taken.extend(map(self._lock.acquire, (True,), (seconds,)))
-            return taken[0]
-        finally:
-            if taken and taken[0]:
-                self._lock.release()
+        """Wait until no call appends, or for ``seconds``; return whether none did."""
+        deadline = self.clock.monotonic() + seconds
+        while True:
+            left = deadline - self.clock.monotonic()
+            with critical:  # a lock that Ctrl-C takes from view is never given back
+                if self._lock.acquire(timeout=min(max(left, 0), _CTRL_C_WAITS_S)):
+                    self._lock.release()
+                    return True
+            if left <= 0:
+                return False
 
     def _lane(self, topic: str, queue_id: int) -> Lane:
         """The lane of a queue that is written for the first time since opening."""
@@ -523,7 +564,8 @@ class Appends:
             raise self._refusal()
         with self._lock:
             assert self._parts is not None
-            return self._parts.lane(topic, queue_id)
+            with critical:
+                return self._parts.lane(topic, queue_id)
 
     def _delay(self, text: str) -> tuple[int, str, int]:
         """A level as a message names it: the level that counts, its name, and how long it is in ms."""

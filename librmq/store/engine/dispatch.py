@@ -7,18 +7,19 @@ log again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildCo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.java.hashing import hash_append, index_key_hashes, java_decode, string_hash
 from librmq.java.integers import java_int
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.runtime.critical import critical
 from librmq.store.format.keyindex import KeyIndex
 
 __all__ = [
@@ -84,7 +85,9 @@ def _index_hash(value: int) -> int:
 class Lane:
     """What appending to one queue needs to know."""
 
-    __slots__ = ("next_queue_offset", "pending", "prefix_hash", "queue", "queue_id", "topic", "topic_field")
+    __slots__ = (
+        "next_queue_offset", "pending", "pending_from", "prefix_hash", "queue", "queue_id", "topic", "topic_field"
+    )  # fmt: skip
 
     def __init__(self, topic: str, queue_id: int, queue: ConsumeQueue) -> None:
         self.topic = topic
@@ -99,6 +102,8 @@ class Lane:
         """What the next record of the queue gets."""
         self.pending: list[bytes] = []
         """Packed entries that are not in the queue yet; the last is that of ``next_queue_offset - 1``."""
+        self.pending_from = self.next_queue_offset
+        """The queue offset of the first of them, where there are any."""
 
 
 class Pending(NamedTuple):
@@ -141,6 +146,9 @@ class Dispatcher:
         """How many records were dispatched since `unflushed` was last taken."""
         self.dispatched_timestamp_ms = 0
         """The store time of the last record whose entry and keys are written."""
+        self.writing_at = -1
+        """The physical offset of the append that runs, -1 for none. Found by the next one, it is that of an append
+        which a signal has interrupted."""
 
     def add_unit(self, lane: Lane, tags_code: int, store_timestamp_ms: int, properties: bytes) -> int:
         """Give a record of a queue with extension its unit; returns the unit's address, its entry's tags code."""
@@ -150,18 +158,46 @@ class Dispatcher:
             bitmap = self.bitmap_of(lane.topic, record_format.decode_properties(properties) if properties else None)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
+    def add(self, lane: Lane, entry: bytes) -> None:
+        """Collect the packed queue entry of the next record of a queue; appends have this inline."""
+        if not lane.pending:
+            lane.pending_from = lane.next_queue_offset
+            self.lanes.append(lane)
+        lane.pending.append(entry)
+        lane.next_queue_offset += 1
+
     def write_entries(self) -> None:
-        """Write the queue entries that were collected; after an error (a full disk) the next call goes on there."""
+        """Write the queue entries that were collected; after an error (a full disk) the next call goes on there.
+
+        So it does after a signal that raised: a queue counts what it has.
+        """
         for lane in self.lanes:
-            queue, pending = lane.queue, lane.pending
-            first = lane.next_queue_offset - len(pending)
-            if queue.max_offset > first:  # by a call that failed
-                del pending[: queue.max_offset - first]
-                first = queue.max_offset
-            self.unflushed.add(queue)
-            queue.append_many(first, b"".join(pending))
+            queue, first = lane.queue, max(lane.pending_from, lane.queue.max_offset)
+            entries = lane.pending[first - lane.pending_from :]
+            if entries:
+                self.unflushed.add(queue)
+                if queue.has_room(len(entries)):
+                    queue.append_many(first, b"".join(entries))
+                else:
+                    with critical:
+                        queue.append_many(first, b"".join(entries))
             lane.pending = []
         self.lanes.clear()
+
+    def rewind(self, physical_offset: int, lanes: Iterable[Lane]) -> None:
+        """Forget what was collected of the records from ``physical_offset`` on; ``lanes`` are all there are."""
+        while self.records and self.records[-1][0] >= physical_offset:
+            self.records.pop()
+        self.lanes.clear()
+        for lane in lanes:
+            pending = lane.pending
+            while pending and ENTRY.unpack(pending[-1])[0] >= physical_offset:
+                pending.pop()
+            if pending:
+                self.lanes.append(lane)
+                lane.next_queue_offset = lane.pending_from + len(pending)
+            else:
+                lane.next_queue_offset = lane.queue.max_offset
 
     def advance(self) -> None:
         """Do one of two parts of what `drain` does, so that no append waits for all of it; with its errors."""

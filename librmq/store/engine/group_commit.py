@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
+from librmq.runtime.critical import critical
 
 __all__ = ["Acknowledgement", "GroupCommit", "flush_all"]
 
@@ -104,36 +105,26 @@ class GroupCommit:
                 self._on_failure()
 
     def _in_turn(self, act: Callable[[], None]) -> None:
-        """``act`` when it is one's turn, in the order of the calls. Wherever a signal interrupts it, others go on."""
+        """Call ``act`` when it is this caller's turn, in the order of the calls. Ctrl-C waits as long."""
         mine = threading.Lock()
-        try:
-            self._take_turn(mine)
-            act()
-        finally:
+        mine.acquire()
+        with critical:
+            with self._guard:
+                self._row.append(mine)
+                is_first = self._row[0] is mine
+            if not is_first:
+                mine.acquire()  # until the one before lets go of it
             try:
-                self._leave(mine)
-            except BaseException:
-                self._leave(mine)  # interrupted on the way out
-                raise
+                act()
+            finally:
+                self._leave()
 
-    def _take_turn(self, mine: threading.Lock) -> None:
-        """Return when it is the turn of whoever takes the place ``mine``."""
-        mine.acquire()
+    def _leave(self) -> None:
+        """Give up the first place, and let the next caller have its turn."""
         with self._guard:
-            self._row.append(mine)
-            if self._row[0] is mine:
-                return
-        mine.acquire()
-
-    def _leave(self, mine: threading.Lock) -> None:
-        """Give up a place, if it is there; whoever is the first then has his turn. Doing so again does no harm."""
-        with self._guard:
-            row = self._row
-            if mine in row:
-                row.remove(mine)
-            if row:
-                with suppress(RuntimeError):  # he knows already
-                    row[0].release()
+            self._row.popleft()
+            if self._row:
+                self._row[0].release()
 
     def check(self) -> None:
         """`FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.files.damage import Damage
 from librmq.message.delay_levels import DelayLevels
-from librmq.store.engine.dispatch import Dispatcher, Lane
+from librmq.message.message import StoredMessage
+from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.queue_table import OpenQueue, QueueTable
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
@@ -33,7 +34,7 @@ class Parts:
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:
         """A queue, made when first needed."""
-        queue = self.queues.get((topic, queue_id))
+        queue = self.queues.find((topic, queue_id))
         if queue is None:
             queue = self.queues[topic, queue_id] = self.open_queue(topic, queue_id)
         return queue
@@ -44,6 +45,36 @@ class Parts:
         if lane is None:
             lane = self.lanes[topic, queue_id] = Lane(topic, queue_id, self.queue(topic, queue_id))
         return lane
+
+    def derive_again(self) -> None:
+        """Repair what an append has left that a signal has interrupted: by what the log has of it.
+
+        For the writer, under its lock, within a critical stretch. After an error (a full disk) the next call goes on.
+        """
+        log, dispatcher = self.log, self.dispatcher
+        begin = dispatcher.writing_at
+        found = log.walk(begin)
+        if found.damage is not None:
+            log.truncate(found.physical_offset)
+        if found.physical_offset > begin:
+            log.end, log.last_write = found.physical_offset, begin
+        dispatcher.rewind(begin, self.lanes.values())
+        for _, _, raw in log.scan(begin):
+            if raw is not None:
+                self._derive(StoredMessage(raw))
+        dispatcher.writing_at = -1
+
+    def _derive(self, message: StoredMessage) -> None:
+        """Note what follows from a record of the log: its queue entry and its keys."""
+        lane, dispatcher = self.lane(message.topic, message.queue_id), self.dispatcher
+        place, properties = message.physical_offset, message.properties
+        if has_queue_entry(message.sys_flag):
+            code = derived_tags_code(message, self.levels)
+            if lane.queue.ext is not None:
+                code = dispatcher.add_unit(lane, code, message.store_timestamp_ms, message.properties_raw)
+            dispatcher.add(lane, ENTRY.pack(place, message.size, code))
+        keys = (properties.get("UNIQ_KEY"), properties.get("KEYS")) if is_indexed(message.sys_flag) else (None, None)
+        dispatcher.records.append((place, message.store_timestamp_ms, lane.prefix_hash, *keys))
 
     def close(self) -> None:
         """Close every part."""

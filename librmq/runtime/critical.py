@@ -1,0 +1,127 @@
+"""Ctrl-C safety: a signal that comes during a critical stretch is taken right after it.
+
+Python runs signal handlers in the main thread between two instructions, and a handler may raise there: Ctrl-C's does.
+Code that changes several things which must agree says ``with critical:`` around them. In the main thread every signal
+that has a Python handler is then noted instead of handled, and its handler is called when the stretch has ended. In
+other threads, where no handler runs, the stretch costs a comparison; in the main thread some microseconds. What is too
+hot for that leaves a mark while it changes things, by which the next caller repairs them (`MessageStore.append`).
+
+Stretches nest; the outermost one counts. Waiting for a disk is fine within one, waiting for other code
+of the application is not: Ctrl-C would wait too.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # without the enums of `signal`, which cost as much as all the rest
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any, Final, cast
+
+__all__ = ["critical"]
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+_SIGNALS: Final = sorted(map(int, signal.valid_signals()))
+_getsignal: Final = _signal.getsignal
+_set_signal: Final = _signal.signal
+_main = threading.main_thread().ident
+
+
+class Critical:
+    """A context manager within which no signal handler runs. Use the one object `critical`."""
+
+    def __init__(self) -> None:
+        # Of the main thread alone.
+        self._depth = 0
+        self._seen: list[object] = []  # what stood at each signal when a stretch last began
+        self._handlers: dict[int, _Handler] = {}  # the application's among them
+        self._noted: list[int] = []
+
+    def __enter__(self) -> None:
+        if get_ident() != _main:
+            return
+        if not self._depth:
+            seen = list(map(_getsignal, _SIGNALS))
+            if seen != self._seen:
+                self._look(seen)
+            try:
+                for number in self._handlers:
+                    _set_signal(number, _note)
+            except BaseException:  # of a signal that came before its handler was replaced
+                self.restore()
+                raise
+        self._depth += 1
+
+    def _look(self, seen: list[object]) -> None:
+        if _note in seen:  # left by a signal that came while a stretch ended
+            self.restore()
+            seen = list(map(_getsignal, _SIGNALS))
+        self._seen = []
+        self._handlers = {
+            number: cast("_Handler", handler)
+            for number, handler in zip(_SIGNALS, seen, strict=True)
+            if callable(handler)
+        }
+        self._seen = seen
+
+    def __exit__(self, *_: object) -> None:
+        if get_ident() != _main:
+            return
+        self._depth -= 1
+        if not self._depth:
+            try:
+                for number, handler in self._handlers.items():
+                    _set_signal(number, handler)
+            except BaseException:  # of a signal whose handler was there again
+                self.restore()
+                raise
+            finally:
+                if self._noted:
+                    self._handle_noted()
+
+    def restore(self) -> None:
+        """Give the application its handlers back. What a signal interrupts here is done by the next that comes."""
+        for number, handler in self._handlers.items():
+            if _getsignal(number) is _note:
+                _set_signal(number, handler)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: later if a stretch runs, else at once."""
+        if self._depth:
+            if number not in self._noted:
+                self._noted.append(number)
+        else:
+            self.restore()
+            self._handlers[number](number, frame)
+
+    def _handle_noted(self) -> None:
+        number = self._noted.pop(0)
+        try:
+            self._handlers[number](number, sys._getframe(2))
+        finally:
+            if self._noted:  # though that one has raised
+                self._handle_noted()
+
+    def after_fork(self) -> None:
+        """Take the thread that goes on in a child process for its main thread."""
+        global _main
+        _main = get_ident()
+        if self._depth and self._noted:
+            self._noted.clear()
+
+
+critical: Final = Critical()
+"""The one of this process."""
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    critical.note(number, frame)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=critical.after_fork)

@@ -1,0 +1,149 @@
+"""Real signals whose handlers raise, at random moments of everything that changes a store: none is left unsound."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import librmq
+from librmq.config import StoreConfig
+from librmq.message.message import Message
+from librmq.store.store import MessageStore
+from tests.conftest import SlowBudget
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals of POSIX")
+
+LIBRMQ = os.path.dirname(librmq.__file__)
+TOPICS = ("orders", "payments", "refunds")
+CONFIG = StoreConfig.tiny(commitlog_file_size=16384, consumequeue_file_size=1000, flush_interval_s=0.01)
+
+
+class Alarm(Exception):
+    """What the handlers raise."""
+
+
+@contextmanager
+def alarms(chance: random.Random) -> Iterator[Callable[[], int]]:
+    """Signals that raise `Alarm` while librmq runs, after random times; gives how many have."""
+    handled = 0
+
+    def set_timer() -> None:
+        signal.setitimer(signal.ITIMER_REAL, chance.choice((50e-6, 500e-6, 5e-3, 50e-3)) * chance.random() + 1e-6)
+
+    def handle(_number: int, frame: FrameType | None) -> None:
+        nonlocal handled
+        set_timer()
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(LIBRMQ):
+                handled += 1
+                raise Alarm
+            frame = frame.f_back
+
+    hook, sys.unraisablehook = sys.unraisablehook, deque[object](maxlen=0).append  # a finalizer can't be interrupted
+    signal.signal(signal.SIGALRM, handle)
+    set_timer()
+    try:
+        yield lambda: handled
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # and stays so: one may be on its way
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
+
+
+def message(chance: random.Random, number: int, topic: str | None = None) -> Message:
+    return Message(
+        topic or chance.choice(TOPICS), str(number).encode() + bytes(chance.randrange(300)), tags="a", keys=f"k{number}"
+    )
+
+
+def use(store: MessageStore, chance: random.Random, numbers: Iterator[int], stored: dict[str, int]) -> None:
+    """Change the store in one of the ways there are; ``stored`` gets what was acknowledged."""
+    what = chance.randrange(12)
+    if what < 6:
+        one = message(chance, next(numbers))
+        store.append(one, chance.randrange(2))
+        stored[one.keys[0]] = 1
+    elif what < 8:
+        topic = chance.choice(TOPICS)
+        batch = [message(chance, next(numbers), topic) for _ in range(chance.randrange(1, 40))]
+        store.append_batch(batch, chance.randrange(2))
+        stored.update((one.keys[0], 1) for one in batch)
+    elif what == 8:
+        store.flush()
+    elif what == 9:
+        store.read(chance.choice(TOPICS), 0, chance.randrange(50))
+    elif what == 10:
+        store.find_by_key(TOPICS[0], f"k{chance.randrange(100)}")
+    else:
+        store.run_due(store.clock.now_ms())
+
+
+def check(store: MessageStore, stored: dict[str, int], found_at: dict[str, int]) -> None:
+    """Queue offsets have no gap, all that was acknowledged is there once, in log, queues and index."""
+    found: dict[str, int] = {}
+    offsets: dict[tuple[str, int], int] = {}
+    for one in store:
+        name = one.topic, one.queue_id
+        assert one.queue_offset == offsets.get(name, 0), f"{name}: two records, or none, at {offsets.get(name, 0)}"
+        offsets[name] = one.queue_offset + 1
+        assert one.keys[0] not in found, f"{one.keys} is there twice"
+        found[one.keys[0]] = one.physical_offset
+    assert stored.keys() <= found.keys(), f"lost: {sorted(stored.keys() - found.keys())[:5]}"
+    for (topic, queue_id), end in offsets.items():
+        assert store.queue_range(topic, queue_id) == (0, end)
+    found_at.update(found)
+
+
+def insist(act: Callable[[], object]) -> None:
+    """Call ``act`` until no signal interrupts it."""
+    while True:
+        try:
+            act()
+            return
+        except Alarm:
+            continue
+
+
+def run_one(path: Path, chance: random.Random) -> int:
+    """One store: opened, used and closed while signals come; returns how many there were."""
+    numbers, stored = itertools.count(), dict[str, int]()
+    opened: list[MessageStore] = []
+    with alarms(chance) as handled:
+        for _ in range(chance.randrange(1, 3)):
+            insist(lambda: opened.append(MessageStore.open(path, CONFIG, background=chance.random() < 0.5)))
+            for _ in range(chance.randrange(10, 80)):
+                with suppress(Alarm):
+                    use(opened[-1], chance, numbers, stored)
+            insist(opened[-1].close)
+    with MessageStore.open(path) as store:
+        assert store.recovered == []
+        verdict = store.verify()
+        assert verdict.sound, verdict
+        found: dict[str, int] = {}
+        check(store, stored, found)
+        for key in chance.sample(sorted(found), min(20, len(found))):
+            places = [one.physical_offset for topic in TOPICS for one in store.find_by_key(topic, key)]
+            assert places == [found[key]], f"{key}: in the index at {places}, in the log at {found[key]}"
+    return handled()
+
+
+@pytest.mark.slow
+def test_random_signals_leave_every_store_sound(
+    tmp_path: Path, slow_budget: SlowBudget, figure: Callable[[str], None]
+) -> None:
+    signals = stores = 0
+    for number in slow_budget.rounds(100_000, "stores under signals"):
+        signals += run_one(tmp_path / str(number), random.Random(number))
+        stores += 1
+    figure(f"signals: {signals} in {stores} stores, 0 unsound")
+    assert signals > stores

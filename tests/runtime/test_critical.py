@@ -1,0 +1,115 @@
+"""Signals that come during a critical stretch: real ones, taken after it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from librmq.runtime.critical import critical
+from tests.interrupting import at_each_line
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals of POSIX")
+
+
+class Taken(Exception):
+    """What the handlers of these tests raise."""
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """The signals that were handled, in order; SIGUSR1 and SIGUSR2 raise, SIGALRM does not."""
+    handled: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        handled.append(number)
+        if number != signal.SIGALRM:
+            raise Taken(number)
+
+    numbers = signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
+    before = [signal.signal(number, handle) for number in numbers]
+    yield handled
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_signal_is_taken_after_the_stretch(handlers: list[int]) -> None:
+    done = False
+
+    def stretch() -> None:
+        nonlocal done
+        with critical, critical:
+            signal.raise_signal(signal.SIGUSR1)
+            done = True
+
+    with pytest.raises(Taken):
+        stretch()
+    assert done
+    assert handlers == [signal.SIGUSR1]
+
+
+def test_every_signal_that_came_is_taken_once(handlers: list[int]) -> None:
+    def stretch() -> None:
+        with critical:
+            for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGUSR2, signal.SIGUSR1):
+                signal.raise_signal(number)
+
+    with pytest.raises(Taken) as taken:
+        stretch()
+    assert handlers == [signal.SIGUSR1, signal.SIGALRM, signal.SIGUSR2]
+    assert isinstance(taken.value.__context__, Taken)
+
+
+def test_an_error_of_the_stretch_goes_along(handlers: list[int]) -> None:
+    def stretch() -> None:
+        with critical:
+            signal.raise_signal(signal.SIGUSR1)
+            raise ValueError("of the stretch")
+
+    with pytest.raises(Taken) as taken:
+        stretch()
+    assert isinstance(taken.value.__context__, ValueError)
+
+
+def test_handlers_are_the_applications_again(handlers: list[int]) -> None:
+    numbers = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
+    before = list(map(signal.getsignal, numbers))
+    with critical:
+        pass
+    assert list(map(signal.getsignal, numbers)) == before
+    with pytest.raises(Taken):
+        signal.raise_signal(signal.SIGUSR2)
+
+
+def test_a_signal_at_any_line_is_neither_lost_nor_early(handlers: list[int]) -> None:
+    """Entering and leaving are interrupted at each line: the stretch is run whole or not at all."""
+    stretches: list[str] = []
+
+    def run() -> None:
+        with critical:
+            stretches.append("begun")
+            stretches.append("ended")
+
+    before = signal.getsignal(signal.SIGUSR1)
+    for was_raised in at_each_line(run, signal.SIGUSR1, Taken):
+        assert stretches in ([], ["begun", "ended"])
+        assert len(handlers) == was_raised
+        stretches.clear()
+        handlers.clear()
+        assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_other_threads_change_no_handler(handlers: list[int]) -> None:
+    found: list[object] = []
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def run() -> None:
+        with critical:
+            found.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]

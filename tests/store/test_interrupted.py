@@ -1,0 +1,114 @@
+"""A signal whose handler raises, at each line of a call of the store; random moments are in ``tests/crash``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+import pytest
+
+from librmq.config import StoreConfig
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message, StoredMessage
+from librmq.store import MessageStore
+from librmq.store.engine.dispatch import Dispatcher
+from tests.interrupting import at_each_line
+
+numbers = count()
+
+
+def message(topic: str = "T") -> Message:
+    return Message(topic, bytes(100), tags="a", keys=f"k{next(numbers)}")
+
+
+def delayed() -> Message:
+    one = message()
+    one.properties["DELAY"] = "3"
+    return one
+
+
+CALLS: dict[str, Callable[[MessageStore], object]] = {
+    "append": lambda store: store.append(message()),
+    "append to a new queue": lambda store: store.append(message(), next(numbers)),
+    "append behind a full batch": lambda store: store.append(message()),
+    "append a delayed message": lambda store: store.append(delayed()),
+    "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
+    "append_copies": lambda store: store.append_copies(
+        [store.prepare_again(one, "copies", 1, one.properties_raw, one.unique_key, None, "a") for one in taken(store)]
+    ),
+    "flush": lambda store: store.flush(),
+    "read": lambda store: store.read("T", 0, 0),
+    "find_by_key": lambda store: store.find_by_key("T", "k1"),
+    "close": lambda store: store.close(),
+    "recover": lambda store: store.recover(),
+}
+
+
+def taken(store: MessageStore) -> list[StoredMessage]:
+    return list(store.messages("T", 0, 0, 3))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
+    """What was appended before and after is there once, in a row; the store closes cleanly and is sound."""
+    number, came = 0, True
+    while came and number < 400:
+        files = MemoryFiles()
+        config = StoreConfig.tiny(durability="sync" if number % 2 else "async", max_index_num=2000)
+        store = MessageStore.open("/s", config, files=files, background=False)
+        for _ in range(Dispatcher.BATCH if "full" in name else 5):
+            store.append(message())
+        came = next(at_each_line(partial(CALLS[name], store), first=number))
+        for _ in range(2):
+            if not store.is_closed:
+                store.append(message())
+                store.append(message("U"))
+        store.close()
+        with MessageStore.open("/s", config, files=files) as again:
+            offsets: dict[tuple[str, int], int] = {}
+            for one in again:
+                assert one.queue_offset == offsets.get((one.topic, one.queue_id), 0)
+                offsets[one.topic, one.queue_id] = one.queue_offset + 1
+                assert len(again.find_by_key(one.topic, one.keys[0])) == 1
+            assert offsets["T", 0] >= 5
+            assert again.verify().sound
+        number += 1 + number // 10
+
+
+def test_an_interrupted_open_leaves_no_lock() -> None:
+    files = MemoryFiles()
+    opened: list[MessageStore] = []
+    number, came = 0, True
+    while came:
+        act = lambda: opened.append(MessageStore.open("/s", StoreConfig.tiny(), files=files))  # noqa: E731
+        came = next(at_each_line(act, first=number))
+        if came:
+            MessageStore.open("/s", files=files).close()
+        number += 1 + number // 10
+    opened.pop().close()
+
+
+def test_append_succeeds_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
+        with monkeypatch.context() as full:
+            full.setattr("librmq.store.store.Background", refuse)
+            results = [store.append(message()) for _ in range(50)]
+        assert [result.queue_offset for result in results] == list(range(50))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "no thread can be started" in caplog.text
+        assert len(list(store.messages("T"))) == 50
+
+
+def test_queues_of_a_live_store_have_what_was_appended() -> None:
+    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
+        for _ in range(5):
+            store.append(message())
+        assert store.queues["T", 0].max_offset == 5
+        store.append(message())
+        assert {name: queue.max_offset for name, queue in store.queues.items()} == {("T", 0): 6}
