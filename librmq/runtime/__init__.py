@@ -9,6 +9,7 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.runtime.background import Background as Background
     from librmq.runtime.critical import critical as critical
+    from librmq.runtime.flush_aside import FlushAside as FlushAside
     from librmq.runtime.manual import ManualRunner as ManualRunner
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "background": ("Background",),
     "critical": ("critical",),
+    "flush_aside": ("FlushAside",),
     "manual": ("ManualRunner",),
     "runner": ("Runner", "Step", "Work"),
     "threads": ("ThreadRunner",),

@@ -33,12 +33,14 @@ class Alarm(Exception):
 
 
 @contextmanager
-def alarms(chance: random.Random) -> Iterator[Callable[[], int]]:
+def alarms(chance: random.Random, pace: list[float]) -> Iterator[Callable[[], int]]:
     """Signals that raise `Alarm` while librmq runs, after random times; gives how many have."""
     handled = 0
 
     def set_timer() -> None:
-        signal.setitimer(signal.ITIMER_REAL, chance.choice((50e-6, 500e-6, 5e-3, 50e-3)) * chance.random() + 1e-6)
+        signal.setitimer(
+            signal.ITIMER_REAL, chance.choice((50e-6, 500e-6, 5e-3, 50e-3)) * chance.random() * pace[-1] + 1e-6
+        )
 
     def handle(_number: int, frame: FrameType | None) -> None:
         nonlocal handled
@@ -104,27 +106,29 @@ def check(store: MessageStore, stored: dict[str, int], found_at: dict[str, int])
     found_at.update(found)
 
 
-def insist(act: Callable[[], object]) -> None:
-    """Call ``act`` until no signal interrupts it."""
+def insist(act: Callable[[], object], pace: list[float]) -> None:
+    """Call ``act`` until no signal interrupts it; they come ever more slowly."""
     while True:
         try:
             act()
+            del pace[1:]
             return
         except Alarm:
-            continue
+            pace.append(1.5 * pace[-1])
 
 
 def run_one(path: Path, chance: random.Random) -> int:
     """One store: opened, used and closed while signals come; returns how many there were."""
     numbers, stored = itertools.count(), dict[str, int]()
     opened: list[MessageStore] = []
-    with alarms(chance) as handled:
+    pace = [1.0]
+    with alarms(chance, pace) as handled:
         for _ in range(chance.randrange(1, 3)):
-            insist(lambda: opened.append(MessageStore.open(path, CONFIG, background=chance.random() < 0.5)))
+            insist(lambda: opened.append(MessageStore.open(path, CONFIG, background=chance.random() < 0.5)), pace)
             for _ in range(chance.randrange(10, 80)):
                 with suppress(Alarm):
                     use(opened[-1], chance, numbers, stored)
-            insist(opened[-1].close)
+            insist(opened[-1].close, pace)
     with MessageStore.open(path) as store:
         assert store.recovered == []
         verdict = store.verify()

@@ -1,0 +1,126 @@
+"""Progress is saved behind a flush: when, beside what, and again after which failures."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+
+from librmq.errors import StoreClosedError, StoreIOError
+from librmq.runtime.flush_aside import FlushAside
+
+
+class Owner:
+    """Something with progress: ``at`` is what it has reached, ``saved`` what is noted of it."""
+
+    def __init__(self, *, runs_aside: bool) -> None:
+        self.at = self.saved = self.now = 0
+        self.error: Exception | None = None
+        self.waiting: list[tuple[Callable[[], object], Callable[[Exception | None], int | None]]] = []
+        self.saver = FlushAside(
+            "progress",
+            flush=self.flush,
+            reached=lambda: self.at if self.at != self.saved else None,
+            note=self.note,
+            now_ms=lambda: self.now,
+            save_every_s=5,
+            retry_s=10,
+            aside=(lambda wait, done: self.waiting.append((wait, done))) if runs_aside else None,
+        )
+
+    def flush(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def note(self, reached: int) -> None:
+        self.saved = reached
+
+    def run(self, now: int) -> int | None:
+        self.now = now
+        return self.saver.run_due(now)
+
+    def flushed(self) -> int | None:
+        wait, done = self.waiting.pop()
+        try:
+            wait()
+        except Exception as error:
+            return done(error)
+        return done(None)
+
+
+def full() -> StoreIOError:
+    return StoreIOError("allocate", "/store", OSError(errno.ENOSPC, "full"))
+
+
+def test_progress_is_saved_so_long_after_a_change() -> None:
+    owner = Owner(runs_aside=False)
+    assert owner.run(0) is None
+    owner.at = 1
+    assert owner.run(100) == 5100
+    owner.at = 2
+    assert owner.run(200) == 5100
+    assert owner.run(5100) is None
+    assert owner.saved == 2
+
+
+def test_what_changes_during_a_flush_is_saved_by_the_next() -> None:
+    owner = Owner(runs_aside=True)
+    owner.at = 1
+    assert owner.run(0) == 5000
+    assert owner.run(5000) is None
+    assert owner.saver.is_flushing
+    owner.at = 2
+    assert owner.run(5001) is None
+    owner.now = 5010
+    assert owner.flushed() == 10010
+    assert owner.saved == 1
+    owner.run(10010)
+    assert owner.flushed() is None
+    assert owner.saved == 2
+
+
+@pytest.mark.parametrize("runs_aside", [False, True])
+def test_a_full_disk_is_tried_again(runs_aside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(runs_aside=runs_aside)
+    owner.at, owner.error = 1, full()
+    owner.run(0)
+    due = owner.run(5000)
+    assert (owner.flushed() if runs_aside else due) == 15000
+    assert "tried again in 10000 ms" in caplog.text
+    owner.error = None
+    owner.run(15000)
+    if runs_aside:
+        owner.flushed()
+    assert owner.saved == 1
+
+
+def test_a_closed_store_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(runs_aside=False)
+    owner.at, owner.error = 1, StoreClosedError("closed")
+    owner.run(0)
+    with pytest.raises(StoreClosedError):
+        owner.run(5000)
+    aside = Owner(runs_aside=True)
+    aside.at, aside.error = 1, StoreClosedError("closed")
+    aside.run(0)
+    aside.run(5000)
+    assert aside.flushed() is None
+    assert "can't be saved any more" in caplog.text
+
+
+def test_a_clock_put_back_delays_no_save() -> None:
+    owner = Owner(runs_aside=False)
+    owner.at = 1
+    assert owner.run(1_000_000) == 1_005_000
+    assert owner.run(0) == 5000
+    owner.saver.put_back(100)
+    assert owner.run(100) is None
+    assert owner.saved == 1
+
+
+def test_save_does_it_at_once() -> None:
+    owner = Owner(runs_aside=True)
+    owner.at = 3
+    owner.saver.save()
+    assert owner.saved == 3
