@@ -14,6 +14,7 @@
     │   ├── NoRouteError            no broker is known for a topic
     │   ├── BrokerUnreachableError  a broker can't be reached, or its answer was lost           (ConnectionError)
     │   ├── SendTimeoutError        the time for all tries of a send is over                    (TimeoutError)
+    │   ├── GroupBehindError        groups have not consumed all in time                         (TimeoutError)
     │   └── BrokerError             a broker refused a request; ``code`` says why
     │       └── BrokerBusyError     it can't keep up: not sent again by itself
     ├── RunnerError
@@ -66,6 +67,7 @@ __all__ = [
     "FilterEvaluationError",
     "FilterSyntaxError",
     "FlushFailedError",
+    "GroupBehindError",
     "GroupMismatchError",
     "InputError",
     "LargeBodyError",
@@ -205,6 +207,10 @@ class BrokerUnreachableError(ClientError, ConnectionError):
 
 class SendTimeoutError(ClientError, TimeoutError):
     """The time for all tries of a send is over; the message may have been stored."""
+
+
+class GroupBehindError(ClientError, TimeoutError):
+    """Groups were not level in time; the message names what they have not consumed."""
 
 
 class BrokerError(ClientError):

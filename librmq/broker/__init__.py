@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from librmq.broker.broker import Broker
-from librmq.broker.config import BrokerConfig
+from typing import TYPE_CHECKING
 
-__all__ = ["Broker", "BrokerConfig"]
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.broker.answers import ConnectedClient as ConnectedClient
+    from librmq.broker.answers import GroupConnections as GroupConnections
+    from librmq.broker.broker import Broker as Broker
+    from librmq.broker.config import BrokerConfig as BrokerConfig
+
+_MODULES = {
+    "answers": ("ConnectedClient", "GroupConnections"),
+    "broker": ("Broker",),
+    "config": ("BrokerConfig",),
+}
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

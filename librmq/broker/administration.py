@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from librmq.broker.groups import Groups
-from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.offsets import GroupOffsets
 from librmq.broker.topics import Topics
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
@@ -25,7 +25,7 @@ _MOST_FOUND: Final = 64
 class Administration:
     """The tables and messages of one broker. Changes are made under the runner's lock."""
 
-    def __init__(self, store: MessageStore, topics: Topics, groups: Groups, offsets: ConsumerOffsets) -> None:
+    def __init__(self, store: MessageStore, topics: Topics, groups: Groups, offsets: GroupOffsets) -> None:
         self._store = store
         self._offsets = offsets
         self._topics = topics

@@ -14,14 +14,19 @@ in ``config``; clients, locks and held pulls in memory, as there.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any, Final, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
+from importlib import import_module
+from typing import Any, Final, Literal, Self, TypeVar
 
 from librmq.broker.administration import Administration
+from librmq.broker.answers import ConnectedClient, GroupConnections
 from librmq.broker.clients import Clients
 from librmq.broker.config import BrokerConfig
+from librmq.broker.dead_letters import retry_of
 from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.groups import Groups
 from librmq.broker.locks import QueueLocks
@@ -33,18 +38,22 @@ from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.broker.transactions import BrokerTransactions, CheckOffsets, DiscardHook
-from librmq.clock import Clock, ManualClock
-from librmq.config import StoreConfig
+from librmq.clock import Clock, ManualClock, SystemClock
+from librmq.config import StoreConfig, to_seconds
 from librmq.delay import DelaySchedule
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
+    ConfigError,
     DiskFullError,
     FlushFailedError,
+    GroupBehindError,
     MessageIllegalError,
     NoRouteError,
+    RmqError,
     StoreClosedError,
     StoreError,
+    StoreLockedError,
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
@@ -96,6 +105,8 @@ from librmq.store.format.broker_tables import BrokerTables
 __all__ = ["Broker"]
 
 R = TypeVar("R")
+_LOOK_FOR_LOCK_S: Final = 0.05
+_LOOK_FOR_LEVEL_S: Final = 0.02
 _WRITE_AGAIN_MS: Final = 10_000
 """After a failure that may pass."""
 
@@ -113,8 +124,8 @@ class Broker:
     config: BrokerConfig
     metrics: Metrics | None
 
-    def __init__(self) -> None:
-        raise TypeError("use Broker.open(path)")
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("a broker is opened: Broker.open(path), or Broker.temporary() for a test")
 
     @classmethod
     def open(
@@ -129,13 +140,54 @@ class Broker:
         clock: Clock | None = None,
         files: Files | None = None,
         metrics: Metrics | None = None,
+        wait: float | timedelta = 0,
     ) -> Self:
-        """Open the broker whose store is in ``path``; a new one is made where there is nothing.
+        """Open the broker whose store is in ``path``; make a new one where there is nothing.
 
-        Without a ``runner`` it has threads of its own, under ``clock`` (the system's), which end with it. ``metrics``
-        counts what happens. The errors are those of `MessageStore.open`; `CorruptionError` for a damaged file of its
-        configuration, `ConfigError` for settings out of range.
+        Args:
+            path: The store's folder.
+            config: How the broker treats its clients.
+            name: The broker's name in routes.
+            cluster_name: What the broker writes into each message as its cluster.
+            store_config: Sizes, durability and retention of the store.
+            runner: Takes the turns of the broker and its clients; None makes threads, which end with the broker.
+            clock: Of those threads; None is the system's.
+            files: Where the files are; None is the disk.
+            metrics: Counts what happens.
+            wait: Seconds to wait for another process that has the store open for writing.
+
+        Raises:
+            StoreLockedError: another process has the store open for writing.
+            ConfigError: settings are out of range, or disagree with the files.
+            CorruptionError: a file of the store or of its configuration is damaged.
+            NotAStoreError: the folder holds something else.
         """
+        if config is not None and not isinstance(config, BrokerConfig):
+            which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
+            raise ConfigError(f"Broker.open(path, {type(config).__name__}(…)): expected {which}")
+        deadline = SystemClock().monotonic() + to_seconds("wait", wait)
+        while True:
+            try:
+                return cls._opened(path, config, name, cluster_name, store_config, runner, clock, files, metrics)
+            except StoreLockedError:
+                left = deadline - SystemClock().monotonic()
+                if left <= 0:
+                    raise
+                SystemClock().wait(threading.Event(), min(left, _LOOK_FOR_LOCK_S))
+
+    @classmethod
+    def _opened(
+        cls,
+        path: str | os.PathLike[str],
+        config: BrokerConfig | None,
+        name: str,
+        cluster_name: str,
+        store_config: StoreConfig | None,
+        runner: Runner | None,
+        clock: Clock | None,
+        files: Files | None,
+        metrics: Metrics | None,
+    ) -> Self:
         broker = object.__new__(cls)
         with ExitStack() as undo:
             own = None
@@ -333,7 +385,7 @@ class Broker:
             self._aside("flushes for its check", lambda at: self._transactions.wake(at)),
             self.metrics,
         )
-        progress = Progress(store, topics, self._offsets, registry, name)
+        progress = self._progress = Progress(store, topics, self._offsets, registry, name)
         administration = Administration(store, topics, self._groups, self._offsets)
         locked = self._locked
         self._handlers: dict[type, Callable[[Any], Any]] = {
@@ -388,13 +440,24 @@ class Broker:
             )
         try:
             answer: R = handler(request)
-        except StoreClosedError as error:
-            raise BrokerUnreachableError(f"{self.name} is closed: {error}") from error
-        except (DiskFullError, FlushFailedError) as error:
-            raise BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.name}: {error}") from error
         except StoreError as error:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{self.name}: {error}") from error
+            raise self._refusal(error) from error
         return answer
+
+    def _refusal(self, error: StoreError) -> RmqError:
+        """Return what clients get for an error of the store."""
+        if isinstance(error, StoreClosedError):
+            return BrokerUnreachableError(f"{self.name} is closed: {self._closed() if self.dead else error}")
+        if isinstance(error, DiskFullError | FlushFailedError):
+            return BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.name}: {error}")
+        return BrokerError(ResponseCode.SYSTEM_ERROR, f"{self.name}: {error}")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            raise self._refusal(error) from error
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """What the broker has of ``topic``; empty if nothing. Once it is closed: what it had."""
@@ -490,6 +553,130 @@ class Broker:
     def groups(self) -> dict[str, int]:
         """All consumer groups, and how often each retries, by name."""
         return {name: group.retry_max_times for name, group in sorted(self._groups.known.items())}
+
+    def find_by_id(self, message_id: str) -> StoredMessage | None:
+        """Return the first record with an id: an offset id, or the unique id that a producer gave; None if none has."""
+        with self._errors():
+            return next(iter(self.store.find_by_id(message_id)), None)
+
+    def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
+        """Return the messages of a topic that have ``key`` as unique id or among their keys, in log order."""
+        with self._errors():
+            return self.store.find_by_key(topic, key, max_messages=max_messages)
+
+    def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
+        """Let a group have its dead letters once more, with all their retries; return how many.
+
+        Each goes to the group's retry topic and is delivered at once; the dead letter stays where it is.
+
+        Args:
+            group: The consumer group.
+            letters: Some of `dead_letters`; None takes all.
+
+        Raises:
+            ConfigError: a message is no dead letter of the group.
+        """
+        count = 0
+        for letter in self.dead_letters(group) if letters is None else letters:
+            if letter.topic != dead_letter_topic(group):
+                raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is no dead letter of group {group!r}")
+            self.call(retry_of(letter))
+            count += 1
+        return count
+
+    def reset_group(
+        self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, *, queue_id: int | None = None
+    ) -> dict[int, int]:
+        """Move a group's progress in a topic, whether the group runs or not; return the queue offsets by queue id.
+
+        Args:
+            group: The consumer group.
+            topic: The topic.
+            to: ``"begin"``, ``"end"``, the first message stored at or after a time (with a time zone), or a queue
+                offset.
+            queue_id: The only queue to move; None moves all.
+
+        Raises:
+            ConfigError: ``to`` is none of these.
+            BrokerError: the topic or the queue does not exist.
+        """
+        with self._errors(), self.runner.lock:
+            self._check_open()
+            found = self._topics.known.get(topic)
+            if found is None:
+                raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
+            if queue_id is not None and not 0 <= queue_id < found.queues:
+                raise BrokerError(
+                    ResponseCode.SYSTEM_ERROR,
+                    f"topic {topic!r} has {found.queues} queues: there is no queue {queue_id}",
+                )
+            queues = range(found.queues) if queue_id is None else (queue_id,)
+            offsets = {each: self._offset_of(topic, each, to) for each in queues}
+            self._progress.reset_to(group, topic, offsets)
+            return offsets
+
+    def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
+        begin, end = self.store.queue_range(topic, queue_id)
+        if isinstance(to, datetime) and to.tzinfo is not None:
+            return self._progress.offset_from(topic, queue_id, round(to.timestamp() * 1000))
+        if type(to) is int and to >= 0:
+            return min(max(to, begin), end)
+        if to in ("begin", "end"):
+            return begin if to == "begin" else end
+        raise ConfigError(
+            f"to: expected 'begin', 'end', a time with a time zone or a queue offset of at least 0, found {to!r:.80}"
+        )
+
+    def clients(self) -> tuple[ConnectedClient, ...]:
+        """Return the clients that the broker knows, by id, with their groups."""
+        with self.runner.lock:
+            return self._registry.clients()
+
+    def connections(self, group: str) -> GroupConnections | None:
+        """Return the running instances of a consumer group and their subscriptions; None if there is none."""
+        with self.runner.lock:
+            return self._registry.connections(group)
+
+    def join(self, timeout: float | timedelta = 30) -> None:
+        """Wait until all running groups have consumed what is stored.
+
+        Messages that wait for their time, retries among them, are not waited for.
+
+        Args:
+            timeout: Seconds. Where a test moves the clock, it is moved by up to as much.
+
+        Raises:
+            GroupBehindError: some group is not level by then; the message names the queues.
+        """
+        clock = self.runner.clock
+        deadline = clock.monotonic() + to_seconds("timeout", timeout)
+        while True:
+            with self._errors(), self.runner.lock:
+                self._check_open()
+                behind = self._progress.behind()
+            if not behind:
+                return
+            left = deadline - clock.monotonic()
+            if left <= 0:
+                raise GroupBehindError(f"{self.name}: not consumed in time: {'; '.join(behind[:8])}")
+            self.runner.pass_time(min(left, _LOOK_FOR_LEVEL_S))
+
+    def consume(
+        self, topic: str, *, group: str, tags: str | None = None, sql: str | None = None
+    ) -> Iterator[StoredMessage]:
+        """Iterate over a topic as an instance of a consumer group, until no message comes for a poll's time.
+
+        A message counts as consumed when the next one is asked for; leaving the loop leaves the group.
+        For more control use `librmq.PullConsumer`.
+        """
+        facade = import_module("librmq")  # which knows of consumers: they build upon brokers, not the reverse
+        consumer = facade.PullConsumer(self, group)
+        consumer.subscribe(topic, tags=tags, sql=sql)
+        consumer.start()
+        try:
+            yield from consumer
+        finally:
+            consumer.shutdown()
 
     def forget(self, client_id: str) -> None:
         """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
@@ -674,6 +861,20 @@ class Broker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.offload(self.close)
+
+    def __repr__(self) -> str:
+        return f"<Broker {self.name!r} in {self.store.path!r}{', closed' if self.dead else ''}>"
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"{self!r} can't be pickled, nor can what holds it: one process owns a store; open consumers there"
+        )
 
 
 _open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()

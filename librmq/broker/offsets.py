@@ -1,6 +1,6 @@
 """How far consumer groups have come, kept in ``consumerOffset.json``.
 
-Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `ConsumerOffsets.get` from anywhere.
+Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get` from anywhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from librmq.errors import BrokerError
 from librmq.protocol import ResponseCode
 from librmq.store.format.broker_tables import ConfigTable
 
-__all__ = ["ConsumerOffsets"]
+__all__ = ["GroupOffsets"]
 
 _log = logging.getLogger("librmq.broker")
 
 
-class ConsumerOffsets:
+class GroupOffsets:
     """The queue offset of the next message, by group, topic and queue."""
 
     def __init__(

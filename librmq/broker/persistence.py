@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.offsets import GroupOffsets
 from librmq.errors import LASTING, StoreClosedError, StoreError
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
@@ -138,7 +138,7 @@ class Saving:
     ) -> None:
         """``wake(at_ms)`` has `run_due` called by then."""
         self._flush = flush
-        self.offsets = ConsumerOffsets(tables.offsets, partial(writing.save, rests_on_log=True), self._offsets_changed)
+        self.offsets = GroupOffsets(tables.offsets, partial(writing.save, rests_on_log=True), self._offsets_changed)
         self._tables = tables
         self._writing = writing
         self._registrations = registrations

@@ -6,16 +6,19 @@ Called under the runner's lock where something changes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
-from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.offsets import GroupOffsets
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConsumerData,
+    ConsumerOffsets,
     MaxOffset,
+    MessageModel,
     MinOffset,
     OffsetByTime,
     QueryOffset,
@@ -29,12 +32,14 @@ from librmq.store import MessageStore
 
 __all__ = ["Progress"]
 
+_log = logging.getLogger("librmq.broker")
+
 
 class Progress:
     """The queue offsets of one broker."""
 
     def __init__(
-        self, store: MessageStore, topics: Topics, offsets: ConsumerOffsets, registry: Registry, broker_name: str
+        self, store: MessageStore, topics: Topics, offsets: GroupOffsets, registry: Registry, broker_name: str
     ) -> None:
         self._store = store
         self._topics = topics
@@ -84,6 +89,53 @@ class Progress:
     def by_time(self, request: OffsetByTime) -> int:
         """The message of a queue that was stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
+
+    def reset_to(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Move a group's progress to queue offsets by queue id, whether it runs or not.
+
+        Running instances are told, and go on from there; the stored progress is set as well.
+        """
+        by_queue = {
+            MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
+        }
+        members = self._registry.consumers.get(group)
+        for client in [] if members is None else list(members.clients.values()):
+            try:
+                client.call(ResetOffsets(group, topic, by_queue))
+            except RmqError as error:
+                _log.info("group %s: a client is not told of the reset: it is about to leave: %s", group, error)
+        for queue_id, queue_offset in offsets.items():
+            self._offsets.set(group, topic, queue_id, queue_offset)
+
+    def offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
+        """Return the queue offset of the first message stored at or after a time; the end if there is none."""
+        begin, end = self._store.queue_range(topic, queue_id)
+        found = max(self._store.queue_offset_at(topic, queue_id, timestamp_ms), begin)
+        message = next(self._store.messages(topic, queue_id, found, min(found + 1, end)), None) if end > found else None
+        return found if message is None or message.store_timestamp_ms >= timestamp_ms else found + 1
+
+    def behind(self) -> list[str]:
+        """Return what running groups have not consumed yet, a text for each queue; empty if all are level.
+
+        The instances tell their progress; what waits for its time, retries included, is not looked at.
+        """
+        found = []
+        for group in list(self._registry.consumers.values()):
+            if group.model is MessageModel.BROADCASTING:
+                continue
+            for name in group.subscriptions:
+                topic = self._topics.known.get(name)
+                reached: dict[int, int] = {}
+                for client in list(group.clients.values()):
+                    for queue, queue_offset in client.call(ConsumerOffsets(group.name, name)).items():
+                        if queue.broker_name == self._broker_name:
+                            reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
+                for queue_id in range(0 if topic is None else topic.read_queues):
+                    begin, end = self._store.queue_range(name, queue_id)
+                    at = reached.get(queue_id, self._offsets.get(group.name, name, queue_id) or 0)
+                    if max(at, begin) < end:
+                        found.append(f"group {group.name}: {end - max(at, begin)} messages of {name}/{queue_id}")
+        return found
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
         """Tell the instances of a group from where to go on; they store it, when they save."""

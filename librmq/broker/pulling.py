@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import Holds
-from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.offsets import GroupOffsets
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
@@ -53,7 +53,7 @@ class Pulling:
         store: MessageStore,
         topics: Topics,
         groups: Groups,
-        offsets: ConsumerOffsets,
+        offsets: GroupOffsets,
         registry: Registry,
         registrations: Registrations,
         holds: Holds,

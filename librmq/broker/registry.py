@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from librmq.broker.answers import ConnectedClient, GroupConnections
 from librmq.protocol import ConsumeFrom, ConsumerData, Endpoint, Heartbeat, MessageModel, Subscription
 
 __all__ = ["Changes", "ConsumerGroup", "Registry"]
@@ -85,6 +86,35 @@ class Registry:
             if client_id in clients:
                 return clients[client_id]
         return None
+
+    def clients(self) -> tuple[ConnectedClient, ...]:
+        """Return all clients, by id."""
+        found: dict[str, tuple[set[str], set[str]]] = {}
+        for name, clients in self.producers.items():
+            for client_id in clients:
+                found.setdefault(client_id, (set(), set()))[0].add(name)
+        for name, group in self.consumers.items():
+            for client_id in group.clients:
+                found.setdefault(client_id, (set(), set()))[1].add(name)
+        return tuple(
+            ConnectedClient(client_id, tuple(sorted(producers)), tuple(sorted(consumers)))
+            for client_id, (producers, consumers) in sorted(found.items())
+        )
+
+    def connections(self, name: str) -> GroupConnections | None:
+        """Return the running instances of a consumer group; None if there is none."""
+        group = self.consumers.get(name)
+        if group is None:
+            return None
+        return GroupConnections(
+            name,
+            group.kind,
+            group.model,
+            group.consume_from,
+            dict(group.subscriptions),
+            tuple(group.clients),
+            dict(group.told),
+        )
 
     def client_ids(self) -> tuple[str, ...]:
         """The ids of all clients, sorted."""

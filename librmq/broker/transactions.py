@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.offsets import GroupOffsets
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
@@ -40,7 +40,7 @@ class BrokerTransactions:
         runner: Runner,
         store: MessageStore,
         topics: Topics,
-        offsets: ConsumerOffsets,
+        offsets: GroupOffsets,
         registry: Registry,
         sending: Sending,
         settings: TransactionConfig,
@@ -208,7 +208,7 @@ def _told(result: object, error: Exception | None) -> None:
 class CheckOffsets:
     """Where the check keeps how far it has come: as a consumer group of the broker's own."""
 
-    def __init__(self, offsets: ConsumerOffsets) -> None:
+    def __init__(self, offsets: GroupOffsets) -> None:
         self._offsets = offsets
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:

@@ -9,26 +9,17 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from librmq.broker.dead_letters import retry_of
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
-from librmq.message.message import Message, StoredMessage
-from librmq.message.record import (
-    PROPERTY_DELAY,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_WAIT,
-)
-from librmq.message.topics import DEAD_LETTER_PREFIX, retry_topic
+from librmq.message.message import StoredMessage
 from librmq.protocol import (
-    LOCAL_HOST,
     ConsumerData,
     Endpoint,
     MessageModel,
     QueryOffset,
     Route,
-    SendMessage,
     Subscription,
     TopicGroups,
 )
@@ -117,22 +108,6 @@ def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_n
     """
     count = 0
     for letter in letters:
-        topic = letter.topic
-        if not topic.startswith(DEAD_LETTER_PREFIX):
-            raise ValueError(f"{letter.message_id} of topic {topic!r} is no dead letter")
-        again = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
-        again.properties.update(letter.properties)
-        for name in (
-            PROPERTY_DELAY,
-            PROPERTY_REAL_TOPIC,
-            PROPERTY_REAL_QUEUE_ID,
-            PROPERTY_RECONSUME_TIME,
-            PROPERTY_WAIT,
-        ):
-            again.properties.pop(name, None)
-        host = letter.born_host or LOCAL_HOST
-        _endpoint(route, letter, broker_name).call(
-            SendMessage("CLIENT_INNER_PRODUCER", again, 0, letter.born_timestamp_ms, host)
-        )
+        _endpoint(route, letter, broker_name).call(retry_of(letter))
         count += 1
     return count

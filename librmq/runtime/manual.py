@@ -52,6 +52,10 @@ class ManualRunner(Runner):
         """The turn to take; None ends the run."""
         return next(options, None)
 
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock, and take all turns on the way."""
+        self.advance(round(1000 * seconds))
+
     def advance(self, ms: int = 0) -> None:
         """Let ``ms`` milliseconds pass, and take every turn that is due on the way.
 

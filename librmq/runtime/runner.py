@@ -154,6 +154,10 @@ class Runner:
         """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
         return call()
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass for a caller that waits for others. Without the lock."""
+        self.clock.wait(threading.Event(), seconds)
+
     # ---- taking turns
 
     def perform(self, work: Work) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.broker.long_polling import Holds
-from librmq.broker.offsets import ConsumerOffsets
+from librmq.broker.offsets import GroupOffsets
 from librmq.broker.persistence import Saving, Writing
 from librmq.broker.sending import Sending
 from librmq.client.identity import Client, LifeCycle
@@ -245,7 +245,7 @@ def test_a_message_whose_send_was_interrupted_is_told_of_by_the_next(broker: Bro
 
 def test_progress_and_tables_are_saved_though_one_was_interrupted_who_changed_them() -> None:
     functions = (
-        ConsumerOffsets.set,
+        GroupOffsets.set,
         Saving._offsets_changed,
         Writing.save,
         Writing.submit,

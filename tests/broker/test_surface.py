@@ -1,0 +1,191 @@
+"""A broker's public methods, as a new user tries them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.broker import Broker, BrokerConfig
+from librmq.client.producer import Producer
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    ConfigError,
+    GroupBehindError,
+    StoreLockedError,
+)
+from librmq.listener import DeadLetter
+from librmq.runtime.manual import ManualRunner
+from tests.broker.parties import manual, opened, send
+
+
+def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any) -> PushConsumer:
+    consumer = PushConsumer(broker, group, **settings)
+
+    @consumer.subscribe("T")
+    def listen(message: DeliveredMessage) -> None:
+        seen.append(message.body)
+
+    consumer.start()
+    return consumer
+
+
+def test_a_wrong_way_to_open_is_told() -> None:
+    with pytest.raises(ConfigError, match="store_config="):
+        Broker.open("data", StoreConfig())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Broker\.open"):
+        Broker("data")
+
+
+def test_a_broker_is_not_pickled() -> None:
+    with opened() as broker, pytest.raises(TypeError, match="one process owns a store"):
+        pickle.dumps(broker)
+
+
+def test_a_closed_temporary_broker_says_closed() -> None:
+    broker = Broker.temporary(runner=ManualRunner())
+    broker.close()
+    with pytest.raises(BrokerUnreachableError, match="this handle was closed"):
+        send(broker, "T")
+    assert "closed" in repr(broker)
+
+
+def test_opening_waits_for_another_writer(tmp_path: Path) -> None:
+    first = Broker.open(tmp_path / "b", store_config=StoreConfig.tiny())
+    with pytest.raises(StoreLockedError):
+        Broker.open(tmp_path / "b", store_config=StoreConfig.tiny(), wait=timedelta(milliseconds=1))
+    closing = threading.Timer(0.1, first.close)
+    closing.start()
+    with Broker.open(tmp_path / "b", store_config=StoreConfig.tiny(), wait=30) as second:
+        assert second.topics()
+    closing.join()
+
+
+def test_an_async_context_closes() -> None:
+    async def use() -> Broker:
+        async with Broker.temporary() as broker:
+            return broker
+
+    assert asyncio.run(use()).dead
+
+
+def test_join_waits_until_groups_are_level() -> None:
+    with opened() as broker:
+        seen: list[bytes] = []
+        running(broker, seen)
+        for number in range(10):
+            send(broker, "T", b"%d" % number)
+        broker.join(timeout=60)
+        assert len(seen) == 10
+
+
+def test_join_names_what_is_behind() -> None:
+    with opened() as broker:
+        send(broker, "T")
+        consumer = PullConsumer(broker, "g")
+        consumer.subscribe("T")
+        consumer.start()
+        with pytest.raises(GroupBehindError, match="group g: 1 messages of T/0"):
+            broker.join(timeout=timedelta(seconds=2))
+
+
+def test_a_topic_is_iterated_as_a_group() -> None:
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        for number in range(5):
+            send(broker, "T", b"%d" % number)
+        assert [message.body for message in broker.consume("T", group="g")] == [b"0", b"1", b"2", b"3", b"4"]
+        assert list(broker.consume("T", group="g")) == []
+        assert broker.clients() == ()
+
+
+def test_a_stopped_group_is_reset() -> None:
+    with opened() as broker:
+        times = []
+        for _ in range(4):
+            times.append(datetime.fromtimestamp(broker.runner.now_ms() / 1000, UTC))
+            send(broker, "T")
+            manual(broker).advance(1_000)
+        assert broker.reset_group("g", "T", to="end")[0] == 4
+        assert broker.reset_group("g", "T", to=times[2])[0] == 2
+        assert broker.reset_group("g", "T", to=times[2] + timedelta(milliseconds=1))[0] == 3
+        assert broker.reset_group("g", "T", to=times[-1] + timedelta(days=1))[0] == 4
+        assert broker.reset_group("g", "T", to=1, queue_id=0) == {0: 1}
+        assert broker.consumer_offset("g", "T") == 1
+        for wrong in ("soon", -1, True, datetime(2020, 1, 1)):
+            with pytest.raises(ConfigError, match="to: expected"):
+                broker.reset_group("g", "T", to=wrong)  # type: ignore[arg-type]
+        with pytest.raises(BrokerError, match="no queue 9"):
+            broker.reset_group("g", "T", to="end", queue_id=9)
+        with pytest.raises(BrokerError, match="does not exist"):
+            broker.reset_group("g", "U", to="end")
+
+
+def test_a_running_group_is_reset() -> None:
+    with opened() as broker:
+        seen: list[bytes] = []
+        for number in range(4):
+            send(broker, "T", b"%d" % number)
+        running(broker, seen)
+        manual(broker).advance(60_000)
+        broker.reset_group("g", "T", to=2)
+        manual(broker).advance(60_000)
+        assert seen == [b"0", b"1", b"2", b"3", b"2", b"3"]
+
+
+def test_dead_letters_are_sent_again() -> None:
+    with opened() as broker:
+        seen: list[bytes] = []
+        consumer = PushConsumer(broker, "g")
+
+        @consumer.subscribe("T")
+        def listen(message: DeliveredMessage) -> None:
+            seen.append(message.body)
+            if len(seen) == 1:
+                raise DeadLetter("no")
+
+        consumer.start()
+        Producer(broker, "p").send("T", b"x")
+        manual(broker).advance(10_000)
+        assert len(broker.dead_letters("g")) == 1
+        assert broker.resend_dead_letters("g") == 1
+        manual(broker).advance(10_000)
+        assert seen == [b"x", b"x"]
+        with pytest.raises(ConfigError, match="no dead letter"):
+            broker.resend_dead_letters("g", broker.messages("T"))
+
+
+def test_messages_are_found() -> None:
+    with opened() as broker:
+        result = Producer(broker, "p").send("T", b"x", keys="k")
+        (message,) = broker.find_by_key("T", "k")
+        assert broker.find_by_id(result.message_id) == message
+        assert broker.find_by_id(message.offset_id) == message
+        assert broker.find_by_id("0" * 32) is None
+
+
+def test_clients_and_connections() -> None:
+    with opened() as broker:
+        assert broker.connections("g") is None
+        running(broker, [], instance_name="one")
+        Producer(broker, "p", instance_name="two").start()
+        manual(broker).advance(5_000)
+        found = broker.clients()
+        assert {(client.producer_groups, client.consumer_groups) for client in found} >= {((), ("g",))}
+        connections = broker.connections("g")
+        assert connections is not None
+        assert connections.kind == "push"
+        assert connections.subscriptions["T"].expression == "*"
+        assert len(connections.client_ids) == 1
+
+
+def test_a_config_is_checked() -> None:
+    with pytest.raises(ConfigError, match="default_topic_queues: expected a whole number"):
+        BrokerConfig(default_topic_queues=0)
