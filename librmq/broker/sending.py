@@ -122,8 +122,7 @@ class Sending:
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only where the original does
-        made = object.__new__(Message)  # of parts that were checked when the client made them
-        made.topic, made.body, made.flag, made.properties = name, message.body, message.flag, properties
+        made = Message._of(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
         if is_half:

@@ -119,7 +119,7 @@ def _selected(row: Row) -> list[Any] | None:
     return list(select_by_hash(queues, _ANY, key))
 
 
-_ANY: Final = Message("any")
+_ANY: Final = Message("any", b"")
 _SPECIAL_DOUBLES: Final = ("NaN", "Infinity", "-Infinity")
 
 

@@ -362,9 +362,9 @@ class Producer:
             raise MessageIllegalError(
                 f"the body has {len(message.body):,} bytes, {self.config.max_message_size:,} at most"
             )
-        made = object.__new__(Message)
-        made.topic, made.body, made.flag = message.topic, message.body, message.flag
-        made.properties = properties = dict(message.properties)
+        properties = dict(message.properties)
+        delay_s, deliver_at_ms = message.delay_s, message.deliver_at_ms
+        made = Message._of(message.topic, message.body, message.flag, properties, delay_s, deliver_at_ms)
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next()
         if _WAIT not in properties:
@@ -433,9 +433,10 @@ class Producer:
         if batch is None:
             sent = message
             if len(message.body) >= self.config.compress_from:
-                sent = object.__new__(Message)
-                sent.topic, sent.flag, sent.properties = message.topic, message.flag, message.properties
-                sent.body, sys_flag = record.compress_body(message.body), sys_flag | _COMPRESSED
+                packed, sys_flag = record.compress_body(message.body), sys_flag | _COMPRESSED
+                sent = Message._of(
+                    message.topic, packed, message.flag, message.properties, message.delay_s, message.deliver_at_ms
+                )
             request = SendMessage(
                 self.group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
             )

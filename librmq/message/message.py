@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from json import dumps as to_json
+from json import loads as from_json
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
-from librmq.errors import MessageIllegalError, RecordError
+from librmq.config import to_seconds
+from librmq.errors import ConfigError, MalformedError, MessageIllegalError, RecordError
 from librmq.java.hashing import java_decode, string_hash, utf16_order
 from librmq.java.integers import java_int
 from librmq.message.ids import UniqueIdParts as UniqueIdParts
@@ -56,6 +60,9 @@ from librmq.message.topics import validate_topic as validate_topic
 DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LONGEST_DELAY_S: Final = 86_400 * 366 * 1000
+
 _INT: Final = struct.Struct(">i")
 # The low byte of the sys flag, and the body's length; a negative one comes out large.
 _unpack_body = struct.Struct(">39xB44xI").unpack_from
@@ -68,36 +75,68 @@ _TAGS: Final = PROPERTY_TAGS.encode()
 _UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY.encode()
 
 
+_UNSET: Final[Any] = object()
+
+
 class Message:
-    """A message to be sent: topic, body, flag, and all else as properties.
+    """A message to be sent: topic, body, flag, a time to wait for, and all else as properties.
 
     ``properties`` is a plain dict, in the order in which the map is filled that decides how they are stored:
     the user's, TAGS, KEYS, UNIQ_KEY, DELAY, WAIT. What sends a message may add to it. Not thread-safe.
     """
 
-    __slots__ = ("body", "flag", "properties", "topic")
+    __slots__ = ("body", "delay_s", "deliver_at_ms", "flag", "properties", "topic")
+
+    body: bytes
+    delay_s: float | None
+    """Seconds that the broker holds the message back from its arrival; None: it does not."""
+    deliver_at_ms: int | None
+    """The time in milliseconds since 1970 up to which the broker holds the message back; None: it does not."""
+    flag: int
+    properties: dict[str, str]
+    topic: str
 
     def __init__(
         self,
         topic: str,
-        body: bytes = b"",
+        body: bytes | bytearray | memoryview | str | None = None,
         *,
+        json: object = _UNSET,
         tags: str | None = None,
         keys: str | Iterable[str] = (),
         properties: Mapping[str, str] | None = None,
+        delay: float | timedelta | None = None,
+        deliver_at: datetime | None = None,
         delay_level: int = 0,
         wait_store_ok: bool | None = None,
         flag: int = 0,
         unique_key: str | None = None,
     ) -> None:
-        """Keys given as one text are taken as they are, else joined by a space, which none may contain.
+        """Check the parts, but for the topic, which the receiver judges.
 
-        ``delay_level`` 0 is none; ``wait_store_ok`` None leaves the choice to the receiver, which waits.
-        `MessageIllegalError` for reserved, blank or unwritable properties, and for values of a wrong type.
-        The topic is judged by whoever takes the message.
+        Args:
+            topic: where the message goes.
+            body: bytes, or text, which is stored as UTF-8.
+            json: a value instead of a body, stored as JSON in UTF-8.
+            tags: the tag that subscriptions choose by.
+            keys: business keys for queries. One text is taken as it is; several are joined by spaces.
+            properties: the application's own.
+            delay: seconds, or a `timedelta`, for which the broker holds the message back.
+            deliver_at: a time with a time zone up to which the broker holds it back.
+            delay_level: a level of the broker's instead, counting from 1; 0 is none.
+            wait_store_ok: whether the answer waits for what the broker's durability promises; None leaves it to the
+                receiver, which waits.
+            flag: 32 bits of the application's own.
+            unique_key: the unique id; a producer makes one where it is missing.
+
+        Raises:
+            MessageIllegalError: a part has a wrong type, a property is reserved, blank or can't be stored, body and
+                ``json`` are both given or both missing, or more than one of the three delays is given.
         """
         if type(body) is not bytes:
-            body = _as_bytes(body)
+            body = _as_bytes(body, json)
+        elif json is not _UNSET:
+            body = _as_bytes(body or None, json)
         stored = _user_properties(properties) if properties else {}
         if tags:
             stored[PROPERTY_TAGS] = tags
@@ -120,10 +159,33 @@ class Message:
         self.body = body
         self.flag = _int32("flag", flag) if flag else 0
         self.properties = stored
+        if delay is None and deliver_at is None:
+            self.delay_s = self.deliver_at_ms = None
+        else:
+            self.delay_s, self.deliver_at_ms = _waiting(delay, deliver_at, delay_level)
+
+    @staticmethod
+    def _of(
+        topic: str,
+        body: bytes,
+        flag: int,
+        properties: dict[str, str],
+        delay_s: float | None = None,
+        deliver_at_ms: int | None = None,
+    ) -> Message:
+        """Make a message of parts that were checked before, for librmq's own modules; ``properties`` is kept."""
+        made: Message = _new_message(Message)
+        made.topic = topic
+        made.body = body
+        made.flag = flag
+        made.properties = properties
+        made.delay_s = delay_s
+        made.deliver_at_ms = deliver_at_ms
+        return made
 
     @property
     def tags(self) -> str | None:
-        """The tag; the original speaks of tags and means one."""
+        """The tag; RocketMQ says tags and means one."""
         return self.properties.get(PROPERTY_TAGS)
 
     @property
@@ -149,17 +211,22 @@ class Message:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
             return NotImplemented
-        return (self.topic, self.body, self.flag, self.properties) == (
-            other.topic,
-            other.body,
-            other.flag,
-            other.properties,
-        )
+        return all(getattr(self, name) == getattr(other, name) for name in Message.__slots__)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Message({self.topic!r}, {_shown(self.body)}, properties={self.properties!r}, flag={self.flag})"
+        rest = {
+            "properties": self.properties,
+            "flag": self.flag,
+            "delay_s": self.delay_s,
+            "deliver_at_ms": self.deliver_at_ms,
+        }
+        told = "".join(f", {name}={value!r}" for name, value in rest.items() if value)
+        return f"Message({self.topic!r}, {_shown(self.body)}{told})"
+
+
+_new_message = object.__new__
 
 
 def _user_properties(properties: Mapping[str, str]) -> dict[str, str]:
@@ -214,10 +281,39 @@ def _int32(what: str, value: Any) -> int:
     return value
 
 
-def _as_bytes(body: object) -> bytes:
+def _as_bytes(body: object, json: object) -> bytes:
+    if json is not _UNSET:
+        if body is not None:
+            raise MessageIllegalError("body: expected either a body or json, found both")
+        try:
+            return to_json(json, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MessageIllegalError(f"json: {json!r:.80} can't be written as JSON: {error}") from None
+    if isinstance(body, str):
+        try:
+            return body.encode()
+        except UnicodeEncodeError as error:
+            raise MessageIllegalError(f"body: the text can't be written as UTF-8: {error.reason}") from None
     if isinstance(body, bytes | bytearray | memoryview):
         return bytes(body)
-    raise MessageIllegalError(f"body: expected bytes, found {type(body).__name__}")
+    found = "none" if body is None else type(body).__name__
+    raise MessageIllegalError(f"body: expected bytes or text, or a value for json, found {found}")
+
+
+def _waiting(
+    delay: float | timedelta | None, deliver_at: datetime | None, delay_level: int
+) -> tuple[float | None, int | None]:
+    if (delay is not None) + (deliver_at is not None) + bool(delay_level) > 1:
+        raise MessageIllegalError("delay, deliver_at, delay_level: expected one of them, found several")
+    if deliver_at is None:
+        assert delay is not None
+        try:
+            return to_seconds("delay", delay, most=_LONGEST_DELAY_S), None
+        except ConfigError as error:
+            raise MessageIllegalError(str(error)) from None
+    if getattr(deliver_at, "tzinfo", None) is None:
+        raise MessageIllegalError(f"deliver_at: expected a datetime with a time zone, found {deliver_at!r:.80}")
+    return None, (deliver_at - _EPOCH) // timedelta(milliseconds=1)
 
 
 def _shown(body: bytes) -> str:
@@ -353,6 +449,30 @@ class StoredMessage:
         if not flags & 49 and length < len(raw) - 90:
             return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
+
+    def text(self) -> str:
+        """Return the body as text.
+
+        Raises:
+            MalformedError: it is no UTF-8.
+            BodyCompressionError: it can't be restored.
+        """
+        try:
+            return self.body.decode()
+        except UnicodeDecodeError as error:
+            raise MalformedError(f"body of {self.message_id}: expected UTF-8: {error}") from None
+
+    def json(self) -> Any:
+        """Return the value that the body is the JSON of.
+
+        Raises:
+            MalformedError: it is no JSON.
+            BodyCompressionError: it can't be restored.
+        """
+        try:
+            return from_json(self.body)
+        except (ValueError, RecursionError) as error:
+            raise MalformedError(f"body of {self.message_id}: expected JSON: {error}") from None
 
     def decompressed_body(self, limit: int) -> bytes:
         """The body as it was sent; `BodyCompressionError` if that makes more than ``limit`` bytes."""

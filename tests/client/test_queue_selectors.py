@@ -22,7 +22,7 @@ from librmq.errors import AllocationError
 from librmq.java.hashing import long_hash
 from librmq.message.message import Message, MessageQueue
 
-MESSAGE = Message("T")
+MESSAGE = Message("T", b"")
 A = [MessageQueue("T", "a", number) for number in range(3)]
 B = [MessageQueue("T", "b", number) for number in range(3)]
 

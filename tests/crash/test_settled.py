@@ -220,7 +220,7 @@ def test_an_index_file_that_fills_up_during_a_flush_is_not_vouched_for_by_it() -
 
     def append(count: int = 40) -> None:
         for number in range(count):
-            store.append(Message("TopicA", keys=f"k{number}"))
+            store.append(Message("TopicA", b"", keys=f"k{number}"))
         store.find_by_key("TopicA", "k1")
 
     append(5)

@@ -47,10 +47,10 @@ def test_what_does_not_fit_a_batch_is_refused() -> None:
     ("messages", "why"),
     [
         ([], "at least one"),
-        ([Message("T"), Message("U")], "one topic, found 'T' and 'U'"),
-        ([Message("T"), Message("T", wait_store_ok=False)], "one wait flag"),
-        ([Message("T", wait_store_ok=False), Message("T")], "one wait flag"),
-        ([Message("T"), Message("T", delay_level=1)], "delayed"),
+        ([Message("T", b""), Message("U", b"")], "one topic, found 'T' and 'U'"),
+        ([Message("T", b""), Message("T", b"", wait_store_ok=False)], "one wait flag"),
+        ([Message("T", b"", wait_store_ok=False), Message("T", b"")], "one wait flag"),
+        ([Message("T", b""), Message("T", b"", delay_level=1)], "delayed"),
     ],
 )
 def test_what_is_no_batch_is_refused(messages: list[Message], why: str) -> None:
@@ -59,8 +59,8 @@ def test_what_is_no_batch_is_refused(messages: list[Message], why: str) -> None:
 
 
 def test_what_means_the_same_is_one_batch() -> None:
-    check_batch([Message("T"), Message("T", wait_store_ok=True), Message("T", properties={"a": "b"})])
-    check_batch([Message("T", wait_store_ok=False), Message("T", wait_store_ok=False)])
+    check_batch([Message("T", b""), Message("T", b"", wait_store_ok=True), Message("T", b"", properties={"a": "b"})])
+    check_batch([Message("T", b"", wait_store_ok=False), Message("T", b"", wait_store_ok=False)])
 
 
 def test_messages_are_cut_into_batches_by_their_encoded_size() -> None:

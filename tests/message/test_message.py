@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -72,38 +73,79 @@ def test_everything_but_topic_body_and_flag_is_a_property_in_a_fixed_order() -> 
 
 
 def test_a_bare_message_has_no_properties() -> None:
-    message = Message("T")
+    message = Message("T", b"")
     assert (message.body, message.flag, message.properties) == (b"", 0, {})
     assert (message.tags, message.keys, message.unique_key) == (None, (), None)
     assert (message.delay_level, message.wait_store_ok) == (0, True)
-    assert Message("T", tags="", keys="", unique_key="", properties={}) == message
-    assert Message("T", wait_store_ok=True).properties == {"WAIT": "true"}
+    assert Message("T", b"", tags="", keys="", unique_key="", properties={}) == message
+    assert Message("T", b"", wait_store_ok=True).properties == {"WAIT": "true"}
 
 
 def test_keys_as_text_or_one_by_one() -> None:
-    assert Message("T", keys=" k1  k2 ").properties == {"KEYS": " k1  k2 "}
-    assert Message("T", keys=" k1  k2 ").keys == ("k1", "k2")
-    assert Message("T", keys=["k1"]).keys == ("k1",)
-    assert Message("T", keys=(key for key in ("k1", "k2"))).properties == {"KEYS": "k1 k2"}
+    assert Message("T", b"", keys=" k1  k2 ").properties == {"KEYS": " k1  k2 "}
+    assert Message("T", b"", keys=" k1  k2 ").keys == ("k1", "k2")
+    assert Message("T", b"", keys=["k1"]).keys == ("k1",)
+    assert Message("T", b"", keys=(key for key in ("k1", "k2"))).properties == {"KEYS": "k1 k2"}
 
 
 def test_the_users_properties_are_copied() -> None:
     properties = {"a": "1"}
-    message = Message("T", properties=properties)
+    message = Message("T", b"", properties=properties)
     message.properties["b"] = "2"
     assert properties == {"a": "1"}
 
 
 def test_bodies_of_other_kinds_become_bytes() -> None:
     for body in (bytearray(b"x"), memoryview(b"x")):
-        assert type(Message("T", body).body) is bytes  # type: ignore[arg-type]
+        assert type(Message("T", body).body) is bytes
+    assert Message("T", "grüße").body == "grüße".encode()
+
+
+def test_a_json_value_instead_of_a_body() -> None:
+    value = {"name": "grüße", "numbers": [1, 2.5, None]}
+    message = Message("T", json=value)
+    assert message.body == '{"name":"grüße","numbers":[1,2.5,null]}'.encode()
+    assert read_back(message.body).json() == value
+    assert Message("T", json=None).body == b"null"
+
+
+def read_back(body: bytes) -> StoredMessage:
+    return StoredMessage(encode_record(stored(body=body)))
+
+
+def test_what_was_stored_is_read_as_text_or_json() -> None:
+    assert read_back("grüße".encode()).text() == "grüße"
+    with pytest.raises(MalformedError, match="expected UTF-8"):
+        read_back(b"\xff").text()
+    with pytest.raises(MalformedError, match="expected JSON"):
+        read_back(b"{").json()
+
+
+def test_a_time_to_wait_for() -> None:
+    assert Message("T", b"").delay_s is Message("T", b"").deliver_at_ms is None
+    assert Message("T", b"", delay=timedelta(minutes=1)).delay_s == Message("T", b"", delay=60).delay_s == 60
+    at = datetime(2030, 1, 1, 1, tzinfo=timezone(timedelta(hours=1)))
+    assert Message("T", b"", deliver_at=at).deliver_at_ms == 1_893_456_000_000
+    assert Message("T", b"", delay=1) != Message("T", b"")
+    assert "delay_s=1" in repr(Message("T", b"", delay=1))
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"body": "text"}, "body: expected bytes, found str"),
-        ({"body": None}, "body: expected bytes, found NoneType"),
+        ({"body": 1}, "body: expected bytes or text, or a value for json, found int"),
+        ({"body": None}, "body: expected bytes or text, or a value for json, found none"),
+        ({"body": "\ud800"}, "body: the text can't be written as UTF-8"),
+        ({"body": b"x", "json": 1}, "body: expected either a body or json, found both"),
+        ({"body": "x", "json": 1}, "body: expected either a body or json, found both"),
+        ({"json": object()}, "can't be written as JSON"),
+        ({"json": float("nan")}, "can't be written as JSON"),
+        ({"json": "\ud800"}, "can't be written as JSON"),
+        ({"delay": -1}, "delay: expected seconds or a timedelta"),
+        ({"delay": "1"}, "delay: expected seconds or a timedelta"),
+        ({"deliver_at": datetime(2030, 1, 1)}, "deliver_at: expected a datetime with a time zone"),
+        ({"deliver_at": 1}, "deliver_at: expected a datetime with a time zone"),
+        ({"delay": 1, "delay_level": 1}, "expected one of them, found several"),
         ({"tags": 5}, "property 'TAGS': expected text, found 5"),
         ({"tags": "a\x01b"}, "property 'TAGS': 01 and 02"),
         ({"keys": "a\x02b"}, "property 'KEYS': 01 and 02"),
@@ -134,31 +176,31 @@ def test_bodies_of_other_kinds_become_bytes() -> None:
 )
 def test_what_cannot_be_stored_is_refused(arguments: dict[str, object], reason: str) -> None:
     with pytest.raises(MessageIllegalError) as caught:
-        Message("T", **arguments)  # type: ignore[arg-type]
+        Message("T", **({"body": b""} if arguments.keys().isdisjoint({"body", "json"}) else {}), **arguments)  # type: ignore[arg-type]
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_PROPERTIES))
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(MessageIllegalError, match="is not for users"):
-        Message("T", properties={name: "1"})
+        Message("T", b"", properties={name: "1"})
 
 
 def test_names_that_the_original_leaves_to_users() -> None:
     properties = {"CHECK_IMMUNITY_TIME_IN_SECONDS": "30", "TRANSACTION_CHECK_TIMES": "1"}
-    assert Message("T", properties=properties).properties == properties
+    assert Message("T", b"", properties=properties).properties == properties
 
 
 def test_a_message_is_compared_by_value_and_has_no_hash() -> None:
     assert Message("T", b"x", tags="a") == Message("T", b"x", tags="a")
     assert Message("T", b"x", tags="a") != Message("T", b"x", tags="b")
-    assert Message("T") != "T"
+    assert Message("T", b"") != "T"
     with pytest.raises(TypeError):
-        hash(Message("T"))
+        hash(Message("T", b""))
 
 
 def test_long_bodies_are_cut_when_shown() -> None:
-    assert repr(Message("T", b"x")) == "Message('T', b'x', properties={}, flag=0)"
+    assert repr(Message("T", b"x")) == "Message('T', b'x')"
     assert "(1,000,000 bytes)" in repr(Message("T", bytes(1_000_000)))
     assert len(repr(Message("T", bytes(1_000_000)))) < 400
 

@@ -197,9 +197,9 @@ def test_a_full_disk_stops_it_for_ten_seconds(
 
 def test_messages_that_cannot_be_carried() -> None:
     with pytest.raises(MessageIllegalError):
-        send_at(Message("a/b"), 0)
+        send_at(Message("a/b", b""), 0)
     with pytest.raises(MessageIllegalError, match="delay level"):
-        send_at(Message("T", delay_level=1), 0)
+        send_at(Message("T", b"", delay_level=1), 0)
 
 
 def test_the_default_levels_are_those_of_4_9() -> None:

@@ -162,7 +162,7 @@ def test_what_is_refused(properties: dict[str, Any]) -> None:
 
 
 def test_topics_that_cannot_be_are_refused() -> None:
-    message = Message("a/b")
+    message = Message("a/b", b"")
     message.properties["TIMER_DELAY_SEC"] = "5"
     with pytest.raises(MessageIllegalError, match="no name of a folder"):
         Wheel().timers.put(message)
@@ -181,7 +181,7 @@ def test_a_delay_level_goes_before() -> None:
 
 def test_prepared_messages_do_not_wait() -> None:
     wheel = Wheel()
-    message = Message("T")
+    message = Message("T", b"")
     message.properties["TIMER_DELAY_SEC"] = "5"
     wheel.timers.put(message, 0, sys_flag=TRANSACTION_PREPARED)
     assert [m.topic for m in wheel.store] == ["T"]

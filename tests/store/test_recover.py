@@ -259,7 +259,7 @@ def test_zeros_in_properties_are_no_damage_to_a_store_that_is_open() -> None:
     """After a crash they would be: then they are where words were not written."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
-        place = store.append(Message("TopicA"), properties_raw=b"a\1b\2cc\1" + bytes(1000)).physical_offset
+        place = store.append(Message("TopicA", b""), properties_raw=b"a\1b\2cc\1" + bytes(1000)).physical_offset
         assert store.recover() == []
         assert [message.physical_offset for message in store] == [place]
         crashed = died(files)
@@ -332,9 +332,9 @@ def test_what_was_never_written_of_a_blank_is_a_hole_of_a_crash(there: int) -> N
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
         store.append(Message("TopicA", b"a" * 1500))
-        size = store.append(Message("TopicA")).size
+        size = store.append(Message("TopicA", b"")).size
         last = store.append(Message("TopicA", b"b" * (4096 - store.log.end - size - 12))).physical_offset
-        following = store.append(Message("TopicA")).physical_offset
+        following = store.append(Message("TopicA", b"")).physical_offset
         assert following == 4096
         crashed = contents(files)
     data = crashed["commitlog/00000000000000000000"]
@@ -549,7 +549,7 @@ def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> Non
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     for number in range(80):
-        store.append(Message("TopicA", keys=f"k{number}"))
+        store.append(Message("TopicA", b"", keys=f"k{number}"))
     for _ in range(60):
         clock.advance(seconds=1)
         store.append(Message("TopicA", b"no keys"))
@@ -655,7 +655,7 @@ def test_recovering_an_open_store_mends_what_was_spoilt_meanwhile() -> None:
         assert {cut.file for cut in store.recover()} >= {path}
         assert store.verify().sound
         assert len(served(store)) >= 60
-        store.append(Message("TopicA"))
+        store.append(Message("TopicA", b""))
     assert verify(ROOT, SMALL, files).sound
 
 
@@ -666,7 +666,7 @@ def test_a_recovery_that_is_refused_ends_the_handle() -> None:
     with pytest.raises(CorruptionError):
         store.recover()
     for call in (
-        lambda: store.append(Message("TopicA")),
+        lambda: store.append(Message("TopicA", b"")),
         lambda: store.read("TopicA", 0, 0),
         store.flush,
         store.verify,
@@ -713,7 +713,7 @@ def test_of_queue_files_that_were_about_to_go_the_rest_goes() -> None:
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     for _ in range(20):
-        store.append(Message("Old"))
+        store.append(Message("Old", b""))
     fill(store, clock, random.Random(1), 100)
     store.flush()
     path = f"consumequeue/Old/0/{0:020d}"
@@ -724,7 +724,7 @@ def test_of_queue_files_that_were_about_to_go_the_rest_goes() -> None:
     crashed = in_memory({**contents(files), path: first})
     with opened(crashed) as again:
         assert (again.queues["Old", 0].min_offset, again.queues["Old", 0].max_offset) == (16, 20)
-        assert again.append(Message("Old")).queue_offset == 20
+        assert again.append(Message("Old", b"")).queue_offset == 20
     assert verify(ROOT, SMALL, crashed).sound
 
 

@@ -78,54 +78,60 @@ def store(files: MemoryFiles) -> MessageStore:
 
 
 LIMITS: dict[str, Callable[[MessageStore], object]] = {
-    "topic empty": lambda store: store.append(Message("")),
-    "topic of 128 bytes": lambda store: store.append(Message("t" * 128)),
-    "topic of 129 bytes in 43 characters": lambda store: store.append(Message("消" * 43)),
-    "topic .": lambda store: store.append(Message(".")),
-    "topic ..": lambda store: store.append(Message("..")),
-    "topic with /": lambda store: store.append(Message("a/b")),
-    "topic with NUL": lambda store: store.append(Message("a\0b")),
-    "topic with half a pair": lambda store: store.append(Message("a\ud800")),
+    "topic empty": lambda store: store.append(Message("", b"")),
+    "topic of 128 bytes": lambda store: store.append(Message("t" * 128, b"")),
+    "topic of 129 bytes in 43 characters": lambda store: store.append(Message("消" * 43, b"")),
+    "topic .": lambda store: store.append(Message(".", b"")),
+    "topic ..": lambda store: store.append(Message("..", b"")),
+    "topic with /": lambda store: store.append(Message("a/b", b"")),
+    "topic with NUL": lambda store: store.append(Message("a\0b", b"")),
+    "topic with half a pair": lambda store: store.append(Message("a\ud800", b"")),
     "body of 3001 bytes": lambda store: store.append(Message("T", bytes(3001))),
     "record that fits no file": lambda store: store.append(Message("T", bytes(2990), properties={"a": "b" * 1020})),
-    "properties of 32768 bytes": lambda store: store.append(Message("T", properties={"a": "b" * 32766})),
-    "raw properties of 32768 bytes": lambda store: store.append(Message("T"), properties_raw=bytes(32768)),
-    "half a pair in tags": lambda store: store.append(Message("T", tags="\udfff")),
-    "half a pair in keys": lambda store: store.append(Message("T", keys="\ud800")),
-    "half a pair in a property": lambda store: store.append(Message("T", properties={"a\ud800": "b"})),
-    "queue id below 0": lambda store: store.append(Message("T"), -1),
-    "queue id of 2^31": lambda store: store.append(Message("T"), 1 << 31),
-    "sys flag for hosts that are not": lambda store: store.append(Message("T"), sys_flag=record.STORE_HOST_V6),
-    "batch for hosts that are not": lambda store: store.append_batch([Message("T")], sys_flag=record.BORN_HOST_V6),
-    "born time beyond 64 bits": lambda store: store.append(Message("T"), born_timestamp_ms=1 << 63),
-    "sys flag beyond 32 bits": lambda store: store.append(Message("T"), sys_flag=1 << 31),
-    "reconsume times beyond 32 bits": lambda store: store.append(Message("T"), reconsume_times=1 << 31),
-    "prepared offset beyond 64 bits": lambda store: store.append(Message("T"), prepared_transaction_offset=1 << 63),
-    "host that is none": lambda store: store.append(Message("T"), born_host=("nowhere", 1)),
-    "port beyond 32 bits": lambda store: store.append(Message("T"), store_host=("1.2.3.4", 1 << 31)),
-    "batch of nothing": lambda store: store.append_batch([]),
-    "batch of two topics": lambda store: store.append_batch([Message("T"), Message("U")]),
-    "batch with a delay": lambda store: store.append_batch([Message("T"), Message("T", delay_level=1)]),
-    "batch with a delay of its own": lambda store: store.append_batch([Message("T")], properties={"DELAY": "1"}),
-    "batch of two wait flags": lambda store: store.append_batch([Message("T"), Message("T", wait_store_ok=False)]),
-    "batch that is prepared": lambda store: store.append_batch([Message("T")], sys_flag=4),
-    "batch that is rolled back": lambda store: store.append_batch([Message("T")], sys_flag=12),
-    "batch that commits": lambda store: store.append_batch([Message("T")], sys_flag=8),
-    "batch of over 3000 bytes": lambda store: store.append_batch([Message("T", bytes(1000)) for _ in range(3)]),
-    "batch that fits no file": lambda store: store.append_batch([Message("t" * 100) for _ in range(40)]),
-    "batch with a bad topic": lambda store: store.append_batch([Message("a/b")]),
-    "batch with a bad queue id": lambda store: store.append_batch([Message("T")], -1),
-    "batch with long properties": lambda store: store.append_batch(
-        [Message("T", properties={"a": "b" * 20000})], properties={"c": "d" * 20000}
+    "properties of 32768 bytes": lambda store: store.append(Message("T", b"", properties={"a": "b" * 32766})),
+    "raw properties of 32768 bytes": lambda store: store.append(Message("T", b""), properties_raw=bytes(32768)),
+    "half a pair in tags": lambda store: store.append(Message("T", b"", tags="\udfff")),
+    "half a pair in keys": lambda store: store.append(Message("T", b"", keys="\ud800")),
+    "half a pair in a property": lambda store: store.append(Message("T", b"", properties={"a\ud800": "b"})),
+    "queue id below 0": lambda store: store.append(Message("T", b""), -1),
+    "queue id of 2^31": lambda store: store.append(Message("T", b""), 1 << 31),
+    "sys flag for hosts that are not": lambda store: store.append(Message("T", b""), sys_flag=record.STORE_HOST_V6),
+    "batch for hosts that are not": lambda store: store.append_batch([Message("T", b"")], sys_flag=record.BORN_HOST_V6),
+    "born time beyond 64 bits": lambda store: store.append(Message("T", b""), born_timestamp_ms=1 << 63),
+    "sys flag beyond 32 bits": lambda store: store.append(Message("T", b""), sys_flag=1 << 31),
+    "reconsume times beyond 32 bits": lambda store: store.append(Message("T", b""), reconsume_times=1 << 31),
+    "prepared offset beyond 64 bits": lambda store: store.append(
+        Message("T", b""), prepared_transaction_offset=1 << 63
     ),
-    "batch with half a pair": lambda store: store.append_batch([Message("T"), Message("T", keys="\ud800")]),
-    "batch with half a pair in its own": lambda store: store.append_batch([Message("T")], properties={"a": "\ud800"}),
-    "batch of too large a time": lambda store: store.append_batch([Message("T")], born_timestamp_ms=1 << 63),
+    "host that is none": lambda store: store.append(Message("T", b""), born_host=("nowhere", 1)),
+    "port beyond 32 bits": lambda store: store.append(Message("T", b""), store_host=("1.2.3.4", 1 << 31)),
+    "batch of nothing": lambda store: store.append_batch([]),
+    "batch of two topics": lambda store: store.append_batch([Message("T", b""), Message("U", b"")]),
+    "batch with a delay": lambda store: store.append_batch([Message("T", b""), Message("T", b"", delay_level=1)]),
+    "batch with a delay of its own": lambda store: store.append_batch([Message("T", b"")], properties={"DELAY": "1"}),
+    "batch of two wait flags": lambda store: store.append_batch(
+        [Message("T", b""), Message("T", b"", wait_store_ok=False)]
+    ),
+    "batch that is prepared": lambda store: store.append_batch([Message("T", b"")], sys_flag=4),
+    "batch that is rolled back": lambda store: store.append_batch([Message("T", b"")], sys_flag=12),
+    "batch that commits": lambda store: store.append_batch([Message("T", b"")], sys_flag=8),
+    "batch of over 3000 bytes": lambda store: store.append_batch([Message("T", bytes(1000)) for _ in range(3)]),
+    "batch that fits no file": lambda store: store.append_batch([Message("t" * 100, b"") for _ in range(40)]),
+    "batch with a bad topic": lambda store: store.append_batch([Message("a/b", b"")]),
+    "batch with a bad queue id": lambda store: store.append_batch([Message("T", b"")], -1),
+    "batch with long properties": lambda store: store.append_batch(
+        [Message("T", b"", properties={"a": "b" * 20000})], properties={"c": "d" * 20000}
+    ),
+    "batch with half a pair": lambda store: store.append_batch([Message("T", b""), Message("T", b"", keys="\ud800")]),
+    "batch with half a pair in its own": lambda store: store.append_batch(
+        [Message("T", b"")], properties={"a": "\ud800"}
+    ),
+    "batch of too large a time": lambda store: store.append_batch([Message("T", b"")], born_timestamp_ms=1 << 63),
 }
 
 
 def flag_beyond_32_bits(store: MessageStore) -> None:
-    message = Message("T")
+    message = Message("T", b"")
     message.flag = 1 << 31
     store.append(message)
 
@@ -161,8 +167,8 @@ def test_what_breaks_a_limit_is_refused_before_a_byte_is_written(files: MemoryFi
 @pytest.mark.parametrize(
     ("message", "size"),
     [
-        (Message("t" * 127), 91 + 127),
-        (Message("消" * 42), 91 + 126),
+        (Message("t" * 127, b""), 91 + 127),
+        (Message("消" * 42, b""), 91 + 126),
         (Message("T", bytes(3000)), 92 + 3000),
         (Message("T", bytes(2000), properties={"a": "b" * 1986}), 4088 - 8),
         (Message("T", bytes(2000), properties={"a": "b" * 1994}), 4088),
@@ -181,7 +187,7 @@ def test_what_just_fits_is_taken(files: MemoryFiles, message: Message, size: int
 def test_the_longest_properties(files: MemoryFiles) -> None:
     config = StoreConfig.tiny()
     with opened(files, config) as store:
-        store.append(Message("T", properties={"a": "b" * 32765}))
+        store.append(Message("T", b"", properties={"a": "b" * 32765}))
         (found,) = store.read("T", 0, 0).messages
         assert len(found.properties_raw) == 32767
     assert verify(ROOT, config, files).sound
@@ -669,8 +675,8 @@ def test_a_closed_handle_refuses(store: MessageStore) -> None:
     store.close()
     store.close()
     for call in (
-        lambda: store.append(Message("T")),
-        lambda: store.append_batch([Message("T")]),
+        lambda: store.append(Message("T", b"")),
+        lambda: store.append_batch([Message("T", b"")]),
         lambda: store.read("TopicA", 0, 0),
         lambda: store.find_by_key("TopicA", "k"),
         lambda: store.find_by_id("k"),
@@ -690,9 +696,9 @@ def test_a_reader_writes_nothing(files: MemoryFiles, store: MessageStore) -> Non
     before = contents(files)
     with opened(files, read_only=True) as reader:
         for call in (
-            lambda: reader.append(Message("TopicA")),
-            lambda: reader.append(Message("New")),
-            lambda: reader.append_batch([Message("TopicA")]),
+            lambda: reader.append(Message("TopicA", b"")),
+            lambda: reader.append(Message("New", b"")),
+            lambda: reader.append_batch([Message("TopicA", b"")]),
             lambda: reader.flush(),
             lambda: reader.recover(),
         ):
@@ -817,7 +823,7 @@ def test_errors_of_the_system_are_told(call: str) -> None:
 
     def use() -> None:
         with opened(files) as store:
-            store.append(Message("New"))
+            store.append(Message("New", b""))
             store.flush()
 
     with pytest.raises((StoreIOError, FlushFailedError)) as told:

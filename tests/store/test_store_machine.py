@@ -161,11 +161,11 @@ class StoreMachine(RuleBasedStateMachine):
         message = data.draw(
             st.sampled_from(
                 [
-                    Message("x" * 128),
-                    Message("a/b"),
+                    Message("x" * 128, b""),
+                    Message("a/b", b""),
                     Message("A", bytes(3001)),
                     Message("A", bytes(2990), tags="t" * 1100),
-                    Message("A", keys="\ud800"),
+                    Message("A", b"", keys="\ud800"),
                 ]
             )
         )

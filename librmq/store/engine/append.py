@@ -148,6 +148,8 @@ class Appends:
         range.
         """
         topic, body = message.topic, message.body
+        if message.delay_s is not None or message.deliver_at_ms is not None:
+            raise MessageIllegalError("delay, deliver_at: a broker resolves them; a store takes a delay_level")
         properties: Mapping[str, str] = message.properties
         waits_ms: int | None = None
         if properties_raw is None:
@@ -263,9 +265,7 @@ class Appends:
         begin, end, _, _, _, _ = record.frame
         header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
-        message: Message = object.__new__(Message)  # of parts that were checked when it was stored
-        message.topic, message.body, message.properties = topic, data[begin:end], dict(properties)
-        message.flag = own_flag if flag is None else flag
+        message = Message._of(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
         return self.append(
             message,
             queue_id,
