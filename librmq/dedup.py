@@ -88,14 +88,14 @@ class _Ask(NamedTuple):
 _Flow = Generator[_Ask, Any, Any]
 
 
-class _Held(NamedTuple):
+class _Claimed(NamedTuple):
     """A message of which the listener may do what it does: under a claim, or, ``owner`` being empty, without."""
 
     key: str
     owner: str
 
 
-_UNGUARDED: Final = _Held("", "")
+_UNGUARDED: Final = _Claimed("", "")
 
 _OUTCOMES: Final = {
     "duplicates": "skip",
@@ -199,7 +199,7 @@ class DedupListener:
             yield from self._finish(held)
         return result
 
-    def _claim(self, message: Any) -> Generator[_Ask, Any, _Held | None]:
+    def _claim(self, message: Any) -> Generator[_Ask, Any, _Claimed | None]:
         """None for a message that was consumed."""
         business_key = self._key(message)
         if business_key is None or business_key == "":
@@ -228,18 +228,18 @@ class DedupListener:
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over", message.topic)
             _log.warning("%s: taken over from a holder that did not end in time", key)
-        return _Held(key, owner)
+        return _Claimed(key, owner)
 
-    def _finish(self, held: _Held) -> Generator[_Ask, Any, None]:
+    def _finish(self, held: _Claimed) -> Generator[_Ask, Any, None]:
         now_ms = self._clock.now_ms()
         ask = self._ask("finish", held.key, held.owner, now_ms, now_ms + self._keep_ms)
         yield from self._end(held, ask, "consumed", "consumed", "marked so")
 
-    def _release(self, held: _Held) -> Generator[_Ask, Any, None]:
+    def _release(self, held: _Claimed) -> Generator[_Ask, Any, None]:
         ask = self._ask("release", held.key, held.owner, self._clock.now_ms())
         yield from self._end(held, ask, "released", "failed", "released")
 
-    def _end(self, held: _Held, ask: _Ask, counted: str, how: str, aim: str) -> Generator[_Ask, Any, None]:
+    def _end(self, held: _Claimed, ask: _Ask, counted: str, how: str, aim: str) -> Generator[_Ask, Any, None]:
         """Tell the store how the consumption of what was claimed has ended."""
         if not held.owner:
             return
@@ -254,7 +254,7 @@ class DedupListener:
         else:
             yield from self._tell_lost(held, how)
 
-    def _tell_lost(self, held: _Held, how: str) -> Generator[_Ask, Any, None]:
+    def _tell_lost(self, held: _Claimed, how: str) -> Generator[_Ask, Any, None]:
         self._count("lost")
         try:
             record = yield self._ask("look", held.key, self._clock.now_ms())
@@ -287,12 +287,12 @@ class DedupListener:
         """All that can be claimed at once, up to the first that can't."""
         claims = yield from self._together([self._claim(message) for message in messages])
         until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
-        passed: list[tuple[int, Any, _Held]] = []
-        surplus: list[_Held] = []
+        passed: list[tuple[int, Any, _Claimed]] = []
+        surplus: list[_Claimed] = []
         for index, held in enumerate(claims):
-            if isinstance(held, _Held) and index < until:
+            if isinstance(held, _Claimed) and index < until:
                 passed.append((index, messages[index], held))
-            elif isinstance(held, _Held):
+            elif isinstance(held, _Claimed):
                 surplus.append(held)
         later = claims[until] if until < len(messages) else None
         if later is not None and not isinstance(later, ReconsumeLater):

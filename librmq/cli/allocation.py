@@ -88,12 +88,12 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
 
 
 def _stumble(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
-    """What the original makes of a list that is null."""
+    """Return what RocketMQ 4.9 makes of a list that is null."""
     raise AllocationError("null for a list", "NullPointerException")
 
 
 def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
-    """Rooms that are null: nobody stumbles before the first queue that has one."""
+    """Rooms that are null: an error arises only at the first queue that has one."""
     rooms = {queue.broker_name.partition("@")[0] for queue in queues}
     if allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
         return _stumble(client_id, queues, clients)
@@ -114,7 +114,7 @@ def _selected(row: Row) -> list[Any] | None:
     key = _key(kind, row, key)
     if row["mqs"] is None and name == "HASH":
         raise AllocationError("null for queues", "NullPointerException")
-    if name == "MACHINE_ROOM":  # the original chooses nothing
+    if name == "MACHINE_ROOM":  # RocketMQ 4.9 chooses nothing
         return None
     return list(select_by_hash(queues, _ANY, key))
 

@@ -29,9 +29,9 @@ Handler = Callable[[argparse.Namespace, Output], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status."""
+    """Run a command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:  # closed by whoever started the program
+    if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read has seen enough
+    except BrokenPipeError:  # the reader has left
         _drop_output()
         return 0
     except OSError as error:  # of standard input or output: those of the store have another type
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered would be written, and fail again, when the interpreter ends."""
+    """Discard what is buffered: the interpreter would fail again to write it at its end."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())
@@ -95,7 +95,7 @@ def _run(chosen: argparse.Namespace) -> int:
 
 
 def _join_times(words: list[str]) -> list[str]:
-    """``--begin -2h`` as ``--begin=-2h``, which the argument parser would take for an option."""
+    """Join ``--begin -2h`` to ``--begin=-2h``, since the parser takes ``-2h`` for an option."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1] in ("--begin", "--end") and _AGO.fullmatch(word):

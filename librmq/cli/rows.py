@@ -235,7 +235,7 @@ def store_row(store: MessageStore, phase: str) -> Row:
 
 
 def cut_row(store: str, cut: Damage) -> Row:
-    """What recovery took away or wrote anew."""
+    """Return the row of what recovery cut or rewrote."""
     return {
         "file": os.path.relpath(cut.file, store),
         "offset": cut.offset,

@@ -30,7 +30,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
 
-__all__ = ["Kind", "Pending", "pending"]
+__all__ = ["Kind", "PendingMessage", "pending"]
 
 Kind = Literal["half", "delay", "timer"]
 
@@ -39,7 +39,7 @@ _READ: Final = 32
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
 
 
-class Pending(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message that waits."""
 
     kind: Kind
@@ -56,7 +56,7 @@ class Pending(NamedTuple):
 
 def pending(
     store: MessageStore, tables: BrokerTables | None = None, *, kind: Kind | None = None, topic: str | None = None
-) -> Iterator[Pending]:
+) -> Iterator[PendingMessage]:
     """All that waits in a store, by kind, delayed messages and timers in the order of their times.
 
     Of one ``kind`` or for one ``topic`` only, where these are given. ``tables`` are the broker's, read from the store's
@@ -80,7 +80,7 @@ def pending(
                 real_topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
                 if topic is None or topic == real_topic:
                     checks = java_int(properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
-                    yield Pending(
+                    yield PendingMessage(
                         one, real_topic, due_ms, message.unique_key, message.physical_offset,
                         checks if one == "half" else 0,
                     )  # fmt: skip

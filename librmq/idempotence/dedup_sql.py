@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
-from librmq.idempotence.sqltables import Answer, is_integrity_error, run, upgrade_tables
+from librmq.idempotence.sqltables import StatementResult, is_integrity_error, run, upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord, DedupStatements
 
 try:
@@ -159,13 +159,13 @@ class SqlDedupStore:
         # None: released or expired since. Somebody had it a moment ago, so the message comes again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
-    def _execute(self, statement: str, **parameters: Any) -> Answer:
+    def _execute(self, statement: str, **parameters: Any) -> StatementResult:
         for _ in range(_ATTEMPTS - 1):
             with suppress(_InTheWayError):
                 return self._try(statement, parameters)
         return self._try(statement, parameters)
 
-    def _try(self, statement: str, parameters: Mapping[str, Any]) -> Answer:
+    def _try(self, statement: str, parameters: Mapping[str, Any]) -> StatementResult:
         # Below SQLAlchemy's own connections, whose bookkeeping costs several times what the round trip does.
         dialect = self.engine.dialect
         try:

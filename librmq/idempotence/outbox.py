@@ -35,7 +35,7 @@ from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 
-__all__ = ["Outbox", "OutboxSender", "Producer"]
+__all__ = ["MessageSender", "Outbox", "OutboxSender"]
 
 _log = logging.getLogger("librmq.outbox")
 
@@ -47,7 +47,7 @@ _MAX_BODY: Final = 4 << 20
 _SENT: Final = frozenset({"SEND_OK", "OK"})
 
 
-class Producer(Protocol):
+class MessageSender(Protocol):
     """Whatever sends a message, waits for the answer, and raises where there is none."""
 
     def send(self, message: Message, /) -> Any:
@@ -134,7 +134,7 @@ class OutboxSender:
     def __init__(
         self,
         database: Any,
-        producer: Producer,
+        producer: MessageSender,
         *,
         table: str = "rmq_outbox",
         send_ordered: Callable[[Message, str], Any] | None = None,

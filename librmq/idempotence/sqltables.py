@@ -43,7 +43,15 @@ from typing import Any, Final, NamedTuple
 
 from librmq.errors import ConfigError
 
-__all__ = ["Answer", "Link", "check_name", "is_integrity_error", "is_passing_error", "linked", "upgrade_tables"]
+__all__ = [
+    "Link",
+    "StatementResult",
+    "check_name",
+    "is_integrity_error",
+    "is_passing_error",
+    "linked",
+    "upgrade_tables",
+]
 
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
@@ -64,7 +72,7 @@ def check_name(name: str) -> str:
     return name
 
 
-class Answer(NamedTuple):
+class StatementResult(NamedTuple):
     """What a statement came to."""
 
     rows: Sequence[Sequence[Any]]
@@ -98,13 +106,13 @@ class Link:
         self.dialect = _DIALECTS.get(driver, driver)
         self._style = _parameter_style(module)
 
-    def execute(self, sql: str, **parameters: Any) -> Answer:
+    def execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement."""
         if self._alchemy:
             result = self.connection.execute(_text(sql), parameters)
             if result.returns_rows:
-                return Answer(result.fetchall(), 0, 0)
-            return Answer((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
+                return StatementResult(result.fetchall(), 0, 0)
+            return StatementResult((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
         return run(self.connection, self._style, sql, parameters)
 
     def commit(self) -> None:
@@ -178,7 +186,7 @@ def _parameter_style(module: str) -> str:
     return "qmark"
 
 
-def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> Answer:
+def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
     """Run one statement on a driver's connection, which takes parameters in ``style``."""
     statement, names = rendered(sql, style)
     cursor = connection.cursor()
@@ -188,7 +196,7 @@ def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) ->
         )
         rows = cursor.fetchall() if cursor.description else ()
         last_id = getattr(cursor, "lastrowid", 0)
-        return Answer(rows, cursor.rowcount, last_id if isinstance(last_id, int) else 0)
+        return StatementResult(rows, cursor.rowcount, last_id if isinstance(last_id, int) else 0)
     finally:
         cursor.close()
 

@@ -10,14 +10,14 @@ from librmq.testing.crash_images import CrashImages, Image
 from librmq.testing.explore import Exploration, explore
 from librmq.testing.faults import Faults
 from librmq.testing.files import Event, FailingFiles, RecordingFiles
-from librmq.testing.history import Delivered, History
+from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit import Elapsed, Kit, NotAwaitedError, ProcessStateError, UnknownGroupError, UnsoundStoreError
 from librmq.testing.process import Process, ProcessDied
 from librmq.testing.undelivered import UndeliveredWarning
 
 __all__ = [
     "CrashImages",
-    "Delivered",
+    "DeliveryAttempt",
     "Elapsed",
     "Event",
     "Exploration",

@@ -42,9 +42,9 @@ class Image:
 
     seed: int | str
     crash_point: int
-    """So many events of the trace had ended; the next may have been under way."""
+    """Number of events that had ended; the next one may have been under way."""
     contents: Mapping[str, bytes | None]
-    """Bytes by path, None for a folder, parents before what is in them."""
+    """Bytes by path, None for a folder; parents come first."""
     choices: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Image:
         return f"image of seed {self.seed!r} at crash point {self.crash_point}:{told or ' nothing was unflushed'}"
 
     def write_to(self, files: Files) -> None:
-        """Lay the image out in ``files``, which have none of its paths yet."""
+        """Write the image to ``files``, which have none of its paths yet."""
         for path, data in self.contents.items():
             if data is None:
                 files.make_folder(path)
@@ -61,7 +61,7 @@ class Image:
                 files.write(path, data)
 
     def files(self) -> MemoryFiles:
-        """The image in memory."""
+        """Return the image in memory."""
         files = MemoryFiles()
         self.write_to(files)
         return files
@@ -186,7 +186,7 @@ class _Disk:
         folder, name = self._folder(names[:-1]), names[-1]
         node = folder.now.get(name)
         if call == "write":
-            if isinstance(node, _File):  # else deleted: whoever holds it may go on writing
+            if isinstance(node, _File):  # else it is deleted, and its holder may go on writing
                 node.write(at, data)
         elif call == "flush":
             if isinstance(node, _File):
@@ -331,11 +331,11 @@ class CrashImages:
         self._applied = 0
 
     def __len__(self) -> int:
-        """How many crash points there are: before each event, and behind the last."""
+        """Number of crash points: before each event, and behind the last."""
         return len(self._trace) + 1
 
     def image(self, seed: int | str, crash_point: int) -> Image:
-        """One image of a crash when ``crash_point`` events had ended; the same for the same arguments.
+        """Return one image of a crash after ``crash_point`` events; the same for the same arguments.
 
         Costs least where crash points ascend from call to call. ``IndexError`` for a crash point that there is not.
         """
@@ -353,14 +353,14 @@ class CrashImages:
         return Image(seed, crash_point, choosing.contents, tuple(choosing.told))
 
     def images(self, seed: int | str, count: int) -> Iterator[Image]:
-        """``count`` images at crash points drawn from all, ascending."""
+        """Yield ``count`` images at crash points drawn at random, ascending."""
         rng = random.Random(f"{seed}")
         for number, crash_point in enumerate(sorted(rng.randrange(len(self)) for _ in range(count))):
             yield self.image(f"{seed}/{number}", crash_point)
 
     @staticmethod
     def _under_way(event: Event, choosing: _Choosing) -> None:
-        """A file that is being replaced may be the new one already, or stand beside the old one."""
+        """Let a file that is being replaced be the new one already, or stand beside the old one."""
         call, path, _, data = event
         parent = os.path.dirname(path)
         if call != "replace" or (parent not in choosing.contents and parent != os.sep):

@@ -1,4 +1,4 @@
-"""Exploring: one test under many legal schedules, and of those that fail the shortest.
+"""Exploring: run one test under many legal schedules and show the shortest that fails.
 
 A third of the runs at least shows most: the usual schedule, then such as differ from it in one decision, each once, of
 all kinds alike, for up to half of the runs; then such as differ at random in few or in many. A schedule that fails is
@@ -39,14 +39,14 @@ _SEED_PREFIX: Final = "rmq1-"
 
 
 class Attempt(NamedTuple):
-    """One run of the test: how it was run, and what it failed with."""
+    """One run of the test: its schedule and its failure."""
 
     trace: Trace
     error: BaseException | None
 
     @property
     def signature(self) -> tuple[type, str, int] | None:
-        """What makes two failures the same: the type, and the line of the user's code."""
+        """What makes two failures the same: their type and the line of the user's code."""
         if self.error is None:
             return None
         file, line = _place(self.error.__traceback__)
@@ -54,7 +54,7 @@ class Attempt(NamedTuple):
 
 
 Run = Callable[[Explorer], BaseException | None]
-"""Runs the test once; gives what it failed with."""
+"""Runs the test once and returns its failure."""
 
 
 @dataclass
@@ -62,41 +62,41 @@ class Found:
     """A schedule under which the test fails."""
 
     decisions: tuple[Decision, ...]
-    """What differs from the usual schedule; nothing if that fails itself."""
+    """The decisions that differ from the usual schedule; none where that one fails."""
     error: BaseException
     history: str
     run: int
-    """The how manieth run it was, from 1; before it was made shorter."""
+    """Number of the run that failed first, counting from 1."""
     first_decisions: int
-    """How many decisions it had before it was made shorter."""
+    """Number of decisions before the schedule was made shorter."""
     trace: Trace
     """The run itself."""
     on_disk: Attempt | None = None
-    """The same schedule once more with the store in a folder; None where it was not run so."""
+    """The same schedule with the store in a folder; None where it was not run so."""
 
     @property
     def seed(self) -> str:
-        """Runs it again."""
+        """The text that runs the schedule again."""
         return encode_schedule(self.decisions)
 
 
 @dataclass
 class Exploration:
-    """What exploring came to."""
+    """The result of exploring a test."""
 
     runs: int = 0
-    """How often the test was run, to find a failure."""
+    """Number of runs to find a failure."""
     shrinking_runs: int = 0
     schedules: int = 0
-    """How many of the schedules were different ones."""
+    """Number of different schedules among the runs."""
     reached: Counter[str] = field(default_factory=Counter)
-    """How often there was a decision, by kind, over all runs."""
+    """Number of decisions over all runs, by kind."""
     chosen: Counter[str] = field(default_factory=Counter)
-    """How often it was another than the usual one, by kind, over all runs."""
+    """Number of decisions that were not the usual ones, by kind."""
     found: Found | None = None
 
     def summary(self) -> str:
-        """Runs, schedules, and the kinds of decisions that were met."""
+        """Return the numbers of runs, of schedules and of decisions by kind."""
         kinds = ", ".join(f"{kind} {self.reached[kind]:,} ({self.chosen[kind]:,})" for kind in sorted(self.reached))
         return (
             f"{self.runs:,} runs, {self.schedules:,} schedules; "
@@ -104,7 +104,7 @@ class Exploration:
         )
 
     def report(self) -> str:
-        """What failed, as people want to read it; empty if nothing did."""
+        """Return what failed as text for people; empty where nothing failed."""
         found = self.found
         if found is None:
             return ""
@@ -131,13 +131,17 @@ class Exploration:
 
 
 def encode_schedule(decisions: Sequence[Decision]) -> str:
-    """A schedule as a short text: the seed that runs it again."""
+    """Return a schedule as a short text, the seed that runs it again."""
     document = json.dumps([[*place, chosen] for place, chosen in decisions], separators=(",", ":"))
     return _SEED_PREFIX + base64.urlsafe_b64encode(zlib.compress(document.encode(), 9)).decode().rstrip("=")
 
 
 def decode_schedule(text: str) -> tuple[Decision, ...]:
-    """The schedule of a seed, of a file's JSON, or of the path of such a file. `InputError` for what is none."""
+    """Return the schedule of a seed, of a file's JSON, or of the path of such a file.
+
+    Raises:
+        InputError: The text is none of them.
+    """
     text = text.strip()
     try:
         if text.startswith(_SEED_PREFIX):
@@ -159,13 +163,13 @@ def decode_schedule(text: str) -> tuple[Decision, ...]:
 
 
 def read_seed(text: str) -> tuple[Decision, ...] | None:
-    """The schedule that a seed or a file names; None for any other text, which only makes chance another."""
+    """Return the schedule that a seed or a file names; None for other text, which only varies what is drawn."""
     is_schedule = text.startswith(_SEED_PREFIX) or os.path.isfile(text) or text.endswith(".json")
     return decode_schedule(text) if is_schedule else None
 
 
 def schedule_document(test: str, found: Found) -> str:
-    """A file that people can read and `decode_schedule` reads."""
+    """Return a schedule as a file that people and `decode_schedule` can read."""
     rows = [[*place, chosen] for place, chosen in found.decisions]
     return json.dumps({"test": test, "error": _short(found.error), "decisions": rows}, indent=1) + "\n"
 
@@ -174,7 +178,7 @@ def schedule_document(test: str, found: Found) -> str:
 
 
 def as_decided(decisions: Sequence[Decision]) -> Strategy:
-    """The usual choice but where a decision is named; one whose label is not on offer is passed over."""
+    """Make the usual choices except for these decisions; one whose label is not on offer is ignored."""
     chosen: Mapping[Place, str] = dict(decisions)
 
     def choose(place: Place, labels: Sequence[str]) -> int:
@@ -186,7 +190,7 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
-    """Another choice than the usual one with ``probability``, at half of the kinds; faults more rarely, and few.
+    """Deviate from the usual choice with ``probability``, in half of the kinds; faults more rarely, and few.
 
     What is drawn depends on the seed and the place alone, so that it stays when the test is edited elsewhere.
     """
@@ -221,7 +225,7 @@ def _drawn(seed: str, what: object) -> int:
 
 
 def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iterator[Decision]:
-    """All schedules that differ in one decision from that in which ``reached`` was met; the kinds take turns."""
+    """Yield all schedules that differ in one decision from the one that met ``reached``; kinds alternate."""
     lanes = [iter(sorted(lane, key=lambda one: _drawn(seed, one))) for _, lane in sorted(_by_kind(reached).items())]
     while lanes:
         for lane in list(lanes):
@@ -233,7 +237,7 @@ def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iter
 
 
 def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list[Decision]]:
-    """All other choices that there were, by kind: of faults also by what fails, and whether anything was going on."""
+    """Return all other choices by kind; for faults also by what fails and whether listeners waited."""
     kinds: dict[str, list[Decision]] = {}
     for place, labels in reached:
         for label in labels[1:]:
@@ -247,7 +251,7 @@ def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list
 
 
 def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decision]]:
-    """Schedules of a fault and one more decision, most often a pause; the kinds of faults take turns."""
+    """Yield schedules of a fault and one more decision, most often a pause; kinds of faults alternate."""
     kinds: dict[str, list[tuple[Decision, dict[str, list[Decision]]]]] = {}
     for one in failing:
         fault = one.decisions[0]
@@ -269,14 +273,14 @@ def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decis
 def search(
     run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None, *, lines: bool = False
 ) -> Exploration:
-    """Run a test under up to ``runs`` schedules, or under the one that is to be replayed; as `explore`."""
+    """Run a test under up to ``runs`` schedules, or under the one to replay; see `explore`."""
     with _collected_in_between():
         return _search(run, runs, seed, replay, lines)
 
 
 @contextmanager
 def _collected_in_between() -> Iterator[None]:
-    """What a run leaves is collected between runs: it is young, and looking at all else costs a third of the time."""
+    """Collect garbage between runs: a run's garbage is young, and full collections cost a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -345,7 +349,7 @@ def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, l
 
 
 def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration) -> Attempt:
-    """The same failure with as few decisions as can be found."""
+    """Return the same failure with as few decisions as can be found."""
     signature = failed.signature
     shortest = failed
     tried: set[tuple[Decision, ...]] = set()
@@ -387,9 +391,9 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
 
 @contextmanager
 def explored_kit(explorer: Explorer, **settings: Any) -> Iterator[Kit]:
-    """The kit for one run, let go of at the end; in memory, or in a folder if the run is to be ``on_disk``.
+    """Make the kit for one run, in memory or, ``on_disk``, in a folder, and abandon it at the end.
 
-    Its store is looked at once, by the first run: the same broker writes all of them.
+    Only the first run checks its store: the same broker writes all of them.
     """
     folder = TemporaryFolder() if explorer.on_disk and settings.get("path") is None else None
     if folder is not None:
@@ -410,9 +414,9 @@ def explore(
 ) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
-    Raises what it failed with, under the shortest schedule found, with the report as a note. ``seed`` is that of such a
-    report (or the path of a file that has it), and runs that schedule alone; any other text makes chance another. With
-    ``lines`` a listener may pause at each line of its own file too: slower, and coverage does not see those lines.
+    Raises what the shortest failing schedule has raised, with the report as a note. ``seed`` from such a report, or the
+    path of a file that has it, runs that schedule alone; any other text varies what is drawn. With ``lines`` a listener
+    may also pause at each line of its own file, which is slower and hides those lines from coverage.
     """
 
     def run(explorer: Explorer) -> BaseException | None:
@@ -435,7 +439,7 @@ def explore(
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int]:
-    """The innermost line of the user's code."""
+    """Return the innermost line of the user's code."""
     place = ("", 0)
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
@@ -446,7 +450,7 @@ def _place(traceback: TracebackType | None) -> tuple[str, int]:
 
 
 def _compared(error: BaseException, on_disk: Attempt) -> str:
-    """What came of the same schedule with the store in a folder."""
+    """Return what the same schedule came to with the store in a folder."""
     if on_disk.error is None:
         return "with its store on disk the same schedule does not fail: what differs is the disk, or chance"
     if on_disk.signature == Attempt(on_disk.trace, error).signature:

@@ -40,18 +40,18 @@ __all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
 
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
-"""How labels of choices begin that make something fail."""
+"""Begin of the labels of choices that make something fail."""
 PAUSE: Final = "pause"
-"""The kind of decision, and the choice, by which a listener lets others go first."""
+"""The kind of decision, and the choice, to let others go before a listener."""
 TIME: Final = "time"
 """The choice to let time pass."""
 RESTING: Final = frozenset((TIME, "idle"))
-"""The usual choices where no listener waits for its turn."""
+"""The usual choices while no listener waits for its turn."""
 MOST_INSTANCES: Final = 3
 
 
 class Place(NamedTuple):
-    """Where a decision is made: its kind, the usual choice, and the how manieth time (from 1) it was met."""
+    """Where a decision is made: its kind, the usual choice, and the number of times it was met so far."""
 
     kind: str
     usual: str
@@ -70,26 +70,25 @@ class Decision(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """Who decides. ``choose(place, labels)`` gives the index of a choice; 0 is the usual one."""
+    """A way to decide: ``choose(place, labels)`` returns the index of a choice; 0 is the usual one."""
 
     choose: Callable[[Place, Sequence[str]], int]
     pauses: Callable[[str], bool] = lambda label: True
-    """Whether the listener's work of this label may have to pause; one that may not needs no thread, which is faster.
-    """
+    """Whether the work of this label may pause; work that may not needs no thread, which is faster."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """What one run came to."""
+    """The record of one run."""
 
     decisions: list[Decision] = field(default_factory=list)
-    """The choices other than the usual ones, in order."""
+    """The choices that were not the usual ones, in order."""
     reached: list[tuple[Place, tuple[str, ...]]] = field(default_factory=list)
-    """Where there was a choice, and what it was among."""
+    """The places with a choice, and the labels on offer."""
     replayable: bool = True
-    """False once listeners waited for each other, so that chance had a part in it."""
+    """False once listeners waited for each other, so that threads decided the order."""
     history: str = ""
-    """What happened, if the test has failed."""
+    """What happened, where the test has failed."""
 
 
 class _Paused(Work):
@@ -116,11 +115,11 @@ class Explorer(KitRunner):
         self.strategy = strategy
         self.trace = Trace()
         self.is_first = False
-        """Of the runs of one test."""
+        """Whether it is the first run of a test."""
         self.on_disk = False
-        """Whether this run is the one whose store lies in a folder, if those of the others are in memory."""
+        """Whether the store of this run lies in a folder."""
         self.switches_at_lines = False
-        """Whether a listener may pause at each line of its own file too."""
+        """Whether a listener may also pause at each line of its own file."""
         self._seen: dict[tuple[str, str], int] = {}
         self._baton = Baton()
         self._pieces: dict[Piece, Work] = {}
@@ -131,7 +130,7 @@ class Explorer(KitRunner):
     # ---- deciding
 
     def decide(self, kind: str, labels: Sequence[str]) -> int:
-        """The index of a choice among ``labels``."""
+        """Return the index of a choice among ``labels``."""
         if len(labels) == 1 or not self.trace.replayable:
             return 0
         seen = self._seen
@@ -149,11 +148,11 @@ class Explorer(KitRunner):
         return index
 
     def settles(self) -> bool:
-        """Whether time is needed to get over what has failed."""
+        """Return whether the cluster needs time to recover from a fault."""
         return self._faults > 0
 
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
-        """One of what the real thing may do."""
+        """Return one of the options that a real cluster has."""
         name = "answer" if kind.startswith("answer") else "choose"
         labels = [str(one) if str(one).startswith(FAULT) else f"{kind}: {one}" for one in options]
         return options[self.decide(name, labels)]
@@ -167,10 +166,10 @@ class Explorer(KitRunner):
             self._taking = before
 
     def pick(self, options: Iterator[Turn]) -> Turn | None:
-        """The turn to take; None ends the run."""
+        """Return the turn to take; None ends the run."""
         usual_turn = next(options, None)
         if isinstance(usual_turn, Step) and not isinstance(usual_turn.owner, Client) and not is_dead(usual_turn):
-            return None if self.failure is not None else usual_turn  # what a broker does by itself meets nobody
+            return None if self.failure is not None else usual_turn  # what a broker does by itself meets no client
         turns = [] if usual_turn is None else self._alive(chain((usual_turn,), options))
         while self.failure is None:
             first = turns[0] if turns else None
@@ -198,7 +197,7 @@ class Explorer(KitRunner):
         return None
 
     def _alive(self, options: Iterator[Turn]) -> list[Turn]:
-        """The turns of the living; those of the dead are forgotten."""
+        """Return the turns of living processes, and forget those of dead ones."""
         while True:
             turns = list(options)
             dead = [turn for turn in turns if is_dead(turn)]
@@ -209,7 +208,7 @@ class Explorer(KitRunner):
             options = self.options(self._until_ms)
 
     def _possible_faults(self) -> list[tuple[str, Callable[[Process], object], Process]]:
-        """What may fail now: label, what makes it fail, and which process."""
+        """Return the faults that are possible now: label, call, process."""
         kit = self.kit
         found: list[tuple[str, Callable[[Process], object], Process]] = []
         living = [process for process in kit.processes[1:] if not process.dead and process.clients]
@@ -248,7 +247,7 @@ class Explorer(KitRunner):
         self._let_run(piece)
 
     def _with_points_at_lines(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The same call, with a point at each line of the file in which its first function of the user's is."""
+        """Return the call with a point at each line of the file of its first function."""
         file: str | None = None
 
         def trace_calls(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
@@ -287,7 +286,7 @@ class Explorer(KitRunner):
         self._after(piece)
 
     def _let_go(self) -> None:
-        """A piece waits for something that one which has paused holds: let all run, as threads do."""
+        """Let all paused listeners run as threads, since one waits for something that another holds."""
         self.trace.replayable = False
         self.kit.note("explored", "a listener waits for another one, which had paused: what follows is left to chance")
         going = 1

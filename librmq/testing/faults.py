@@ -1,23 +1,33 @@
-"""Faults on request: only such as a real cluster shows, each source of duplicates among them.
+"""Faults on request, such as a real cluster shows; each source of duplicates is among them.
 
-Each applies to what comes next, once unless ``times`` says otherwise, and stands in the history. What a process or the
-broker does is asked of `Kit` itself: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
+A fault applies to what comes next, once unless ``times`` says otherwise, and stands in the history. What a process or
+the broker does is asked of `Kit` itself: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
+from librmq.clock import ManualClock
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError
 from librmq.protocol import ResponseCode, SendResponse
-
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
-    from librmq.testing.process import Process
+from librmq.runtime.runner import Runner
+from librmq.testing.process import Process
 
 __all__ = ["Faults"]
+
+
+class _Host(Protocol):
+    """What faults need of the kit."""
+
+    clock: ManualClock
+
+    @property
+    def runner(self) -> Runner: ...
+
+    def note(self, who: str, what: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -30,39 +40,39 @@ class _Due:
 
 
 class Faults:
-    """What is to go wrong, of one test: ``rmq.faults``."""
+    """What is to go wrong in one test: ``rmq.faults``."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: _Host) -> None:
         self._kit = kit
         self._due: list[_Due] = []
         self._slow: dict[str, list[int]] = {}
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1) -> None:
-        """The next send (to ``topic``) is stored, but its answer is lost: the producer tries again, and it is twice."""
+        """Store the next send (to ``topic``) and lose its answer: the producer sends again, which makes two."""
         self._due.append(_Due("lose", times, topic))
 
     def refuse_send(self, topic: str | None = None, *, times: int = 1, busy: bool = False) -> None:
-        """The broker refuses the next send; with ``busy`` as one that can't keep up, which is not tried again."""
+        """Refuse the next send; with ``busy`` as a broker that can't keep up, which the producer does not ask again."""
         code = ResponseCode.SYSTEM_BUSY if busy else ResponseCode.SERVICE_NOT_AVAILABLE
         self._due.append(_Due("refuse", times, topic, code=code))
 
     def late_answer(self, seconds: float | timedelta, topic: str | None = None, *, times: int = 1) -> None:
-        """The next send is stored at once, and answered so much later; its tries have 3 s in all."""
+        """Store the next send at once and answer it ``seconds`` later; all tries of a send have 3 s together."""
         self._due.append(_Due("late", times, topic, _seconds(seconds)))
 
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
-        """The next listener of a group does what it does at once, and returns so much later."""
+        """Let the next listener of a group do its work at once and return ``seconds`` later."""
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
-        """The clock of a process is ahead (below 0: behind): all times that it stamps are."""
+        """Set the clock of a process ahead (below 0: behind), and with it all times that it stamps."""
         process.skew_ms = round(1000 * _seconds(seconds))
         self._kit.note("fault", f"the clock of {process.label} is {process.skew_ms:+,} ms off")
 
     # ---- asked by the kit
 
     def before_send(self, process: Process, topic: str) -> None:
-        """Refuse, if that is due."""
+        """Raise what refuses the send, if that is due."""
         if self._due and (due := self._take("refuse", topic)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
@@ -87,8 +97,8 @@ class Faults:
             kit.clock.advance(seconds=due.seconds)
 
     def slow(self, group: str) -> int:
-        """How many milliseconds the outcome of a listener is late."""
-        waits: Any = self._slow.get(group)
+        """Return by how many milliseconds the next listener of the group returns late."""
+        waits = self._slow.get(group)
         return waits.pop(0) if waits else 0
 
     def _take(self, kind: str, topic: str) -> _Due | None:

@@ -18,7 +18,7 @@ __all__ = ["Event", "FailingFiles", "RecordingFiles"]
 
 
 class Event(NamedTuple):
-    """One thing that was done to a file.
+    """One change of a file.
 
     ``call`` is ``create`` (``offset`` is the length), ``write`` (``data`` at ``offset`` of the buffer), ``replace``
     (the whole file at once), ``flush``, ``give_up`` (a flush failed, and what it left out counts as flushed),
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 
 class _RecordingBuffer(mmap.mmap):
-    """Anonymous memory that tells of every slice that is assigned."""
+    """Anonymous memory that reports every slice assignment."""
 
     path: str
     record: Callable[[Event], None]
@@ -52,7 +52,7 @@ class _RecordingBuffer(mmap.mmap):
 
 
 class RecordingFiles(MemoryFiles):
-    """Files in memory with a trace of all that changes them, in order. Thread-safe."""
+    """Files in memory with a trace of all their changes, in order. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class RecordingFiles(MemoryFiles):
 
 
 class FailingFiles:
-    """Passes every call on to other files, but for those that are to fail. Thread-safe.
+    """Passes every call on to other files, except those that are to fail. Thread-safe.
 
     ``fail(call, number)`` lets the ``number``-th call of that name from now on raise, once.
     """
@@ -117,10 +117,10 @@ class FailingFiles:
         self._guard = threading.Lock()
         self._due: dict[tuple[str, int], int] = {}
         self.calls: Counter[str] = Counter()
-        """How often each call was made."""
+        """Number of times that each call was made."""
 
     def fail(self, call: str, number: int = 1, code: int = errno.ENOSPC) -> None:
-        """Let a call to come fail with the error ``code``."""
+        """Let a later call fail with the error ``code``."""
         with self._guard:
             self._due[call, self.calls[call] + number] = code
 

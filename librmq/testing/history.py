@@ -1,4 +1,4 @@
-"""What happened in a test, to be asserted on and to be read."""
+"""The history of a test, to read and to assert on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.printable import printable
 from librmq.runtime.runner import Work
 
-__all__ = ["Delivered", "Event", "History"]
+__all__ = ["DeliveryAttempt", "History", "HistoryLine"]
 
 _SHOWN_BYTES = 40
 _FIRST_LINES, _LAST_LINES = 50, 150
 
 
-class Event(NamedTuple):
-    """One line of a history: when (ms since the test began), who, and what."""
+class HistoryLine(NamedTuple):
+    """One line of a history: when (milliseconds since the test began), who, and what."""
 
     at_ms: int
     who: str
@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call of a listener, as it is noted."""
+    """One call of a listener."""
 
     group: str
     process: str
@@ -43,21 +43,21 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
-    """A message that was given to a listener of a group, once for each time."""
+class DeliveryAttempt:
+    """One delivery of a message to a listener."""
 
     message: StoredMessage
-    """The record that was delivered; of a redelivery the one in the group's retry topic."""
+    """The record that was delivered; for a redelivery, the one in the group's retry topic."""
     group: str
     process: str
     """The process whose listener it was."""
     began_ms: int
-    """Milliseconds since the test began; so is ``ended_ms``, which is None while the listener runs."""
+    """Milliseconds since the test began. ``ended_ms`` likewise; it is None while the listener runs."""
     ended_ms: int | None
     outcome: str
     """``returned``, ``later`` (the listener asked for it), ``failed``, ``died`` or ``running``."""
     error: Exception | None = None
-    """What the listener raised."""
+    """What the listener has raised."""
 
     @property
     def body(self) -> bytes:
@@ -66,18 +66,18 @@ class Delivered:
 
     @property
     def topic(self) -> str:
-        """The topic that it was sent to first."""
+        """The topic to which it was sent first."""
         return self.message.properties.get("RETRY_TOPIC") or self.message.topic
 
     @property
     def attempt(self) -> int:
-        """1 for the first delivery; one more for each time that the group has sent it back."""
+        """Number of this delivery: 1 for the first, one more each time that the group has sent the message back."""
         return self.message.reconsume_times + 1
 
 
 @dataclass(slots=True)
 class History:
-    """What happened, in order. ``str()`` has a line for each event; of very many the first and the last."""
+    """What happened, in order. ``str()`` gives a line for each event; of very many, the first and the last."""
 
     begin_ms: int
     calls: list[Call] = field(default_factory=list)
@@ -85,11 +85,11 @@ class History:
     _open: dict[int, Call] = field(default_factory=dict)
 
     def note(self, now_ms: int, who: str, what: str | Callable[[], str]) -> None:
-        """Add an event; a function is called when somebody reads it."""
+        """Add an event; a function is called when the history is read."""
         self._notes.append((now_ms - self.begin_ms, who, what))
 
     def begin(self, now_ms: int, work: Work, about: Callable[[Call], str]) -> Call | None:
-        """A listener is called; None if the work is no listener's."""
+        """Note that a listener is called; None if the work is no listener's."""
         if not work.about:
             return None
         who, _, rest = work.label.partition(" ")
@@ -104,19 +104,19 @@ class History:
         return call
 
     def end(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
-        """A listener has ended."""
+        """Note that a listener has ended."""
         call = self._open.pop(id(work), None)
         if call is not None:
             call.ended_ms, call.outcome, call.error = now_ms - self.begin_ms, outcome, error
             said = f"{outcome}: {error!r}" if error is not None else outcome
             self.note(now_ms, work.label.partition(" ")[0], f"{said} ({call.where})")
 
-    def delivered(self, group: str, message_at: Callable[[int], StoredMessage]) -> Iterator[Delivered]:
-        """Each message of each call of a group's listeners, in order."""
+    def delivered(self, group: str, message_at: Callable[[int], StoredMessage]) -> Iterator[DeliveryAttempt]:
+        """Yield each message of each call of a group's listeners, in order."""
         for call in self.calls:
             if call.group == group:
                 for _, physical_offset in call.about:
-                    yield Delivered(
+                    yield DeliveryAttempt(
                         message_at(physical_offset),
                         group,
                         call.process,
@@ -131,12 +131,12 @@ class History:
         return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
 
     def settle(self) -> None:
-        """Read now what is else read when somebody asks: the broker is about to close."""
+        """Read now what is otherwise read on demand, since the broker is about to close."""
         self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[HistoryLine]:
         for at_ms, who, what in self._notes:
-            yield Event(at_ms, who, what if isinstance(what, str) else what())
+            yield HistoryLine(at_ms, who, what if isinstance(what, str) else what())
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -149,7 +149,7 @@ class History:
 
 
 def show(message: Message | StoredMessage | Any) -> str:
-    """Body and tag of a message, shortened."""
+    """Return body and tag of a message, shortened."""
     body = message.body
     text = repr(body) if len(body) <= _SHOWN_BYTES else f"{body[:_SHOWN_BYTES]!r}… ({len(body):,} bytes)"
     tags = message.properties.get("TAGS")

@@ -1,4 +1,4 @@
-"""The kit: a broker under a clock that the test moves, processes around it, and what happened, to assert on."""
+"""The kit: a broker under a clock that the test moves, processes around it, and a history to assert on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from librmq.protocol import ChannelClosed, Heartbeat, PullMessage, QueueData, Se
 from librmq.runtime.runner import Step, Work
 from librmq.store.recovery.verify import verify
 from librmq.testing.faults import Faults
-from librmq.testing.history import Call, Delivered, History, show
+from librmq.testing.history import Call, DeliveryAttempt, History, show
 from librmq.testing.process import LIBRARY, Process
 from librmq.testing.turns import KitRunner, current_work, group_of
 from librmq.testing.undelivered import Subscribed, UndeliveredWarning, nearest, undelivered
@@ -43,7 +43,7 @@ _SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_
 
 
 class ProcessStateError(RuntimeError):
-    """A process of the test cannot do what was asked of it: it has ended, or its own listener asks."""
+    """A process cannot do what the test asks: it has ended, or its own listener asks."""
 
 
 class UnknownGroupError(LookupError):
@@ -51,16 +51,16 @@ class UnknownGroupError(LookupError):
 
 
 class NotAwaitedError(AssertionError):
-    """The test, or a listener, has called what is to be awaited, and has not awaited it."""
+    """The test or a listener did not await what has to be awaited."""
 
 
 class UnsoundStoreError(AssertionError):
-    """What the broker has on its disk at the end of a test does not hold together."""
+    """The store that the broker leaves at the end of a test is damaged."""
 
 
 @dataclass(frozen=True)
 class Elapsed(Awaitable["Elapsed"]):
-    """How much time has passed. May be awaited, which a test in an event loop has to do."""
+    """The time that has passed. A test in an event loop awaits it."""
 
     time: timedelta
     _rest: Callable[[], Awaitable[timedelta]] | None = None
@@ -76,9 +76,9 @@ class Elapsed(Awaitable["Elapsed"]):
 class Kit:
     """A broker, a clock that stands still until it is moved, and processes that send and consume.
 
-    A context manager: at its end the broker is closed, and what it has on its disk must be sound. That is a
-    `MemoryFiles` unless ``path`` names a folder. Nothing sleeps, nothing runs in between: turns are taken by
-    `advance`, `run_until_idle` and `run_for`, in the thread that calls them. Not thread-safe.
+    A context manager: at its end the broker is closed, and its store must be sound. The store is in memory unless
+    ``path`` names a folder. Nothing sleeps and nothing runs in between: `advance`, `run_until_idle` and `run_for` take
+    all turns, in the thread that calls them. Not thread-safe.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Kit:
         runner: KitRunner | None = None,
         check: bool = True,
     ) -> None:
-        """``check`` False leaves out the look at the store at the end."""
+        """Open the broker; ``check`` False leaves out the look at the store at the end."""
         self.clock = runner.manual_clock if runner is not None else ManualClock(now_ms)
         """The time, which `advance` moves."""
         self.runner = runner or KitRunner(self.clock)
@@ -102,7 +102,7 @@ class Kit:
         self.faults = Faults(self)
         """Faults on request."""
         self.processes: list[Process] = []
-        """All that have been, dead ones too."""
+        """All processes of the test, dead ones too."""
         self._settings = settings
         self._store_config = store_config or _SMALL_FILES
         self._check = check
@@ -125,7 +125,7 @@ class Kit:
         self._test = self._process("test", lambda process: None)
 
     broker: Broker
-    """The broker; another one after `crash_broker`."""
+    """The broker, replaced by `crash_broker`."""
 
     def _open_broker(self) -> None:
         self.broker = Broker.open(
@@ -141,11 +141,11 @@ class Kit:
 
     @property
     def route(self) -> Process:
-        """What takes a broker in production: the test's own process, for clients that it makes by hand."""
+        """The test's own process, for clients that it makes by hand; stands for the broker of production."""
         return self._test
 
     def producer(self, group: str = "test", **settings: Any) -> Producer:
-        """A producer of the test's own; asked for the same again, the same. ``settings`` are those of `Producer`."""
+        """Return the test's own producer of a group; with ``settings``, those of `Producer`, a new one."""
         found = None if settings else self._producers.get(group)
         if found is None:
             found = self._test.producer(group, **settings)
@@ -154,10 +154,10 @@ class Kit:
         return found
 
     def consumer(self, group: str, *, fail_fast: bool = True, **settings: Any) -> PushConsumer:
-        """A consumer in a process of its own, started by itself when something is sent or time moves.
+        """Return a consumer in a process of its own, which starts with the next send or when time moves.
 
-        ``settings`` are those of `PushConsumer`. What its listeners raise, other than `ReconsumeLater` and
-        `SuspendQueue`, fails the test; with ``fail_fast`` False it is a failed delivery, as in production.
+        ``settings`` are those of `PushConsumer`. What its listeners raise fails the test, `ReconsumeLater` and
+        `SuspendQueue` excepted; with ``fail_fast`` False it is a failed delivery, as in production.
         """
         made: list[PushConsumer] = []
 
@@ -178,9 +178,9 @@ class Kit:
         return made[0]
 
     def app(self, name: str, factory: Callable[[Process], Any], *, fail_fast: bool = True) -> Process:
-        """A process that ``factory(process)`` sets up, now and anew after each restart.
+        """Return a process that ``factory(process)`` sets up, now and after each restart.
 
-        The process is a route: what takes a broker in production takes it. What the factory returns is its ``state``.
+        The process is a route: an application connects to it as to a broker. What the factory returns is its ``state``.
         """
         process = self._process(self._free_name(name), factory)
         if not fail_fast:
@@ -210,7 +210,7 @@ class Kit:
             consumer.start()
 
     def _start(self) -> None:
-        """Start the consumers that were only declared, and let all that is new take its queues."""
+        """Start the consumers that were only declared, and let new ones take their queues."""
         while self._unstarted:
             consumer = self._unstarted.pop(0)
             if not consumer.is_running and not consumer.client.dead:
@@ -225,21 +225,22 @@ class Kit:
     def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
         """Let time pass, and do all that is due on the way. In an event loop: ``await`` it.
 
-        `NotIdleError` where a coroutine waits for something that does not come.
+        Raises:
+            NotIdleError: A coroutine waits for something that does not come.
         """
         until = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
         return self._run(lambda: until)
 
     def run_until_idle(self) -> Elapsed:
-        """Do all that can be done now: time stands still.
+        """Do all that can be done now, while time stands still.
 
-        But where an explored schedule has made something fail, up to two minutes pass, in which a cluster gets over
-        it: a lock that a dead process held ends, a member that was lost is back.
+        Where an explored schedule has made something fail, up to two minutes pass, in which a cluster recovers: the
+        locks of a dead process end, a member that was lost is back.
         """
         return self._run(lambda: self.clock.now_ms() + (_SETTLE_MS if self.runner.settles() else 0))
 
     def run_for(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
-        """Let so much time pass at most, only as far as something is due; tells how much it was."""
+        """Let at most this time pass, only as far as something is due; return how much it was."""
         end = self.clock.now_ms() + ms + round(1000 * (seconds + 60 * (minutes + 60 * hours)))
 
         def until() -> int:
@@ -294,7 +295,7 @@ class Kit:
             raise NotIdleError(f"still running: {', '.join(labels[:5])}")
 
     def checkpoint(self, label: str = "checkpoint") -> None:
-        """A place in a listener where others may run; so is every send. Without exploring it does nothing."""
+        """Mark a place in a listener where others may run, as at every send. Only exploring heeds it."""
         self.runner.point(label)
 
     # ---- faults of processes and of the broker
@@ -333,7 +334,7 @@ class Kit:
         raise ProcessStateError(f"{process.name} has ended and was not started again: nothing is left of it to fail")
 
     def restart(self, process: Process) -> Process:
-        """A process shuts down in order, and starts again with fresh state. Gives the new one."""
+        """Shut a process down in order and start it again with fresh state; return the new one."""
         process = self._living(process)
         if self._runs_now(process):
             raise ProcessStateError(
@@ -345,7 +346,7 @@ class Kit:
         return self._again(process)
 
     def join(self, process: Process) -> Process:
-        """A further process like this one starts. Gives it."""
+        """Start one more process like this one, and return it."""
         other = self._process(self._free_name(process.name), process.factory)
         if process.name in self._tolerated:
             self._tolerated.add(other.name)
@@ -354,9 +355,9 @@ class Kit:
         return other
 
     def lose(self, process: Process) -> None:
-        """The broker loses a process and does not tell: others take its queues, it goes on with what it has.
+        """Let the broker lose a process that does not know: others take its queues while it goes on with its messages.
 
-        At the next of its 30 s it is back.
+        The process is back at the next of its heartbeats, which are 30 s apart.
         """
         process = self._living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not know")
@@ -364,7 +365,7 @@ class Kit:
             self.broker.call(ChannelClosed(client_id))
 
     def crash_broker(self, *, down: float | timedelta = 0) -> None:
-        """The broker dies, and is opened again after ``down`` seconds. What it had acknowledged is there."""
+        """Let the broker die and open it again after ``down`` seconds, with all that it had acknowledged."""
         self.note("fault", "the broker dies")
         self.broker.abandon()
         self._changed()
@@ -393,7 +394,7 @@ class Kit:
 
     # ---- what happened
 
-    def delivered(self, group: str) -> list[Delivered]:
+    def delivered(self, group: str) -> list[DeliveryAttempt]:
         """Return each message that a listener of the group was given, once for each time, in order.
 
         Raises:
@@ -444,7 +445,7 @@ class Kit:
         return sorted(self.broker.messages(topic), key=lambda message: message.physical_offset)
 
     def history(self) -> History:
-        """What happened so far; ``print`` it."""
+        """Return what happened so far; ``print`` it."""
         return self._history
 
     def undelivered(self) -> list[str]:
@@ -498,7 +499,7 @@ class Kit:
         self._history.note(self.clock.now_ms(), who, what)
 
     def noted_pull(self, process: Process, request: PullMessage) -> None:
-        """A pull: worth a line when the queue is another's now."""
+        """See a pull; a process that takes a queue over is worth a line of the history."""
         place = request.group, request.topic, request.queue_id
         if self._pulled_by.get(place) != process.label:
             before = self._pulled_by.get(place)
@@ -523,7 +524,7 @@ class Kit:
         return call
 
     def before_send(self, process: Process, topic: str) -> None:
-        """A message is about to be stored."""
+        """See a message that is about to be stored; refuse it if that is asked for."""
         if current_work() is None:
             self._start()
         if process is self._test:
@@ -531,7 +532,7 @@ class Kit:
         self.faults.before_send(process, topic)
 
     def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
-        """A message, or a batch of them, was stored."""
+        """See a message or a batch stored; lose or delay the answer if that is asked for."""
         if current_work() is not None:
             name = self.broker.name
             for offset_id in response.offset_ids:
@@ -539,30 +540,30 @@ class Kit:
         self.faults.after_send(process, topic, response)
 
     def listener_begins(self, work: Work) -> None:
-        """User code is called."""
+        """See user code begin."""
         self._history.begin(self.clock.now_ms(), work, self._about)
 
     def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
-        """User code has ended."""
+        """See user code end."""
         self._history.end(self.clock.now_ms(), work, outcome, error)
 
     def fails_fast(self, work: Work) -> bool:
-        """Whether what a listener raised fails the test."""
+        """Return whether what this code raises fails the test."""
         process = work.label.partition(" ")[0].partition("@")[2].partition("~")[0].partition(".")[0]
         return group_of(work) not in self._tolerated and process not in self._tolerated
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """What `Process.background` runs has ended."""
+        """Take what became of a call by `Process.background`; its error fails the test."""
         if error is not None and self.runner.failure is None:
             self.runner.failure = error
 
     def let_others_run(self) -> None:
-        """All that can be done now, before the test goes on."""
+        """Do all that can be done now, before the test goes on."""
         self._start()
         self._take_turns(self.clock.now_ms())
 
     def process_of(self, work: Work) -> Process | None:
-        """The process whose code a work is."""
+        """Return the process whose code this is."""
         for process in self.processes:
             if work.owner is process or any(work.owner is client for client in process.clients.values()):
                 return process
@@ -579,14 +580,14 @@ class Kit:
         return f"{call.where} {', '.join(shown)}"
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """What the broker has of a topic; while it is down, what it had."""
+        """Return the queues of a topic; while the broker is down, those that were known before."""
         if self.broker.dead:
             return self._routes.get(topic, ())
         found = self._routes[topic] = self.broker.topic_route(topic)
         return found
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called when topics change, or the broker was opened anew."""
+        """Call ``changed`` when topics change and when the broker is opened again; return what ends that."""
         self._watchers.append(changed)
         return lambda: self._watchers.remove(changed) if changed in self._watchers else None
 
@@ -597,9 +598,13 @@ class Kit:
     # ---- its end
 
     def close(self) -> None:
-        """End all processes, close the broker, and look at its store: `UnsoundStoreError` if it does not hold together.
+        """End all processes, close the broker and check its store. Closing again does nothing.
 
-        Closing again does nothing.
+        Warns (`UndeliveredWarning`) of what `undelivered` says.
+
+        Raises:
+            UnsoundStoreError: The store is damaged.
+            NotAwaitedError: A call that has to be awaited was not.
         """
         if self._closed:
             return
@@ -632,7 +637,7 @@ class Kit:
             raise NotAwaitedError(f"nothing was sent by {', '.join(forgotten)}: write `await` before it")
 
     def abandon(self) -> None:
-        """End all without a look at the store, as after a failure."""
+        """End everything without a look at the store, as after a failure."""
         if not self._closed:
             if self.runner.settles_history:
                 self._history.settle()
@@ -667,7 +672,7 @@ def _place_of_caller() -> str:
 
 
 def _own_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's code on, if there is any in it."""
+    """Return the traceback from the user's code on, if it has any."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(LIBRARY):
         traceback = traceback.tb_next

@@ -1,8 +1,8 @@
-"""Threads that pass a baton: user code that can stop in its middle and go on later, one piece of it at a time.
+"""Threads that pass a baton: user code can stop in its middle and go on later, one piece at a time.
 
-A listener runs in a pooled thread while the thread that takes turns waits; when it pauses or ends the baton goes back.
-So thread-locals, locks and event loops in listeners work as in production, and yet nothing runs at the same time. Only
-code that waits for another listener (for a lock that one which has paused holds) is left to wait, and the others go on.
+A listener runs in a pooled thread while the thread that takes turns waits; at a pause or its end the baton goes back.
+So thread-locals, locks and event loops in listeners work as in production, and yet nothing runs at the same time. A
+listener that waits for a lock of a paused one is left waiting, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final
 __all__ = ["Baton", "end_threads"]
 
 PATIENCE_S: Final = 0.05
-"""A piece of user code that twice in so long does not get on is taken to wait for another one that has paused."""
+"""A piece of user code that stands still for two such periods is taken to wait for a paused one."""
 
 
 class _Thread:
-    """A thread that waits for something to run."""
+    """A thread that waits for a call to run."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -30,7 +30,7 @@ class _Thread:
         self.thread.start()
 
     def place(self) -> tuple[object, int] | None:
-        """Where it is at the moment: the same again, if it does not get on."""
+        """Return where the thread stands now; the same place twice means that it does not get on."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return None if frame is None else (frame.f_code, frame.f_lasti)
 
@@ -48,7 +48,7 @@ _idle: list[_Thread] = []
 
 
 def end_threads() -> None:
-    """End the threads that wait; others are made when they are needed."""
+    """End the threads that wait; new ones are made on demand."""
     while _idle:
         thread = _idle.pop()
         thread.turn.release()
@@ -56,18 +56,18 @@ def end_threads() -> None:
 
 
 class Baton:
-    """Whoever holds it runs: the thread that takes turns, or one piece of user code."""
+    """Its holder runs: the thread that takes turns, or one piece of user code."""
 
     def __init__(self) -> None:
         self._back: SimpleQueue[None] = SimpleQueue()
         self._mine = threading.local()
 
     def current(self) -> Piece | None:
-        """The piece that runs in this thread."""
+        """Return the piece that runs in this thread."""
         return getattr(self._mine, "piece", None)
 
     def run(self, piece: Piece) -> bool:
-        """Let a piece begin or go on, until it pauses or ends; False if it waits for something else meanwhile."""
+        """Run a piece until it pauses or ends; return False if it waits for another piece."""
         if piece.thread is None:
             piece.thread = _idle.pop() if _idle else _Thread()
             piece.thread.call = lambda: self._begin(piece)
@@ -81,9 +81,9 @@ class Baton:
         return True
 
     def wait(self) -> None:
-        """Wait for the baton, however long it takes."""
+        """Wait for the baton without a limit."""
         while not self._is_back(1.0):
-            pass  # in between Ctrl-C is heard
+            pass  # Ctrl-C is noticed between the waits
 
     def _is_back(self, seconds: float) -> bool:
         try:
@@ -107,7 +107,7 @@ class Baton:
             self._back.put(None)
 
     def pause(self, piece: Piece) -> None:
-        """Called by the piece that runs: give the baton back, and wait for the next turn."""
+        """Give the baton back, from within the piece that runs, and wait for the next turn."""
         assert piece.thread is not None
         self._back.put(None)
         piece.thread.turn.acquire()

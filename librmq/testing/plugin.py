@@ -1,4 +1,4 @@
-"""What the pytest plugin does once a test asks for it; `pytest_librmq` is all that an ordinary run loads."""
+"""The part of the pytest plugin that is loaded once a test asks for it; `pytest_librmq` is the other part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ERROR: Final = pytest.StashKey[BaseException | None]()
 
 
 def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
-    """The fixture ``rmq``."""
+    """Make the fixture ``rmq``."""
     node = request.node
     marker = node.get_closest_marker("rmq")
     settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
@@ -54,7 +54,7 @@ def _made(settings: dict[str, Any]) -> Iterator[Kit]:
 
 
 def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Note what a phase of a test has failed with, and show what happened until then."""
+    """Remember the failure of a test's phase, and show what happened until then."""
     error = None if call.excinfo is None else call.excinfo.value
     if error is None or (report.skipped and not hasattr(report, "wasxfail")):
         return
@@ -75,7 +75,7 @@ class _NothingToExplore(Exception):
 
 
 def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Repeat the whole protocol of a test, fixtures of its own included, and report the run that tells most."""
+    """Repeat the whole protocol of a test with its own fixtures, and report the run that tells most."""
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None

@@ -1,20 +1,22 @@
-"""A process of a test: what would be one in production, with clients of its own, which can die and start again.
+"""A process of a test: what is one in production, with clients of its own, which can die and start again.
 
-It is a `Route`, so that an application that is given one in production is given a process here. Its clients speak to
-the broker through it, which is where faults come in: nothing in producers or consumers knows of them.
+A process is a `Route`: an application connects to it as to a broker. Faults come in here, on the way from a client to
+the broker, so that producers and consumers know nothing of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
+from librmq.broker import Broker
 from librmq.client.identity import Client
-from librmq.client.producer import Producer
+from librmq.client.producer import Producer, SendResult
 from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError
+from librmq.files.seam import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     Endpoint,
@@ -27,53 +29,102 @@ from librmq.protocol import (
     SendBack,
     SendBatch,
     SendMessage,
+    SendResponse,
     UpdateOffset,
 )
 from librmq.runtime.runner import Runner, Work
 from librmq.testing.history import show
 
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
-
-__all__ = ["Process", "ProcessDied"]
+__all__ = ["Process", "ProcessDied", "ProcessHost"]
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""Where librmq's own code is, which no traceback of a test is about."""
+"""The folder of librmq's own code, which a traceback shown to the test leaves out."""
 
 
 class ProcessDied(BaseException):
-    """The process in which this code runs has died: raised at its next call of librmq, and at any after that.
+    """The process in which this code runs has died; raised at each of its calls of librmq from then on.
 
-    Not an `Exception`, so that no handler takes it for an error; what stands in ``finally`` still runs.
+    It is no `Exception`, so that no handler takes it for an error. What stands in ``finally`` still runs.
     """
+
+
+class ProcessHost(Protocol):
+    """What a process needs of its surroundings; `Kit` is one."""
+
+    broker: Broker
+    files: Files
+    path: str
+
+    @property
+    def runner(self) -> Runner:
+        """The runner of all processes."""
+        ...
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the queues of a topic."""
+        ...
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` whenever topics change; return what ends that."""
+        ...
+
+    def note(self, who: str, what: str | Callable[[], str]) -> None:
+        """Add a line to the history."""
+        ...
+
+    def noted_pull(self, process: Process, request: PullMessage) -> None:
+        """See a pull."""
+        ...
+
+    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
+        """See what a process's consumers subscribe to."""
+        ...
+
+    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
+        """Remember a coroutine that has to be awaited, and return it."""
+        ...
+
+    def before_send(self, process: Process, topic: str) -> None:
+        """Refuse a send, if that is asked for."""
+        ...
+
+    def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
+        """Lose or delay the answer to a send, if that is asked for."""
+        ...
+
+    def ended_in_background(self, result: object, error: Exception | None) -> None:
+        """Take what became of a call by `Process.background`."""
+        ...
 
 
 class Process:
     """One process: a `Route` for the producers and consumers in it. Made by `Kit.app` and `Kit.consumer`."""
 
-    def __init__(self, kit: Kit, name: str, generation: int, host: str, factory: Callable[[Process], Any]) -> None:
+    def __init__(
+        self, kit: ProcessHost, name: str, generation: int, host: str, factory: Callable[[Process], object]
+    ) -> None:
         self.name = name
         self.generation = generation
-        """1 for the first; one more after each restart."""
+        """1 for the first, one more after each restart."""
         self.label = name if generation == 1 else f"{name}~{generation}"
-        """Name and generation, the same from run to run."""
+        """Name and generation, the same in each run."""
         self.dead = False
-        """It has died, or was shut down."""
+        """Whether it has died or was shut down."""
         self.starts_again = True
-        """Whether another one follows when it dies."""
+        """Whether another process takes its place when it dies."""
         self.state: Any = None
-        """What its factory returned."""
+        """What its factory has returned."""
         self.skew_ms = 0
-        """How far its clock is ahead."""
+        """By how many milliseconds its clock is ahead."""
         self.factory = factory
         self.clients: dict[str, Client] = {}
         self.consumers: list[PushConsumer] = []
-        """Those that were made by `consumer`."""
+        """The consumers made by `consumer`."""
         self._kit = kit
         self._host = (host, 0)
         self._named = 0
-        self._links: dict[str, _Link] = {}
+        self._connections: dict[str, _Connection] = {}
 
     def __repr__(self) -> str:
         return f"Process({self.label!r}{', dead' if self.dead else ''})"
@@ -81,18 +132,18 @@ class Process:
     # ---- what an application in it uses
 
     def producer(self, group: str = "producer", **settings: Any) -> Producer:
-        """A producer in this process; ``settings`` are those of `Producer`."""
+        """Return a producer in this process; ``settings`` are those of `Producer`."""
         producer = Producer(self, group, **settings)
         send_async = producer.send_async
 
-        def noted(*arguments: Any, **fields: Any) -> Any:
+        def noted(*arguments: Any, **fields: Any) -> Coroutine[Any, Any, SendResult]:
             return self._kit.noted_async_call(send_async(*arguments, **fields), "send_async")
 
         producer.send_async = noted  # type: ignore[method-assign]
         return producer
 
     def consumer(self, group: str, **settings: Any) -> PushConsumer:
-        """A consumer in this process, started when the factory has returned; ``settings`` are of `PushConsumer`."""
+        """Return a consumer that starts once the factory has returned; ``settings`` are those of `PushConsumer`."""
         settings.setdefault("files", self._kit.files)
         settings.setdefault("offsets_folder", self._kit.path + ".clients")
         consumer = PushConsumer(self, group, **settings)
@@ -100,7 +151,7 @@ class Process:
         return consumer
 
     def background(self, call: Callable[[], Any], label: str = "background") -> None:
-        """Run a function as a thread of this process would: at some later time, unless the process dies before."""
+        """Run a function later, as a thread of this process would, unless the process dies before."""
         runner = self._kit.runner
         with runner.lock:
             runner.submit(Work(f"{self.label} {label}", call, self._kit.ended_in_background, self))
@@ -109,28 +160,33 @@ class Process:
 
     @property
     def runner(self) -> Runner:
-        """Takes the turns of all processes."""
+        """The runner of all processes."""
         return self._kit.runner
 
     def identity(self) -> tuple[tuple[str, int], str]:
-        """Host and name for the next client in it: the same from run to run."""
+        """Return host and name for the next client of the process, the same in each run."""
         self._named += 1
         return self._host, self.label if self._named == 1 else f"{self.label}.{self._named}"
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the queues of a topic."""
         return self._kit.topic_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
+        """Return the name of the one broker."""
         return (self._kit.broker.name,)
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        link = self._links.get(broker_name)
-        if link is None:
+        """Return the process's connection to a broker."""
+        connection = self._connections.get(broker_name)
+        if connection is None:
             self._kit.broker.endpoint(broker_name)  # raises where there is none
-            link = self._links[broker_name] = _Link(self._kit, self, broker_name)
-        return link
+            connection = self._connections[broker_name] = _Connection(self._kit, self, broker_name)
+        return connection
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` whenever topics change, while the process lives; return what ends that."""
+
         def unless_dead() -> None:
             if not self.dead:
                 changed()
@@ -140,28 +196,29 @@ class Process:
     # ---- its end
 
     def die(self) -> None:
-        """None of its turns is taken any more, and its calls raise `ProcessDied`."""
+        """Take none of its turns any more, and let its calls raise `ProcessDied`."""
         self.dead = True
         for client in self.clients.values():
             client.dead = True
 
     def shut_down(self) -> None:
-        """Shut all in it down as an application does that ends in order."""
+        """Shut its clients down, as an application does that ends in order."""
         for client in list(self.clients.values()):
             for member in client.members():
                 cast(Any, member).shutdown()
         self.die()
 
 
-class _Link:
+class _Connection:
     """A process's connection to a broker."""
 
-    def __init__(self, kit: Kit, process: Process, broker_name: str) -> None:
+    def __init__(self, kit: ProcessHost, process: Process, broker_name: str) -> None:
         self._kit = kit
         self._process = process
         self._name = broker_name
 
     def call(self, request: Request[R], /) -> R:
+        """Pass a request on to the broker, with what the history and the faults make of it."""
         process, kit = self._process, self._kit
         if process.dead:
             raise ProcessDied(process.label)
@@ -187,7 +244,7 @@ class _Link:
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
         return kit.broker.call(request)
 
-    def _send(self, request: SendMessage | SendBatch) -> Any:
+    def _send(self, request: SendMessage | SendBatch) -> SendResponse:
         kit, process = self._kit, self._process
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(RETRY_PREFIX)
@@ -205,20 +262,19 @@ class _Link:
         return response
 
 
-def _skewed(request: Any, skew_ms: int) -> Any:
+def _skewed(request: Request[R], skew_ms: int) -> Request[R]:
+    """Return the request with the times that a clock which is wrong by ``skew_ms`` would give it."""
+    skewed: Request[Any] = request
     if isinstance(request, SendMessage | SendBatch):
-        return replace(request, born_timestamp_ms=request.born_timestamp_ms + skew_ms)
-    if isinstance(request, OffsetByTime):
-        return replace(request, timestamp_ms=request.timestamp_ms + skew_ms)
-    if isinstance(request, Heartbeat):
-        consumers = tuple(
-            replace(
-                data,
-                subscriptions={
-                    topic: replace(one, version=one.version + skew_ms) for topic, one in data.subscriptions.items()
-                },
-            )
-            for data in request.consumers
-        )
-        return replace(request, consumers=consumers)
-    return request
+        skewed = replace(request, born_timestamp_ms=request.born_timestamp_ms + skew_ms)
+    elif isinstance(request, OffsetByTime):
+        skewed = replace(request, timestamp_ms=request.timestamp_ms + skew_ms)
+    elif isinstance(request, Heartbeat):
+        consumers = []
+        for data in request.consumers:
+            subscriptions = {
+                topic: replace(one, version=one.version + skew_ms) for topic, one in data.subscriptions.items()
+            }
+            consumers.append(replace(data, subscriptions=subscriptions))
+        skewed = replace(request, consumers=tuple(consumers))
+    return skewed

@@ -1,24 +1,22 @@
-"""Turns taken by hand, with an eye on what listeners do: what they raise, whom they send to, how long they take."""
+"""Turns taken by hand, with an eye on listeners: what they raise, to which topics they send, how long they take."""
 
 from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from librmq.clock import ManualClock
 from librmq.errors import EndlessLoopError
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Step, Turn, Work
+from librmq.testing.faults import Faults
 from librmq.testing.process import Process, ProcessDied
 
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
-
-__all__ = ["KitRunner", "current_work"]
+__all__ = ["KitRunner", "TurnObserver", "current_work"]
 
 LONGEST_CHAIN = 1_000
 
@@ -26,23 +24,78 @@ _current: ContextVar[Work | None] = ContextVar("librmq.testing.current", default
 
 
 def current_work() -> Work | None:
-    """The user code that is running now; None in the test itself."""
+    """Return the user code that is running now, None in the test itself."""
     return _current.get()
 
 
-class KitRunner(ManualRunner):
-    """A `ManualRunner` that tells a `Kit` what user code does, and stops at the first failure."""
+class TurnObserver(Protocol):
+    """What a runner tells the kit, and asks it."""
 
-    kit: Kit
+    faults: Faults
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """All processes that have been, dead ones too."""
+        ...
+
+    def note(self, who: str, what: str) -> None:
+        """Add a line to the history."""
+        ...
+
+    def process_of(self, work: Work) -> Process | None:
+        """Return the process whose code this is."""
+        ...
+
+    def died(self, process: Process) -> None:
+        """See to it that a process which died within its own code starts again."""
+        ...
+
+    def listener_begins(self, work: Work) -> None:
+        """See user code begin."""
+        ...
+
+    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
+        """See user code end."""
+        ...
+
+    def fails_fast(self, work: Work) -> bool:
+        """Return whether what this code raises fails the test."""
+        ...
+
+    def let_others_run(self) -> None:
+        """Take all turns that are due before the test goes on."""
+        ...
+
+    def crash(self, process: Process) -> None:
+        """Let a process die and start again."""
+        ...
+
+    def restart(self, process: Process) -> Process:
+        """Shut a process down and start it again."""
+        ...
+
+    def lose(self, process: Process) -> None:
+        """Let the broker lose a process."""
+        ...
+
+    def join(self, process: Process) -> Process:
+        """Start one more process like this one."""
+        ...
+
+
+class KitRunner(ManualRunner):
+    """A `ManualRunner` that tells a kit what user code does, and stops at the first failure."""
+
+    kit: TurnObserver
     settles_history = True
-    """Whether what happened is to be read after the broker is gone."""
+    """Whether the history will be read after the broker is gone."""
 
     def __init__(self, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
         self.failure: BaseException | None = None
-        """What the test is to fail with; no turn is taken any more."""
+        """What the test will fail with; no turn is taken any more."""
         self.late: set[Work] = set()
-        """Listeners that have done what they do, and return later."""
+        """Listeners that have done their work and return later."""
         self._until_ms = 0
         self._dying: Process | None = None
         self._works: dict[asyncio.Task[Any], Work] = {}
@@ -50,11 +103,11 @@ class KitRunner(ManualRunner):
 
     @property
     def has_tasks(self) -> bool:
-        """Coroutines of listeners wait in the event loop."""
+        """Whether coroutines of listeners wait in the event loop."""
         return bool(self._tasks)
 
     def settles(self) -> bool:
-        """Whether something has failed that nobody asked for, and time is needed to get over it."""
+        """Return whether exploring has made something fail, so that the cluster needs time to get over it."""
         return False
 
     def unwind(self, process: Process) -> None:
@@ -80,14 +133,14 @@ class KitRunner(ManualRunner):
         super()._take_turns(until_ms)
 
     def take_turns(self, until_ms: int) -> None:
-        """All turns up to a time; raises what a listener has raised."""
+        """Take all turns up to a time; raise what a listener has raised."""
         self._take_turns(until_ms)
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
 
     def pick(self, options: Iterator[Turn]) -> Turn | None:
-        """The turn to take; None ends the run."""
+        """Return the turn to take; None ends the run."""
         if self.failure is not None:
             return None
         while (turn := next(options, None)) is not None and is_dead(turn):
@@ -167,7 +220,7 @@ class KitRunner(ManualRunner):
     # ---- chains: messages each sent by the listener of the one before
 
     def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
-        """A message was stored; by the listener that runs now, or by none."""
+        """See a message stored, by the listener that runs now or by the test."""
         work = _current.get()
         if work is not None and work.about:
             parent = max(work.about, key=lambda address: self._depths.get(address, (0,))[0])
@@ -193,7 +246,7 @@ class KitRunner(ManualRunner):
 
 
 def is_dead(turn: Turn) -> bool:
-    """Whether a turn is of a process that has died."""
+    """Return whether a turn belongs to a process that has died."""
     owner = getattr(turn, "owner", None)
     return owner is not None and owner.dead
 
@@ -221,5 +274,5 @@ def _steps_until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> Ge
 
 
 def group_of(work: Work) -> str:
-    """The consumer group of a listener's work."""
+    """Return the consumer group of a listener's work."""
     return work.label.partition(" ")[0].partition("@")[0]

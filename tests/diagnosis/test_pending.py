@@ -10,7 +10,7 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
-from librmq.diagnosis.pending import Pending, pending
+from librmq.diagnosis.pending import PendingMessage, pending
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -50,7 +50,7 @@ class Store:
         message.properties |= {"TIMER_DELAY_SEC": str(seconds), **properties}
         return self.timers.put(message).physical_offset
 
-    def pending(self, **only: str) -> list[Pending]:
+    def pending(self, **only: str) -> list[PendingMessage]:
         return list(pending(self.store, self.tables, **only))  # type: ignore[arg-type]
 
 
@@ -67,7 +67,7 @@ def test_halves() -> None:
     store.transactions.commit(*places[1])
     store.transactions.rollback(*places[3])
     expected = [
-        Pending("half", "H", START_MS + (60_000 if number == 4 else 6_000), f"H{number}", places[number][0], 0)
+        PendingMessage("half", "H", START_MS + (60_000 if number == 4 else 6_000), f"H{number}", places[number][0], 0)
         for number in (0, 2, 4)
     ]
     assert store.pending() == expected
@@ -84,7 +84,7 @@ def test_delays_in_the_order_of_their_times(config: StoreConfig) -> None:
     store = Store(config)
     places = {level: store.delay(level) for level in (5, 1, 3, 2)}
     due = {1: 1_000, 2: 5_000, 3: 10_000, 5: 60_000}
-    expected = [Pending("delay", "D", START_MS + due[level], "D", places[level], 0) for level in (1, 2, 3, 5)]
+    expected = [PendingMessage("delay", "D", START_MS + due[level], "D", places[level], 0) for level in (1, 2, 3, 5)]
     assert store.pending() == expected
     schedule = DelaySchedule(store.store, store.tables, START_MS, DelayConfig(first_look_s=0, save_every_s=0))
     store.clock.advance(ms=5_000)
@@ -115,7 +115,7 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     store.timers.save(store.clock.now_ms())
     places[5] = store.timer(5, "K5")
     expected = [
-        Pending("timer", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
+        PendingMessage("timer", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
         for seconds in (10, 20, 30, 300, 5)
     ]
     assert store.pending() == expected

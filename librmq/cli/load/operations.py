@@ -14,7 +14,7 @@
 Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``. From the first ``at_ms``
 on delayed messages are delivered on the way, looked at every 100 ms.
 
-Transactions are those of `librmq.txn`, as the original has them: no end is refused because there was one before.
+Transactions are those of `librmq.txn`, as in RocketMQ 4.9: a second end is not refused.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Operations:
         self._tell = tell
         self._line = 0
         self._stamped = False  # whether a message was put
-        self._schedule: DelaySchedule | None = None  # from the first at_ms on: before it nobody looks for what is due
+        self._schedule: DelaySchedule | None = None  # from the first at_ms on, before which nothing is looked for
         self._halves: dict[str, _Half] = {}
         self._transactions = Transactions(store, tables, clock.now_ms(), make_topic=tables.make_topic, original=True)
         self._timers = timers
