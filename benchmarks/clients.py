@@ -284,7 +284,7 @@ def ten_messages(rmq: Any) -> None:
 
 def explored(bench: Bench) -> list[Row]:
     """Schedules a second of a test with ten messages."""
-    from librmq.testing.explore import explore
+    from librmq.testing.exploration import explore
 
     runs = bench.count(400)
     logging.getLogger("librmq").setLevel(logging.CRITICAL)

@@ -14,10 +14,10 @@ __all__ = ["pending", "timers"]
 
 def pending(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each message that waits."""
-    from librmq.diagnosis.pending import pending
+    from librmq.diagnosis.pending import pending_messages
 
     with open_store(arguments, all_in_memory=True) as store:
-        for one in pending(store, kind=arguments.kind, topic=arguments.topic):
+        for one in pending_messages(store, kind=arguments.kind, topic=arguments.topic):
             output.row(one._asdict())
     return 0
 

@@ -30,7 +30,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
 
-__all__ = ["Kind", "PendingMessage", "pending"]
+__all__ = ["Kind", "PendingMessage", "pending_messages"]
 
 Kind = Literal["half", "delay", "timer"]
 
@@ -54,7 +54,7 @@ class PendingMessage(NamedTuple):
     """How often its producer was asked; 0 but for halves."""
 
 
-def pending(
+def pending_messages(
     store: MessageStore, tables: BrokerTables | None = None, *, kind: Kind | None = None, topic: str | None = None
 ) -> Iterator[PendingMessage]:
     """All that waits in a store, by kind, delayed messages and timers in the order of their times.

@@ -1,4 +1,4 @@
-"""Stores of the dedup guard, the inbox and the outbox."""
+"""Make effects happen once and messages go out: stores of the dedup guard, the inbox and the outbox."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
     from librmq.idempotence.prefilter import SeenKeys as SeenKeys
+    from librmq.idempotence.sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence.stores import Claim as Claim
     from librmq.idempotence.stores import DedupRecord as DedupRecord
     from librmq.idempotence.stores import DedupStore as DedupStore
@@ -30,6 +31,7 @@ _MODULES = {
     "inbox": ("Transactional", "purge_messages", "transactional"),
     "outbox": ("Outbox", "OutboxSender"),
     "prefilter": ("SeenKeys",),
+    "sqltables": ("upgrade_tables",),
     "stores": (
         "Claim",
         "DedupRecord",

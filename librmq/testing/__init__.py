@@ -1,4 +1,4 @@
-"""What tests of a store, or of an application that sends and consumes messages, can use.
+"""Test stores, and applications that send and consume messages: a kit, an explorer of schedules, file seams.
 
 `Kit` is a broker under a clock that the test moves; with pytest it is the fixture ``rmq``. `explore` runs a test under
 many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are file seams for tests of stores.
@@ -6,33 +6,41 @@ many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are
 
 from __future__ import annotations
 
-from librmq.testing.crash_images import CrashImages, Image
-from librmq.testing.explore import Exploration, explore
-from librmq.testing.faults import Faults
-from librmq.testing.files import Event, FailingFiles, RecordingFiles
-from librmq.testing.history import DeliveryAttempt, History
-from librmq.testing.kit import Elapsed, Kit, NotAwaitedError, ProcessStateError, UnknownGroupError, UnsoundStoreError
-from librmq.testing.process import Process, ProcessDied
-from librmq.testing.undelivered import UndeliveredWarning
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "CrashImages",
-    "DeliveryAttempt",
-    "Elapsed",
-    "Event",
-    "Exploration",
-    "FailingFiles",
-    "Faults",
-    "History",
-    "Image",
-    "Kit",
-    "NotAwaitedError",
-    "Process",
-    "ProcessDied",
-    "ProcessStateError",
-    "RecordingFiles",
-    "UndeliveredWarning",
-    "UnknownGroupError",
-    "UnsoundStoreError",
-    "explore",
-]
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.testing.crash_images import CrashImages as CrashImages
+    from librmq.testing.crash_images import Image as Image
+    from librmq.testing.exploration import Exploration as Exploration
+    from librmq.testing.exploration import explore as explore
+    from librmq.testing.faults import Faults as Faults
+    from librmq.testing.files import Event as Event
+    from librmq.testing.files import FailingFiles as FailingFiles
+    from librmq.testing.files import RecordingFiles as RecordingFiles
+    from librmq.testing.history import DeliveryAttempt as DeliveryAttempt
+    from librmq.testing.history import History as History
+    from librmq.testing.history import HistoryLine as HistoryLine
+    from librmq.testing.kit import Elapsed as Elapsed
+    from librmq.testing.kit import Kit as Kit
+    from librmq.testing.kit import NotAwaitedError as NotAwaitedError
+    from librmq.testing.kit import ProcessStateError as ProcessStateError
+    from librmq.testing.kit import UnknownGroupError as UnknownGroupError
+    from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
+    from librmq.testing.process import Process as Process
+    from librmq.testing.process import ProcessDied as ProcessDied
+    from librmq.testing.undelivered import UndeliveredWarning as UndeliveredWarning
+
+_MODULES = {
+    "crash_images": ("CrashImages", "Image"),
+    "exploration": ("Exploration", "explore"),
+    "faults": ("Faults",),
+    "files": ("Event", "FailingFiles", "RecordingFiles"),
+    "history": ("DeliveryAttempt", "History", "HistoryLine"),
+    "kit": ("Elapsed", "Kit", "NotAwaitedError", "ProcessStateError", "UnknownGroupError", "UnsoundStoreError"),
+    "process": ("Process", "ProcessDied"),
+    "undelivered": ("UndeliveredWarning",),
+}
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

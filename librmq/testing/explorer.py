@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.client.identity import Client
 from librmq.clock import ManualClock
-from librmq.runtime.runner import Step, Turn, Work
+from librmq.runtime.runner import Runner, Step, Turn, Work
 from librmq.testing.pausable_threads import Baton, Piece
 from librmq.testing.process import LIBRARY, Process, ProcessDied
 from librmq.testing.turns import KitRunner, current_work, is_dead
@@ -100,7 +100,9 @@ class _Paused(Work):
         super().__init__(f"go on with {work.label}", work.call, work.done, work.owner)
         self.piece = piece
 
-    def go(self, runner: Any) -> None:
+    def go(self, runner: Runner) -> None:
+        """Go on."""
+        assert isinstance(runner, Explorer)
         runner.paused.remove(self)
         runner.go_on(self)
 

@@ -1,5 +1,7 @@
 """File seams for tests: one that records what a store does to its files, one that fails on request."""
 
+# ruff: noqa: D102 (the methods are those of Files, described there)
+
 from __future__ import annotations
 
 import errno
@@ -43,7 +45,7 @@ class _RecordingBuffer(mmap.mmap):
         self.record = record
         return self
 
-    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
+    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:  # noqa: ANN401 (as mmap has it)
         super().__setitem__(place, value)
         if isinstance(place, slice):
             self.record(Event("write", self.path, place.indices(len(self))[0], bytes(value)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from librmq.message.message import Message, StoredMessage
 from librmq.message.printable import printable
@@ -148,7 +148,7 @@ class History:
         return "\n".join(lines)
 
 
-def show(message: Message | StoredMessage | Any) -> str:
+def show(message: Message | StoredMessage) -> str:
     """Return body and tag of a message, shortened."""
     body = message.body
     text = repr(body) if len(body) <= _SHOWN_BYTES else f"{body[:_SHOWN_BYTES]!r}… ({len(body):,} bytes)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
@@ -30,7 +30,7 @@ from librmq.runtime.runner import Step, Work
 from librmq.store.recovery.verify import verify
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, DeliveryAttempt, History, show
-from librmq.testing.process import LIBRARY, Process
+from librmq.testing.process import LIBRARY, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.turns import KitRunner, current_work, group_of
 from librmq.testing.undelivered import Subscribed, UndeliveredWarning, nearest, undelivered
 
@@ -73,6 +73,15 @@ class Elapsed(Awaitable["Elapsed"]):
         return Elapsed((yield from self._rest().__await__()))
 
 
+class KitSettings(TypedDict, total=False):
+    """The settings of a `Kit`, as `librmq.testing.explore` and the marker ``rmq`` take them."""
+
+    path: str | os.PathLike[str] | None
+    broker_config: BrokerConfig | None
+    store_config: StoreConfig | None
+    now_ms: int
+
+
 class Kit:
     """A broker, a clock that stands still until it is moved, and processes that send and consume.
 
@@ -85,7 +94,7 @@ class Kit:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        settings: BrokerConfig | None = None,
+        broker_config: BrokerConfig | None = None,
         store_config: StoreConfig | None = None,
         now_ms: int = 1_700_000_000_000,
         runner: KitRunner | None = None,
@@ -103,7 +112,7 @@ class Kit:
         """Faults on request."""
         self.processes: list[Process] = []
         """All processes of the test, dead ones too."""
-        self._settings = settings
+        self._broker_config = broker_config
         self._store_config = store_config or _SMALL_FILES
         self._check = check
         self._history = History(self.clock.now_ms())
@@ -130,7 +139,7 @@ class Kit:
     def _open_broker(self) -> None:
         self.broker = Broker.open(
             self.path,
-            self._settings,
+            self._broker_config,
             store_config=self._store_config,
             runner=self.runner,
             files=self.files,
@@ -144,7 +153,7 @@ class Kit:
         """The test's own process, for clients that it makes by hand; stands for the broker of production."""
         return self._test
 
-    def producer(self, group: str = "test", **settings: Any) -> Producer:
+    def producer(self, group: str = "test", **settings: Unpack[ProducerArguments]) -> Producer:
         """Return the test's own producer of a group; with ``settings``, those of `Producer`, a new one."""
         found = None if settings else self._producers.get(group)
         if found is None:
@@ -153,7 +162,7 @@ class Kit:
                 self._producers[group] = found
         return found
 
-    def consumer(self, group: str, *, fail_fast: bool = True, **settings: Any) -> PushConsumer:
+    def consumer(self, group: str, *, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]) -> PushConsumer:
         """Return a consumer in a process of its own, which starts with the next send or when time moves.
 
         ``settings`` are those of `PushConsumer`. What its listeners raise fails the test, `ReconsumeLater` and

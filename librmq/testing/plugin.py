@@ -12,7 +12,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from librmq.errors import InputError
-from librmq.testing.explore import Exploration, explored_kit, read_seed, schedule_document, search
+from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import Kit
 from librmq.testing.pausable_threads import end_threads

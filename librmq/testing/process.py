@@ -7,17 +7,19 @@ the broker, so that producers and consumers know nothing of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
 from librmq.broker import Broker
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, SendResult
-from librmq.consumer import PushConsumer
+from librmq.client.producer import Producer, ProducerConfig, ProducerSettings, SendHook, SendResult
+from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
+from librmq.consumer.config import ConsumerSettings
 from librmq.errors import BrokerUnreachableError
 from librmq.files.seam import Files
 from librmq.message.topics import RETRY_PREFIX
+from librmq.metrics import Metrics
 from librmq.protocol import (
     Endpoint,
     EndTransaction,
@@ -40,6 +42,27 @@ __all__ = ["Process", "ProcessDied", "ProcessHost"]
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The folder of librmq's own code, which a traceback shown to the test leaves out."""
+
+
+class ProducerArguments(ProducerSettings, total=False):
+    """Keywords of a `Producer`."""
+
+    client: Client | None
+    instance_name: str | None
+    config: ProducerConfig | None
+    hooks: Iterable[SendHook]
+    metrics: Metrics | None
+
+
+class ConsumerArguments(ConsumerSettings, total=False):
+    """Keywords of a `PushConsumer`."""
+
+    client: Client | None
+    instance_name: str | None
+    config: ConsumerConfig | None
+    hooks: Iterable[ConsumeHook]
+    before_last_attempt: Callable[[DeliveredMessage], object] | None
+    metrics: Metrics | None
 
 
 class ProcessDied(BaseException):
@@ -131,18 +154,18 @@ class Process:
 
     # ---- what an application in it uses
 
-    def producer(self, group: str = "producer", **settings: Any) -> Producer:
+    def producer(self, group: str = "producer", **settings: Unpack[ProducerArguments]) -> Producer:
         """Return a producer in this process; ``settings`` are those of `Producer`."""
         producer = Producer(self, group, **settings)
         send_async = producer.send_async
 
-        def noted(*arguments: Any, **fields: Any) -> Coroutine[Any, Any, SendResult]:
+        def noted(*arguments: Any, **fields: Any) -> Coroutine[Any, Any, SendResult]:  # noqa: ANN401 (as send_async)
             return self._kit.noted_async_call(send_async(*arguments, **fields), "send_async")
 
         producer.send_async = noted  # type: ignore[method-assign]
         return producer
 
-    def consumer(self, group: str, **settings: Any) -> PushConsumer:
+    def consumer(self, group: str, **settings: Unpack[ConsumerArguments]) -> PushConsumer:
         """Return a consumer that starts once the factory has returned; ``settings`` are those of `PushConsumer`."""
         settings.setdefault("files", self._kit.files)
         settings.setdefault("offsets_folder", self._kit.path + ".clients")

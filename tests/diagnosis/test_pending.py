@@ -10,7 +10,7 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
-from librmq.diagnosis.pending import PendingMessage, pending
+from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -51,7 +51,7 @@ class Store:
         return self.timers.put(message).physical_offset
 
     def pending(self, **only: str) -> list[PendingMessage]:
-        return list(pending(self.store, self.tables, **only))  # type: ignore[arg-type]
+        return list(pending_messages(self.store, self.tables, **only))  # type: ignore[arg-type]
 
 
 def test_nothing_waits() -> None:

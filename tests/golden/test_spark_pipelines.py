@@ -16,7 +16,7 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig, StoredMessage
 from librmq.client.allocation import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
-from librmq.diagnosis.pending import pending
+from librmq.diagnosis.pending import pending_messages
 from librmq.filter import SqlFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue
@@ -244,7 +244,7 @@ def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -
     }
     assert found == wanted | {(made, 0, "P", "H"), (made, 2, "P", "H")}
     with MessageStore.open(made, read_only=True) as store:
-        assert [one.unique_key for one in pending(store, kind="half")] == ["H0", "H2"]
+        assert [one.unique_key for one in pending_messages(store, kind="half")] == ["H0", "H2"]
 
 
 def store_with_timers(path: Path) -> None:
@@ -286,7 +286,7 @@ def test_pending_timers(stores: list[str], tmp_path: Path) -> None:
         with MessageStore.open(path, read_only=True) as store:
             wanted.update(
                 (path, one.kind, one.topic, one.due_ms, one.unique_key, one.physical_offset)
-                for one in pending(store) if one.kind != "half"
+                for one in pending_messages(store) if one.kind != "half"
             )  # fmt: skip
     assert found == wanted
     made = Counter(kind for path, kind, *_ in found.elements() if path == str(tmp_path / "made"))

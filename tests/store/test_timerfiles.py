@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
-from librmq.diagnosis.pending import pending
+from librmq.diagnosis.pending import pending_messages
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
@@ -66,7 +66,7 @@ def test_anything_is_refused_or_gone_on_with(
         logging.disable(logging.CRITICAL)
         try:
             list(read_slots(ROOT, store.files))
-            list(pending(store, kind="timer"))
+            list(pending_messages(store, kind="timer"))
             timers = Timers.open(store, WHEEL)
             for _ in range(60):
                 due = timers.run_due(clock.now_ms())

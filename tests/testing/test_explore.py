@@ -15,7 +15,7 @@ from librmq.consumer import DeliveredMessage
 from librmq.errors import InputError
 from librmq.files.memory import MemoryFiles
 from librmq.testing import Kit, Process, explore
-from librmq.testing.explore import (
+from librmq.testing.exploration import (
     as_decided,
     at_random,
     decode_schedule,

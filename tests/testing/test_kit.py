@@ -643,7 +643,7 @@ def test_a_store_that_is_not_sound_fails_the_test(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_broker() -> None:
-    with Kit(settings=BrokerConfig(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
+    with Kit(broker_config=BrokerConfig(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
         rmq.producer().send("orders", b"x")
 
 

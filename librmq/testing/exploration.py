@@ -20,13 +20,13 @@ from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Unpack
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files.disk import TemporaryFolder
 from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
-from librmq.testing.kit import Kit
+from librmq.testing.kit import Kit, KitSettings
 from librmq.testing.process import LIBRARY
 
 __all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
@@ -275,7 +275,7 @@ def search(
 ) -> Exploration:
     """Run a test under up to ``runs`` schedules, or under the one to replay; see `explore`."""
     with _collected_in_between():
-        return _search(run, runs, seed, replay, lines)
+        return _Search(run, runs, seed, lines).search(replay)
 
 
 @contextmanager
@@ -290,62 +290,67 @@ def _collected_in_between() -> Iterator[None]:
             gc.enable()
 
 
-def _search(run: Run, runs: int, seed: str, replay: Sequence[Decision] | None, lines: bool) -> Exploration:
-    result = Exploration()
-    seen: set[tuple[Decision, ...]] = set()
+class _Search:
+    """One search: its runs, what they came to, and what is tried next."""
 
-    def attempt(strategy: Strategy, on_disk: bool = False) -> Attempt:
-        gc.collect(0)  # now, as nothing of a run is alive, and each finds the memory of the one before
-        explorer = Explorer(strategy, ManualClock())
-        explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, lines, on_disk
-        error = run(explorer)
+    def __init__(self, run: Run, runs: int, seed: str, lines: bool) -> None:
+        self.result = Exploration()
+        self._run = run
+        self._runs = runs
+        self._seed = seed
+        self._lines = lines
+        self._seen: set[tuple[Decision, ...]] = set()
+        self._failing: list[Trace] = []  # runs of one fault, to which a second decision is added
+
+    def search(self, replay: Sequence[Decision] | None) -> Exploration:
+        """Run the schedule to replay, or try schedules until one fails or the runs are used up."""
+        usual = self._counted(as_decided(replay or ()))
+        if usual.error is not None:
+            self.result.found = self._found(usual, is_replayed=replay is not None)
+        elif replay is None:
+            for strategy in islice(self._strategies(usual), max(0, self._runs - 1)):
+                made = self._counted(strategy)
+                if made.error is not None:
+                    shortest = _shorten(made, usual, self._attempt, self.result)
+                    self.result.found = self._found(shortest, len(made.trace.decisions))
+                    break
+        return self.result
+
+    def _attempt(self, strategy: Strategy, on_disk: bool = False) -> Attempt:
+        gc.collect(0)  # now, while nothing of a run is alive: each finds the memory of the one before
+        result, explorer = self.result, Explorer(strategy, ManualClock())
+        explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, self._lines, on_disk
+        error = self._run(explorer)
         trace = explorer.trace
         result.reached.update(place.kind for place, _ in trace.reached)
         result.chosen.update(decision.place.kind for decision in trace.decisions)
         return Attempt(trace, error)
 
-    def found(failed: Attempt, first_decisions: int = 0) -> Found:
-        trace, error = failed
-        assert error is not None
-        decisions = tuple(trace.decisions)
-        again = attempt(as_decided(decisions), on_disk=True) if replay is None else None
-        return Found(decisions, error, trace.history, result.runs, first_decisions, trace, again)
-
-    def counted(strategy: Strategy) -> Attempt:
-        made = attempt(strategy)
-        result.runs += 1
-        seen.add(tuple(made.trace.decisions))
-        result.schedules = len(seen)
+    def _counted(self, strategy: Strategy) -> Attempt:
+        made = self._attempt(strategy)
         decisions = made.trace.decisions
+        self._seen.add(tuple(decisions))
+        self.result.runs += 1
+        self.result.schedules = len(self._seen)
         if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
-            failing.append(made.trace)
+            self._failing.append(made.trace)
         return made
 
-    failing: list[Trace] = []  # runs of one fault: what a second decision is added to
-
-    def strategies(usual: Attempt) -> Iterator[Strategy]:
-        one_each = singles(usual.trace.reached, seed)
-        for decision in islice(one_each, runs // 2):
+    def _strategies(self, usual: Attempt) -> Iterator[Strategy]:
+        for decision in islice(singles(usual.trace.reached, self._seed), self._runs // 2):
             yield as_decided([decision])
-        two_each = pairs(failing, seed)
+        two_each = pairs(self._failing, self._seed)
         for number in count():
             if (two := next(two_each, None)) is not None:
                 yield as_decided(two)
-            yield at_random(f"{seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
+            yield at_random(f"{self._seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
 
-    usual = counted(as_decided(replay or ()))
-    if usual.error is not None:
-        result.found = found(usual)
-    if usual.error is not None or replay is not None:
-        return result
-    for strategy in strategies(usual):
-        if result.runs >= runs:
-            return result
-        made = counted(strategy)
-        if made.error is not None:
-            result.found = found(_shorten(made, usual, attempt, result), len(made.trace.decisions))
-            return result
-    return result
+    def _found(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
+        trace, error = failed
+        assert error is not None
+        decisions = tuple(trace.decisions)
+        again = None if is_replayed else self._attempt(as_decided(decisions), on_disk=True)
+        return Found(decisions, error, trace.history, self.result.runs, first_decisions, trace, again)
 
 
 def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration) -> Attempt:
@@ -390,7 +395,7 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
 
 
 @contextmanager
-def explored_kit(explorer: Explorer, **settings: Any) -> Iterator[Kit]:
+def explored_kit(explorer: Explorer, **settings: Unpack[KitSettings]) -> Iterator[Kit]:
     """Make the kit for one run, in memory or, ``on_disk``, in a folder, and abandon it at the end.
 
     Only the first run checks its store: the same broker writes all of them.
@@ -410,7 +415,12 @@ def explored_kit(explorer: Explorer, **settings: Any) -> Iterator[Kit]:
 
 
 def explore(
-    function: Callable[[Kit], Any], runs: int = 200, *, seed: str = "0", lines: bool = False, **settings: Any
+    function: Callable[[Kit], object],
+    runs: int = 200,
+    *,
+    seed: str = "0",
+    lines: bool = False,
+    **settings: Unpack[KitSettings],
 ) -> Exploration:
     """Run ``function(rmq)`` under up to ``runs`` schedules, with a fresh `Kit` of ``settings`` each time.
 
