@@ -23,7 +23,7 @@ from librmq.files.seam import Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.open_store import Parts
-from librmq.store.engine.queue_table import QueueTable
+from librmq.store.engine.queue_table import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.keyindex import KeyIndex
@@ -114,6 +114,7 @@ def load(
     thorough: bool = False,
     lenient: bool = False,
     living: bool = False,
+    keep_deleted: bool = False,
     bitmap_of: BitmapOf | None = None,
 ) -> Parts:
     """Open the parts of the store in ``path``; if ``writable``, bring them to agree.
@@ -192,8 +193,9 @@ def load(
         forget=checkpoint.forget_index,
     )
     names = directory.list_queues(path, files)
-    lost = trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index))
-    if lost:  # something went since the store was closed
+    lost: frozenset[QueueName] | None = None
+    if trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index)):
+        lost = frozenset(trusted.queues.keys() ^ set(names))  # something went since the store was closed
         trusted = None
         log.found_end = log.walk(log.third_last_file())
         log.last_write = log.found_end.last_record
@@ -207,7 +209,7 @@ def load(
     if writable and trusted is not None:
         set_abort(files, path)
     elif writable:
-        run = Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living)
+        run = Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living, keep_deleted)
         end, cut = run.cut_at()
         set_abort(files, path)  # only now: a store that is refused is left as it was
         make_folders(files, log.sequence.folder)  # by which it is known as a store
@@ -234,15 +236,16 @@ class Settled(NamedTuple):
     """Queue offset of the next message, by topic and queue id."""
 
 
-def settle(path: str, config: StoreConfig, files: Files, clock: Clock) -> Settled:
+def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_deleted: bool = False) -> Settled:
     """Recover all of the store in ``path``, flush it and mark it as closed.
+
+    ``keep_deleted`` makes no queue again that has no folder: its topic was deleted.
 
     Takes no lock: the store must be one that no other process knows of yet.
     """
     set_abort(files, path)
-    parts = load(
-        path, config, DelayLevels.parse(config.message_delay_level), files, clock, writable=True, thorough=True
-    )
+    levels = DelayLevels.parse(config.message_delay_level)
+    parts = load(path, config, levels, files, clock, writable=True, thorough=True, keep_deleted=keep_deleted)
     ends = {name: queue.max_offset for name, queue in parts.queues.items()}
     found = Settled(parts.log.begin, parts.log.end, ends)
     parts.close()

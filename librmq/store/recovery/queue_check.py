@@ -8,7 +8,9 @@ misaddressed; two that agree are a jump (a topic that was deleted and made again
 from __future__ import annotations
 
 import struct
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,9 +26,19 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.queue_table import OpenQueue
+from librmq.store.engine.queue_table import OpenQueue, QueueName
 
-__all__ = ["COMPARED", "Entry", "GapError", "QueueCheck", "QueueChecks", "first_at", "misaddressed"]
+__all__ = [
+    "COMPARED",
+    "Entry",
+    "GapError",
+    "QueueCheck",
+    "QueueChecks",
+    "Scope",
+    "first_at",
+    "made_again",
+    "misaddressed",
+]
 
 _LONG: Final = struct.Struct(">q")
 _FILLER_SIZE: Final = 0x7FFFFFFF
@@ -45,7 +57,42 @@ class Stray(NamedTuple):
 
 
 class GapError(Exception):
-    """A queue lacks entries from before the place where the walk began: walk over all of the log."""
+    """A queue lacks entries from before the place where its records are looked at: look at all of them."""
+
+    def __init__(self, name: QueueName) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which records are held against the queues that they name: those from physical offset ``begin`` on."""
+
+    begin: int
+    all_of: frozenset[QueueName] = frozenset()
+    """Queues of which all records are, wherever they stand."""
+    since: Mapping[QueueName, int] = field(default_factory=dict)
+    """Queues that begin later: what stands before this physical offset is of a topic that was deleted."""
+    absent_before: int = 0
+    """A queue without a folder was deleted: its records that stand before this physical offset are left out."""
+
+
+def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
+    """Return where the records of each queue begin that counts from 0, by its first entry.
+
+    A topic that is deleted on a broker leaves its records in the log. Made again, it counts from 0 again.
+    """
+    found = {}
+    for name, queue in queues.items():
+        raw = queue.read(0, 1) if queue.stored_begin == 0 else b""
+        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+        if place > log.begin and size != _FILLER_SIZE:
+            with suppress(CorruptionError):
+                data = log.read(place, size)
+                message = None if data is None else StoredMessage(data)
+                if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
+                    found[name] = place
+    return found
 
 
 class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
@@ -56,7 +103,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         log: CommitLog,
         queues: MutableMapping[tuple[str, int], ConsumeQueue],
         open_queue: OpenQueue,
-        begin: int,
+        scope: Scope,
         mend: bool,
         bitmap_of: BitmapOf | None,
     ) -> None:
@@ -65,8 +112,9 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         self._log = log
         self._queues = queues
         self._open_queue = open_queue
-        self._begin = begin
+        self._scope = scope
         self._mend = mend
+        self._made: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
         self._strays: dict[int, dict[int, Stray]] = {}  # by queue offset and physical offset
 
@@ -81,17 +129,24 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
                 path = self._log.sequence.path_at(physical_offset)
                 raise CorruptionError(path, physical_offset, "record", f"it names no queue: {error}") from None
             queue = self._queues.get((topic, queue_id))
+            absent = queue is None
             if queue is None:
                 queue = self._open_queue(topic, queue_id)
                 if self._mend:
                     self._queues[topic, queue_id] = queue
-            check = self._check(topic, queue_id, queue)
+                    self._made.add((topic, queue_id))
+            check = self._check(topic, queue_id, queue, absent=absent)
         self[topic_raw, queue_id] = check
         return check
 
-    def _check(self, topic: str, queue_id: int, queue: ConsumeQueue) -> QueueCheck:
-        check = QueueCheck(self, self._log, queue, (topic, queue_id), self._begin, self._mend, self._bitmap_of)
-        self._by_name[topic, queue_id] = check
+    def _check(self, topic: str, queue_id: int, queue: ConsumeQueue, *, absent: bool = False) -> QueueCheck:
+        name, scope = (topic, queue_id), self._scope
+        begin = since = self._log.begin if name in scope.all_of else scope.begin
+        if name not in scope.all_of:
+            since = scope.since.get(name, scope.absent_before if absent else begin)
+        whole = begin <= self._log.begin
+        check = QueueCheck(self, self._log, queue, name, max(begin, since), whole, self._mend, self._bitmap_of)
+        self._by_name[name] = check
         return check
 
     def all(self) -> list[QueueCheck]:
@@ -103,9 +158,10 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         return sorted(self._by_name.values(), key=lambda check: check.waits)
 
     def forget_empty(self) -> None:
-        """Leave no queue behind whose only record was that of another queue."""
-        for name in [name for name, check in self._by_name.items() if check.gave_all_away]:
-            self._queues.pop(name, None)
+        """Leave no queue behind that has no record of its own."""
+        for name in self._made:
+            if self._queues[name].max_offset == 0:
+                del self._queues[name]
 
     def add_stray(self, queue_offset: int, stray: Stray) -> None:
         """Note a record that may be that of another queue, at the same queue offset."""
@@ -173,12 +229,17 @@ class QueueCheck:
         queue: ConsumeQueue,
         name: tuple[str, int],
         begin: int,
+        whole: bool,
         mend: bool,
         bitmap_of: BitmapOf | None,
     ) -> None:
+        """Begin at physical offset ``begin``; ``whole``: nothing of the queue in the log stands before."""
+        self.name = name
         topic, self._queue_id = name
         self._checks = checks
         self._topic = topic
+        self.left_out = 0
+        """How many records were left out, because a topic of this name was deleted since."""
         self.gave_all_away = False
         """Whether the only record that names the queue is that of another one."""
         self._bitmap_of = bitmap_of
@@ -189,14 +250,13 @@ class QueueCheck:
         self._log = log
         self._queue = queue
         self._begin = begin
-        self._whole = begin <= log.begin
+        self._whole = whole
         self._mend = mend
         self._delayed = topic == SCHEDULE_TOPIC
         self._first = first_at(queue, begin)  # entries below it are of older records
         self._next: int | None = self._first if self._first > queue.min_offset else None
         self._held: tuple[int, Entry] | None = None
         self._units: dict[int, Entry] = {}  # of a queue with extension: by queue offset
-        self._expect()
 
     def _expect(self) -> None:
         """Open the short cut for the next record, if there is nothing particular about it."""
@@ -224,6 +284,9 @@ class QueueCheck:
 
     def offer(self, queue_offset: int, entry: Entry) -> None:
         """Take the next record of the queue, which says that it is at ``queue_offset``."""
+        if entry.physical_offset < self._begin:
+            self.left_out += 1
+            return
         self.settle()
         if self._held is not None:
             claimed, held = self._held
@@ -278,7 +341,7 @@ class QueueCheck:
             self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._mend))
         if self._next is None:
             if queue_offset and not self._whole:
-                raise GapError
+                raise GapError((self._topic, self._queue_id))
             self._first = queue_offset
         elif queue_offset != self._next:
             self._jump(queue_offset, entry)
@@ -294,7 +357,7 @@ class QueueCheck:
         assert self._next is not None
         gap = queue_offset - self._next
         if gap > 0 and not self._whole:
-            raise GapError
+            raise GapError((self._topic, self._queue_id))
         if 0 < gap <= _LARGEST_GAP:
             after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(self._next)
             for lacking in range(self._next, queue_offset):

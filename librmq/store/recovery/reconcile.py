@@ -18,10 +18,10 @@ from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
-from librmq.store.engine.queue_table import OpenQueue
+from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.index_check import SETTLED, IndexCheck, index_again
-from librmq.store.recovery.queue_check import COMPARED, Entry, QueueChecks, misaddressed
+from librmq.store.recovery.queue_check import COMPARED, Entry, QueueChecks, Scope, misaddressed
 
 __all__ = ["reconcile"]
 
@@ -44,18 +44,21 @@ def reconcile(
     begin: int,
     *,
     mend: bool,
+    scope: Scope | None = None,
+    left_out: dict[QueueName, int] | None = None,
     bitmap_of: BitmapOf | None = None,
     forget_index: Callable[[], None] | None = None,
 ) -> Iterator[Damage]:
     """Hold what follows from the records from ``begin`` on against queues and index; yields what differs.
 
-    With ``mend`` what differs is rewritten; without, nothing is changed. ``open_queue`` gives queues that are missing,
+    With ``mend`` what differs is rewritten; without, nothing is changed. ``scope`` leaves records out for the queues;
+    ``left_out`` takes how many, by queue. ``open_queue`` gives queues that are missing,
     ``bitmap_of`` the bitmaps of extension units that are made again; ``forget_index()`` is called before the index is.
     `GapError` if a queue that is mended lacks entries from before ``begin``. `CorruptionError` at a record that can't
     be read, or that names no possible queue.
     """
     begin = max(begin, log.begin)
-    checks = QueueChecks(log, queues, open_queue, begin, mend, bitmap_of)
+    checks = QueueChecks(log, queues, open_queue, scope or Scope(begin), mend, bitmap_of)
     keys = None if index is None else IndexCheck(index, begin, log.end, begin <= log.begin, mend)
     tags_codes: dict[bytes | None, int] = {None: 0}
     find = record_format.find_keys_and_tags
@@ -105,6 +108,8 @@ def reconcile(
                 keys.offer(record)
     for check in checks.all():
         check.finish()
+        if left_out is not None and check.left_out:
+            left_out[check.name] = check.left_out
         yield from check.damages
     checks.forget_empty()
     if index is not None and keys is not None:

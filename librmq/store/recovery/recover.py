@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from librmq.clock import Clock
@@ -18,16 +19,14 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files.damage import Damage
 from librmq.files.seam import Files
-from librmq.java.hashing import java_decode
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue
-from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.open_store import Parts
-from librmq.store.engine.queue_table import QueueTable
+from librmq.store.engine.queue_table import QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
-from librmq.store.recovery.queue_check import GapError, first_at
+from librmq.store.recovery.queue_check import GapError, Scope, first_at, made_again
 from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Recovery"]
@@ -49,11 +48,12 @@ class Recovery:
         begin: int,
         clean: bool,
         thorough: bool,
-        lost: bool,
+        lost: frozenset[QueueName] | None,
         lenient: bool,
         living: bool,
+        keep_deleted: bool,
     ) -> None:
-        """``lost``: queues or index are known to lack something, wherever it is; the last two: as for opening."""
+        """``lost``: queues that went since the exit; not None if queues or index did. The last two: as for opening."""
         self._path = path
         self._files = files
         self._clock = clock
@@ -64,6 +64,7 @@ class Recovery:
         self._lost = lost
         self._lenient = lenient
         self._living = living
+        self._keep_deleted = keep_deleted
         self._unvouched_from = 0
         """After an unclean exit: where the first record is that the checkpoint does not vouch for."""
 
@@ -187,9 +188,9 @@ class Recovery:
         self._cut_log(end, cut)
         for queue in parts.queues.values():
             self._cut_queue(queue)
-        begin = self._reconcile_from()
+        begin, scope = self._reconcile_from()
         if begin < parts.log.end or self._thorough or not self._clean:
-            self._reconcile(begin)
+            self._reconcile(begin, scope)
         if self._lenient:
             return
         stored = self._last_timestamp_ms()
@@ -259,6 +260,7 @@ class Recovery:
             log.end = end.physical_offset  # it may be followed by gigabytes, which would have to be changed in memory
         elif cut or log.sequence.end > end.physical_offset + log.file_size:
             log.truncate(end.physical_offset)
+            log.last_write = end.last_record
 
     def _cut_queue(self, queue: ConsumeQueue) -> None:
         parts = self._parts
@@ -268,24 +270,24 @@ class Recovery:
             parts.cuts.append(Damage(path, position, "ahead", f"{cut} entries ahead of the log", 20 * cut))
         queue.serve_from(parts.log.begin)
 
-    def _reconcile_from(self) -> int:
-        """The physical offset from which on records are held against queues and index."""
+    def _reconcile_from(self) -> tuple[int, Scope]:
+        """Return from where on records are held against the index, and which of them against queues."""
         parts = self._parts
         log, index = parts.log, parts.index
-        if self._thorough or self._lost:
-            return log.begin
+        # What stands before this was dispatched, whatever became of its queue since.
+        dispatched = max([log.begin, *(queue.max_physic_offset for queue in parts.queues.values())])
+        if self._thorough:
+            absent_before = dispatched if self._keep_deleted else 0
+            return log.begin, Scope(log.begin, since=made_again(log, parts.queues), absent_before=absent_before)
         if self._clean:
-            begin = max((queue.max_physic_offset for queue in parts.queues.values()), default=log.begin)
-            begin = min(begin, index.end_physical_offset)
-            if _lacks_entries(log, parts.queues):
-                begin = log.begin  # a queue was lost since, wherever its first record is
+            begin = log.begin if self._lost is not None else min(dispatched, index.end_physical_offset)
+            scope = Scope(dispatched, self._lost or frozenset())
         else:
-            begin = self._begin
             self._drop_index(self._unvouched_index(), "the checkpoint")
-            begin = min(begin, index.end_physical_offset)
+            begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
-        return max(begin, log.begin)
+        return max(begin, log.begin), scope
 
     def _unvouched_index(self) -> list[IndexFile]:
         """The index files that may not be whole on the device: behind the first that the checkpoint ends with."""
@@ -305,7 +307,7 @@ class Recovery:
             self._parts.index.drop(file.name)
         return self._parts.index.end_physical_offset if files else self._parts.log.end
 
-    def _reconcile(self, begin: int) -> None:
+    def _reconcile(self, begin: int, scope: Scope) -> None:
         parts = self._parts
         while True:
             found: list[Damage] = []
@@ -319,12 +321,14 @@ class Recovery:
                         parts.levels,
                         begin,
                         mend=True,
+                        scope=scope,
                         bitmap_of=parts.dispatcher.bitmap_of,
                         forget_index=parts.checkpoint.forget_index,
                     )
                 )
-            except GapError:
+            except GapError as gap:
                 begin = parts.log.begin
+                scope = replace(scope, all_of=scope.all_of | {gap.name})
                 continue
             except CorruptionError as error:
                 path = parts.log.sequence.path_at(error.offset)
@@ -343,21 +347,6 @@ class Recovery:
                 continue
             parts.cuts += found
             return
-
-
-def _lacks_entries(log: CommitLog, queues: QueueTable) -> bool:
-    """Whether a queue lacks the entry of its last record among those of the last three files."""
-    last: dict[tuple[bytes, int], tuple[int, int]] = {}
-    for physical_offset, _, raw in log.scan(log.third_last_file(), check_body=False):
-        if raw is not None and has_queue_entry(int.from_bytes(raw[36:40], "big")):
-            _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, len(raw))
-            queue_id, queue_offset = int.from_bytes(raw[12:16], "big"), int.from_bytes(raw[20:28], "big", signed=True)
-            last[raw[topic_at:topic_end], queue_id] = queue_offset, physical_offset
-    for (topic, queue_id), (queue_offset, physical_offset) in last.items():
-        queue = queues.find((java_decode(topic), queue_id))
-        if queue is None or (queue_offset >= queue.max_offset and physical_offset >= queue.max_physic_offset):
-            return True
-    return False
 
 
 def _names_no_queue(raw: bytes, known: set[tuple[bytes, bool]]) -> str | None:

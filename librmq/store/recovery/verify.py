@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from librmq.commitlog import CommitLog
@@ -24,9 +24,12 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
+from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.clean_shutdown import read_closed_state
+from librmq.store.recovery.queue_check import Scope, made_again
 from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Verdict", "verify"]
@@ -69,8 +72,12 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
     """`verify` with all of it known; ``writer`` is who may be ahead with the log, None for nobody."""
-    damage = _Look(path, config, files).damage()
+    closed = writer is None and not has_abort(files, path)
+    look = _Look(path, config, files, closed=closed)
+    damage = look.damage()
     notes = [UNKNOWABLE]
+    for (topic, queue_id), count in sorted(look.left_out.items()):
+        notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are in the log still")
     if has_abort(files, path) and writer is None:
         notes.append("an abort marker stands: the store was not closed")
     if writer is not None:
@@ -78,7 +85,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
         for _ in range(_LOOKS - 1):
             if damage:  # what another look does not find was only being written
-                again = set(_Look(path, config, files).damage())
+                again = set(_Look(path, config, files, closed=False).damage())
                 damage = [one for one in damage if one in again]
     return Verdict(tuple(damage), tuple(notes))
 
@@ -86,7 +93,9 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
 class _Look:
     """One look at a store."""
 
-    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+    def __init__(self, path: str, config: StoreConfig, files: Files, *, closed: bool) -> None:
+        self.left_out: dict[QueueName, int] = {}
+        self._closed = closed
         self._path = path
         self._config = config
         self._files = files
@@ -173,9 +182,23 @@ class _Look:
     def _derived(self, log: CommitLog, queues: dict[tuple[str, int], ConsumeQueue], index: KeyIndex | None) -> None:
         levels = DelayLevels.parse(self._config.message_delay_level)
         try:
-            self._found.extend(reconcile(log, queues, self._open_queue, index, levels, log.begin, mend=False))
+            scope, begin = self._scope(log, queues), log.begin
+            look = reconcile(
+                log, queues, self._open_queue, index, levels, begin, mend=False, scope=scope, left_out=self.left_out
+            )
+            self._found.extend(look)
         except CorruptionError as error:
             self._note(error)
+
+    def _scope(self, log: CommitLog, queues: dict[QueueName, ConsumeQueue]) -> Scope:
+        """Leave out what a topic left in the log that was deleted on a broker."""
+        scope = Scope(log.begin, since=made_again(log, queues))
+        if not self._closed:
+            return scope
+        dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
+        closed = read_closed_state(self._path, self._files)
+        listed = closed.queues if closed is not None and closed.agrees_with(log) else {}
+        return replace(scope, absent_before=dispatched, all_of=frozenset(listed) - queues.keys())
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
         path = os.path.join(self._path, directory.CHECKPOINT)

@@ -42,8 +42,10 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
+from librmq.store.recovery.clean_shutdown import read_closed_state
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.salvage import Gap
 from librmq.store.upkeep.progress import revise_progress
@@ -103,6 +105,7 @@ def snapshot(
     files, clock = files or DiskFiles(), clock or SystemClock()
     _check_copyable(path, files)
     config = config or directory.infer_config(path, files)
+    keep_deleted = _is_whole(path, files)
     with _growing(target, files) as part:
         # Before the log's end is known: what progress has passed, and what a note names, is in the log by now.
         _copy_progress(path, part, files)
@@ -117,7 +120,7 @@ def snapshot(
                 folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
                 _copy_sequence(path, part, folder, files)
         _copy_config(path, part, files, without=_PROGRESS)
-        begin, found_end, queue_ends = settle(part, config, files, clock)
+        begin, found_end, queue_ends = settle(part, config, files, clock, keep_deleted=keep_deleted)
         if found_end != log_end:
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
@@ -302,6 +305,14 @@ def _check_copyable(path: str, files: Files) -> None:
     kind = directory.check_kind(path, files)
     if kind is not directory.StoreKind.V4 and not directory.is_4_with_timers(path, files):
         raise NotAStoreError(f"{path}: {kind.value}, which has files besides that no snapshot is made of")
+
+
+def _is_whole(path: str, files: Files) -> bool:
+    """Whether queues that are missing were deleted: the store was closed, and had no others then."""
+    if has_abort(files, path) or files.lock_holder(directory.lock_path(path)) is not None:
+        return False
+    closed = read_closed_state(path, files)
+    return closed is None or closed.queues.keys() <= set(directory.list_queues(path, files))
 
 
 def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:

@@ -1,0 +1,91 @@
+"""A topic that was deleted on a broker, and perhaps made again, stays deleted.
+
+A broker deletes the queue folders of a topic and leaves the records in the log. Made again, the topic counts from 0.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from librmq import Message
+from librmq.config import StoreConfig
+from librmq.store import MessageStore
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.snapshot import snapshot
+from tests.stores import derived, from_disk
+
+CONFIG = StoreConfig.tiny()
+
+
+def as_a_broker_left_it(folder: Path) -> None:
+    """Four queues with ten messages each, deleted; three messages since in three queues, and a topic besides."""
+    with MessageStore.open(folder, CONFIG) as store:
+        for number in range(40):
+            store.append(Message("T", b"before %d" % number, keys=f"k{number}"), number % 4)
+        store.append(Message("Other", b"x"))
+    shutil.rmtree(folder / "consumequeue" / "T")
+    (folder / "librmq" / "closed.json").unlink()
+    with MessageStore.open(folder, CONFIG) as store:
+        for number in range(3):
+            store.append(Message("T", b"since %d" % number), number)
+    (folder / "librmq" / "closed.json").unlink()
+
+
+def messages(folder: Path) -> list[bytes]:
+    with MessageStore.open(folder, CONFIG, read_only=True) as store:
+        return [message.body for queue_id in range(4) for message in store.messages("T", queue_id)]
+
+
+SINCE = [b"since 0", b"since 1", b"since 2"]
+
+
+def test_a_topic_that_was_made_again_has_only_what_came_since(tmp_path: Path) -> None:
+    as_a_broker_left_it(tmp_path)
+    before = derived(from_disk(tmp_path))
+    assert messages(tmp_path) == SINCE
+    for _ in range(2):  # as a broker closed it, then as librmq did
+        with MessageStore.open(tmp_path, CONFIG) as store:
+            assert store.recovered == []
+        assert messages(tmp_path) == SINCE
+    assert derived(from_disk(tmp_path)) == before
+    with MessageStore.open(tmp_path, CONFIG) as store:
+        assert store.append(Message("T", b"more"), 3).queue_offset == 0
+
+
+@pytest.mark.parametrize("by", ["broker", "librmq"])
+def test_verify_calls_it_sound_and_mentions_it(tmp_path: Path, by: str) -> None:
+    as_a_broker_left_it(tmp_path)
+    if by == "librmq":
+        MessageStore.open(tmp_path, CONFIG).close()
+    verdict = verify(tmp_path, CONFIG)
+    assert verdict.sound, verdict.damage
+    assert "queue 3 of topic T was deleted: 10 of its records are in the log still" in verdict.notes
+    assert len([note for note in verdict.notes if "was deleted" in note]) == 4
+
+
+def test_a_lost_folder_of_a_store_that_librmq_closed_is_damage(tmp_path: Path) -> None:
+    as_a_broker_left_it(tmp_path)
+    MessageStore.open(tmp_path, CONFIG).close()
+    shutil.rmtree(tmp_path / "consumequeue" / "T" / "1")
+    assert not verify(tmp_path, CONFIG).sound
+    with MessageStore.open(tmp_path, CONFIG):
+        pass
+    assert verify(tmp_path, CONFIG).sound
+    assert set(SINCE) <= set(messages(tmp_path))
+
+
+def test_a_snapshot_of_a_closed_store_leaves_deleted_topics_deleted(tmp_path: Path) -> None:
+    as_a_broker_left_it(tmp_path / "store")
+    snapshot(str(tmp_path / "store"), str(tmp_path / "copy"), CONFIG)
+    assert messages(tmp_path / "copy") == SINCE
+
+
+def test_recover_keeps_a_topic_that_was_made_again(tmp_path: Path) -> None:
+    as_a_broker_left_it(tmp_path)
+    with MessageStore.open(tmp_path, CONFIG, thorough=True):
+        pass
+    assert messages(tmp_path)[:3] == SINCE
+    assert verify(tmp_path, CONFIG).sound
