@@ -286,15 +286,10 @@ class CommitLog:
         """How many bytes follow ``physical_offset`` up to the last that is not zero, in all files that exist."""
         sequence = self._sequence
         for start in reversed(sequence.starts):
-            buffer = sequence.file(start).buffer
-            high = self.file_size
             low = max(physical_offset - start, 0)
-            while high > low:
-                at = max(low, high - _CHUNK)
-                data = buffer[at:high].rstrip(b"\0")
-                if data:
-                    return start + at + len(data) - physical_offset
-                high = at
+            end = sequence.used_end(start, low)
+            if end > low:
+                return start + end - physical_offset
             if low:
                 break
         return 0

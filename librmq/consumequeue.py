@@ -339,7 +339,7 @@ class ConsumeQueue:
             buffer = files.file(start).buffer
             if _counts(buffer, 0):
                 # entry `low` counts, and entry `high` does not
-                low, high = 0, files.file_size // ENTRY_SIZE
+                low, high = 0, -(-files.data_end(start) // ENTRY_SIZE)
                 while high - low > 1:
                     middle = (low + high) // 2
                     if _counts(buffer, middle * ENTRY_SIZE):
@@ -542,9 +542,10 @@ class ConsumeQueue:
         files = self._files
         end = self.max_offset * ENTRY_SIZE
         for start in reversed(files.starts):
-            data = files.file(start).buffer[max(end - start, 0) :].rstrip(b"\0")
-            if data:
-                return max(start, end) + len(data) - end
+            begin = max(end - start, 0)
+            used = files.used_end(start, begin)
+            if used > begin:
+                return start + used - end
             if start <= end:
                 break
         return 0
@@ -653,6 +654,12 @@ class ConsumeQueue:
         if self.ext is not None:
             self.ext.flush()
         self._files.flush()
+
+    def note_flushed(self) -> None:
+        """Note that everything has reached the device by another way than `flush`."""
+        if self.ext is not None:
+            self.ext.note_flushed()
+        self._files.note_flushed()
 
     def close(self) -> None:
         """Flush, and refuse what is asked later; closing again is fine."""

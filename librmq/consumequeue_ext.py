@@ -274,6 +274,10 @@ class ConsumeQueueExt:
         """Return when all units have reached the device."""
         self._files.flush()
 
+    def note_flushed(self) -> None:
+        """Note that everything has reached the device by another way than `flush`."""
+        self._files.note_flushed()
+
     def close(self) -> None:
         """Flush, and refuse what is asked later; closing again is fine."""
         if not self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import shutil
 import stat
 import sys
@@ -46,6 +47,20 @@ def _advise() -> Callable[[Any, int, int, int], None]:
         call(ctypes.addressof(first) + begin, size, advice)
 
     return advise
+
+
+@cache
+def _syncfs() -> Callable[[int], int] | None:
+    """Return Linux's call that flushes a file system, where it reports failures: from 5.8 on."""
+    if sys.platform != "linux":
+        return None
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if release is None or (int(release[1]), int(release[2])) < (5, 8):
+        return None
+    import ctypes  # rarely needed
+
+    call: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    return call
 
 
 class DiskFiles:
@@ -170,14 +185,15 @@ class DiskFiles:
                 for one in found:
                     try:
                         folder = one.is_dir()
-                        size = 0 if folder else one.stat().st_size
+                        status = one.stat()
+                        size = 0 if folder else status.st_size
                     except OSError as error:
                         if one.is_symlink():
                             raise CorruptionError(one.path, 0, "name", "a link that leads nowhere") from error
                         if isinstance(error, FileNotFoundError):
                             continue  # deleted meanwhile
                         raise
-                    entries.append(Entry(one.name, size, folder))
+                    entries.append(Entry(one.name, size, folder, stat.S_ISREG(status.st_mode)))
         entries.sort(key=lambda entry: entry.name)
         return entries
 
@@ -262,6 +278,41 @@ class DiskFiles:
 
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)
+
+    def flush_all(self, path: str) -> bool:
+        call = _syncfs()
+        if call is None:
+            return False
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            return bool(call(descriptor) == 0)
+        finally:
+            os.close(descriptor)
+
+    def data_end(self, file: File, begin: int) -> int:
+        seek_data, seek_hole = getattr(os, "SEEK_DATA", None), getattr(os, "SEEK_HOLE", None)
+        if seek_data is None or seek_hole is None:
+            return file.size
+        descriptor, end = file.descriptor, begin
+        try:
+            if descriptor < 0:
+                descriptor = os.open(file.path, os.O_RDONLY)
+            while end < file.size:
+                end = os.lseek(descriptor, os.lseek(descriptor, end, seek_data), seek_hole)
+        except OSError as error:
+            return end if error.errno == errno.ENXIO else file.size  # ENXIO: nothing but holes follow
+        finally:
+            if 0 <= descriptor != file.descriptor:
+                os.close(descriptor)
+        return end
+
+    def copy_times(self, source: str, target: str) -> None:
+        with named("set the times of", target):
+            status = os.stat(source)
+            os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def used_ratio(self, path: str) -> float:
         with named("look at the disk of", path):

@@ -157,6 +157,15 @@ class MemoryFiles:
     def lock_holder(self, path: str) -> str | None:
         return f"this process (pid {os.getpid()})" if path in self._locks else None
 
+    def flush_all(self, path: str) -> bool:
+        return False
+
+    def data_end(self, file: File, begin: int) -> int:
+        return file.size
+
+    def copy_times(self, source: str, target: str) -> None:
+        pass
+
     def used_ratio(self, path: str) -> float:
         return self.disk_used_ratio
 

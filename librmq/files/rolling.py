@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.seam import Entry, File, Files, folders_to_name
+from librmq.files.seam import Entry, File, Files, folders_to_name, used_end
 
 __all__ = ["MappedFileQueue", "MappingPool", "file_name"]
 
@@ -254,6 +254,14 @@ class MappedFileQueue:
         self._reserved[start] = upto
         return upto
 
+    def data_end(self, start: int) -> int:
+        """Return where the file at ``start`` has nothing but zeros behind, as far as that is known without a look."""
+        return min(self._files.data_end(self.file(start), 0), self.file_size)
+
+    def used_end(self, start: int, begin: int) -> int:
+        """Return where the bytes of the file at ``start`` end that are not zero; ``begin`` if none follow it."""
+        return used_end(self._files, self.file(start), begin, self.file_size)
+
     def touch(self, start: int, begin: int, end: int) -> None:
         """Make blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` ready for writing."""
         self.reserve(start, begin, end)
@@ -312,6 +320,12 @@ class MappedFileQueue:
                 raise
         self._flush_folders()
 
+    def note_flushed(self) -> None:
+        """Note that everything has reached the device by another way than `flush`."""
+        self._dirty.clear()
+        with self._guard:
+            self._changed_folders.clear()
+
     def _flush_folders(self) -> None:
         with self._guard:
             folders, self._changed_folders = self._changed_folders, set()
@@ -342,9 +356,9 @@ class MappedFileQueue:
         if start is None:
             return
         buffer = self.file(start).buffer
-        at, step = position - start, 1 << 20
-        while at < self.file_size:
-            upto = min(self.file_size, at + step)
+        at, step, end = position - start, 1 << 20, self.used_end(start, position - start)
+        while at < end:
+            upto = min(end, at + step)
             zeros = bytes(upto - at)
             if buffer[at:upto] != zeros:
                 if self.own(start):

@@ -41,6 +41,8 @@ __all__ = [
 
 Buffer = mmap.mmap
 _CHUNK: Final = 1 << 20
+_ZEROS_SIZE: Final = 1 << 16
+_ZEROS: Final = bytes(_ZEROS_SIZE)
 # Why a file system does not link: it can't, the other name is on another one, there are too many, or it is not allowed.
 _NO_LINKS: Final = {errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES}
 
@@ -77,6 +79,8 @@ class Entry:
     name: str
     size: int
     is_folder: bool
+    is_file: bool = True
+    """Whether it is a regular file, or leads to one: no pipe, socket or device."""
 
 
 class FileLock(Protocol):
@@ -187,6 +191,21 @@ class Files(Protocol):
         """Who holds the lock, None for nobody; changes nothing."""
         ...
 
+    def flush_all(self, path: str) -> bool:
+        """Flush the whole file system of ``path``; false where success can't be known."""
+        ...
+
+    def data_end(self, file: File, begin: int) -> int:
+        """Return a position from ``begin`` on behind which all bytes are zero, as far as that is known without a look.
+
+        The file's size where nothing is known.
+        """
+        ...
+
+    def copy_times(self, source: str, target: str) -> None:
+        """Give a file the modification time of another, where files have such times."""
+        ...
+
     def used_ratio(self, path: str) -> float:
         """How much of the disk that ``path`` is on is in use, 0.0 to 1.0; 0.0 where there is no disk behind it."""
         ...
@@ -201,6 +220,21 @@ def named(call: str, path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StoreIOError(call, path, error) from error
+
+
+def used_end(files: Files, file: File, begin: int, end: int) -> int:
+    """Return the position behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are.
+
+    What the file system never stored is not read.
+    """
+    high = min(end, files.data_end(file, begin)) if end - begin > _ZEROS_SIZE else end
+    while high > begin:
+        at = max(begin, high - _ZEROS_SIZE)
+        data = file.buffer[at:high]
+        if data != (_ZEROS if len(data) == _ZEROS_SIZE else bytes(len(data))):
+            return at + len(data.rstrip(b"\0"))
+        high = at
+    return begin
 
 
 def copy_file(

@@ -178,6 +178,16 @@ class FailingFiles:
     def size(self, path: str) -> int | None:
         return self._files.size(path)
 
+    def flush_all(self, path: str) -> bool:
+        return self._files.flush_all(path)
+
+    def data_end(self, file: File, begin: int) -> int:
+        return self._files.data_end(file, begin)
+
+    def copy_times(self, source: str, target: str) -> None:
+        self._called("copy_times", target)
+        self._files.copy_times(source, target)
+
     def is_folder(self, path: str) -> bool:
         return self._files.is_folder(path)
 

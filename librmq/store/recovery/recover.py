@@ -32,6 +32,7 @@ from librmq.store.recovery.reconcile import reconcile
 __all__ = ["Recovery"]
 
 _SECTOR: Final = 512
+_MANY_QUEUES: Final = 64  # from which on it is quicker to flush the whole file system
 _WORD: Final = 8
 _UNWRITTEN: Final = 16  # zeros at the end of a sector by which it is told that it was never written; headers have 15
 
@@ -219,18 +220,27 @@ class Recovery:
     def _set_checkpoint(self, stored: int) -> None:
         """Vouch for what is there now: all of it."""
         log, checkpoint = self._parts.log, self._parts.checkpoint
-        if not self._clean:
-            self._write_again()
+        folders = set() if self._clean else self._write_again()
         log.flush()
-        for queue in self._parts.queues.values():
-            queue.flush()
+        queues = list(self._parts.queues.values())
+        if len(queues) > _MANY_QUEUES and self._files.flush_all(self._path):
+            for queue in queues:
+                queue.note_flushed()
+        else:
+            for folder in sorted(folders):
+                self._files.flush_folder(folder)
+            for queue in queues:
+                queue.flush()
         self._parts.index.flush()
         checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
         checkpoint.index_timestamp_ms = min(self._parts.index.full_timestamp_ms, stored)
         checkpoint.flush()
 
-    def _write_again(self) -> None:
-        """What no exit vouched for may not be on the device: whoever wrote it may have died before a flush."""
+    def _write_again(self) -> set[str]:
+        """Write what no exit vouched for once more, as the writer may have died before a flush.
+
+        Returns the folders that are to be flushed.
+        """
         log, begin = self._parts.log, self._unvouched_from
         log.sequence.write_again(begin, log.end)
         above = {self._path}
@@ -245,8 +255,7 @@ class Recovery:
                 queue.write_again(first_at(queue, begin))
                 for folder in map(os.path.dirname, folders):
                     above |= {folder, os.path.dirname(folder)}
-        for folder in sorted(above):
-            self._files.flush_folder(folder)
+        return above
 
     def _cut_log(self, end: LogEnd, cut: int) -> None:
         log = self._parts.log
@@ -268,7 +277,8 @@ class Recovery:
             cut = queue.truncate_after(parts.log.end)
             path, position = queue.place_of(queue.max_offset)
             parts.cuts.append(Damage(path, position, "ahead", f"{cut} entries ahead of the log", 20 * cut))
-        queue.serve_from(parts.log.begin)
+        if parts.log.begin:
+            queue.serve_from(parts.log.begin)
 
     def _reconcile_from(self) -> tuple[int, Scope]:
         """Return from where on records are held against the index, and which of them against queues."""
@@ -328,7 +338,7 @@ class Recovery:
                 )
             except GapError as gap:
                 begin = parts.log.begin
-                scope = replace(scope, all_of=scope.all_of | {gap.name})
+                scope = replace(scope, all_of=scope.all_of | {gap.name}) if self._clean else Scope(begin)
                 continue
             except CorruptionError as error:
                 path = parts.log.sequence.path_at(error.offset)
