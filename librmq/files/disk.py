@@ -252,8 +252,11 @@ class DiskFiles:
         return True
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        with named("read", path), open(path, "rb") as file:
-            data = file.read(limit + 1)
+        with named("read", path):
+            if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
+                raise CorruptionError(path, 0, "name", "expected a regular file")
+            with open(path, "rb") as file:
+                data = file.read(limit + 1)
         if len(data) > limit:
             raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
         return data

@@ -22,13 +22,13 @@ CONFIG = StoreConfig.tiny()
 
 def as_a_broker_left_it(folder: Path) -> None:
     """Four queues with ten messages each, deleted; three messages since in three queues, and a topic besides."""
-    with MessageStore.open(folder, CONFIG) as store:
+    with MessageStore.open(folder, CONFIG, background=False) as store:
         for number in range(40):
             store.append(Message("T", b"before %d" % number, keys=f"k{number}"), number % 4)
         store.append(Message("Other", b"x"))
     shutil.rmtree(folder / "consumequeue" / "T")
     (folder / "librmq" / "closed.json").unlink()
-    with MessageStore.open(folder, CONFIG) as store:
+    with MessageStore.open(folder, CONFIG, background=False) as store:
         for number in range(3):
             store.append(Message("T", b"since %d" % number), number)
     (folder / "librmq" / "closed.json").unlink()
@@ -47,11 +47,11 @@ def test_a_topic_that_was_made_again_has_only_what_came_since(tmp_path: Path) ->
     before = derived(from_disk(tmp_path))
     assert messages(tmp_path) == SINCE
     for _ in range(2):  # as a broker closed it, then as librmq did
-        with MessageStore.open(tmp_path, CONFIG) as store:
+        with MessageStore.open(tmp_path, CONFIG, background=False) as store:
             assert store.recovered == []
         assert messages(tmp_path) == SINCE
     assert derived(from_disk(tmp_path)) == before
-    with MessageStore.open(tmp_path, CONFIG) as store:
+    with MessageStore.open(tmp_path, CONFIG, background=False) as store:
         assert store.append(Message("T", b"more"), 3).queue_offset == 0
 
 
@@ -59,7 +59,7 @@ def test_a_topic_that_was_made_again_has_only_what_came_since(tmp_path: Path) ->
 def test_verify_calls_it_sound_and_mentions_it(tmp_path: Path, by: str) -> None:
     as_a_broker_left_it(tmp_path)
     if by == "librmq":
-        MessageStore.open(tmp_path, CONFIG).close()
+        MessageStore.open(tmp_path, CONFIG, background=False).close()
     verdict = verify(tmp_path, CONFIG)
     assert verdict.sound, verdict.damage
     assert "queue 3 of topic T was deleted: 10 of its records are in the log still" in verdict.notes
@@ -68,10 +68,10 @@ def test_verify_calls_it_sound_and_mentions_it(tmp_path: Path, by: str) -> None:
 
 def test_a_lost_folder_of_a_store_that_librmq_closed_is_damage(tmp_path: Path) -> None:
     as_a_broker_left_it(tmp_path)
-    MessageStore.open(tmp_path, CONFIG).close()
+    MessageStore.open(tmp_path, CONFIG, background=False).close()
     shutil.rmtree(tmp_path / "consumequeue" / "T" / "1")
     assert not verify(tmp_path, CONFIG).sound
-    with MessageStore.open(tmp_path, CONFIG):
+    with MessageStore.open(tmp_path, CONFIG, background=False):
         pass
     assert verify(tmp_path, CONFIG).sound
     assert set(SINCE) <= set(messages(tmp_path))
@@ -85,7 +85,7 @@ def test_a_snapshot_of_a_closed_store_leaves_deleted_topics_deleted(tmp_path: Pa
 
 def test_recover_keeps_a_topic_that_was_made_again(tmp_path: Path) -> None:
     as_a_broker_left_it(tmp_path)
-    with MessageStore.open(tmp_path, CONFIG, thorough=True):
+    with MessageStore.open(tmp_path, CONFIG, thorough=True, background=False):
         pass
     assert messages(tmp_path)[:3] == SINCE
     assert verify(tmp_path, CONFIG).sound

@@ -134,6 +134,33 @@ def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
     assert verify(TARGET, SMALL, files).sound
 
 
+def test_modification_times_are_kept(tmp_path: Path) -> None:
+    """A broker picks the file of a queue by them when it searches by time."""
+    on_disk(filled(SMALL_EXT, 120), tmp_path / "store")
+    paths = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.name.isdigit()]
+    for number, path in enumerate(paths):
+        os.utime(path, (START_MS // 1000 + number, START_MS // 1000 + number))
+    snapshot(str(tmp_path / "store"), str(tmp_path / "one"), SMALL_EXT)
+    restore(str(tmp_path / "one"), str(tmp_path / "back"), SMALL_EXT)
+    for path in paths:
+        name = path.relative_to(tmp_path / "store")
+        for copy in ("one", "back"):
+            if (tmp_path / copy / name).exists():  # index files that are not full are made again
+                assert (tmp_path / copy / name).stat().st_mtime == path.stat().st_mtime, name
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.platform
+def test_a_pipe_in_config_is_left_out(tmp_path: Path) -> None:
+    on_disk({**filled(SMALL, 20), "config/topics.json": b"{}"}, tmp_path / "store")
+    os.mkfifo(tmp_path / "store" / "config" / "pipe")
+    os.mkfifo(tmp_path / "store" / "config" / "consumerOffset.json")
+    snapshot(str(tmp_path / "store"), str(tmp_path / "one"))
+    assert [path.name for path in (tmp_path / "one" / "config").iterdir()] == ["topics.json"]
+    with pytest.raises(CorruptionError, match="regular file"):
+        DiskFiles().read(str(tmp_path / "store" / "config" / "pipe"))
+
+
 def test_full_files_are_linked_but_for_the_last_two(tmp_path: Path) -> None:
     on_disk(filled(SMALL, 120), tmp_path / "store")
     made = snapshot(str(tmp_path / "store"), str(tmp_path / "one"))

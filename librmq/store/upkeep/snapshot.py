@@ -133,6 +133,8 @@ def snapshot(
 
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, cut, clock.now_ms())
+        for folder in (directory.COMMITLOG, directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT, directory.INDEX):
+            _keep_times(path, part, files, folder)
     return Snapshot(target, begin, found_end, copied, linked)
 
 
@@ -399,6 +401,21 @@ def _vanished(error: StoreIOError, source: str, files: Files) -> bool:
     return error.errno == errno.ENOENT and files.size(source) is None
 
 
+def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
+    """Give the files of a folder the modification times of the source, by which a broker finds messages by time."""
+    for entry in files.list(os.path.join(part, folder)):
+        name = os.path.join(folder, entry.name)
+        source = os.path.join(path, name)
+        if entry.is_folder:
+            _keep_times(path, part, files, name)
+            continue
+        try:
+            files.copy_times(source, os.path.join(part, name))
+        except StoreIOError as error:
+            if not _vanished(error, source, files):
+                raise
+
+
 def _copy_progress(path: str, part: str, files: Files) -> None:
     """Copy what says how far consumers, delays, timers and jobs have come."""
     _copy_config(path, part, files, only=_PROGRESS)
@@ -423,6 +440,8 @@ def _copy_config(
             if only is None:
                 _copy_config(path, part, files, name)
             continue
+        if not entry.is_file:
+            continue  # a pipe has nothing that belongs to a store
         if (only is not None and not only.fullmatch(entry.name)) or (without and without.fullmatch(entry.name)):
             continue
         files.make_folder(os.path.join(part, folder))
