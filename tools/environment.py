@@ -134,7 +134,7 @@ class Environment:
         # The Python below this one, which may run in the very environment that is replaced.
         python: str = getattr(sys, "_base_executable", sys.executable)
         command = [python, "-m", "venv", str(self.folder)]
-        status, printed = watch(command, step, folder=CHECKOUT, variables=os.environ, look=lambda _: None)
+        status, printed = watch(command, step, folder=CHECKOUT, variables=os.environ)
         if status:
             step.screen.line(printed)
             raise Refused(

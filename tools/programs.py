@@ -17,15 +17,16 @@ GRACE_SECONDS = 10
 
 def watch(
     command: Sequence[str | Path],
-    step: Step,
+    step: Step | None,
     *,
     folder: Path,
     variables: Mapping[str, str],
-    look: Callable[[str], None],
+    look: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, str]:
     """Run a program; return its exit status and all it printed.
 
-    ``look`` is called with the whole output so far: when some of it is new, and a few times a second.
+    ``look`` is called with the whole output so far: when some of it is new, and a few times a second. Without a step
+    the program runs unseen.
     """
     process = subprocess.Popen(
         [str(word) for word in command],
@@ -49,7 +50,8 @@ def watch(
                 break
             output += piece or b""
             look(output.decode("utf-8", "replace"))
-            step.draw()
+            if step is not None:
+                step.draw()
         return process.wait(), output.decode("utf-8", "replace")
     except BaseException:
         # Ctrl-C has reached the program too: it may clean up behind itself.

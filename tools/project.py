@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,11 +74,18 @@ def check(arguments: Sequence[str]) -> int:
     place.prepare(QUICK_EXTRAS if only_quick else CHECK_EXTRAS, screen)
     if options.fix:
         fix(place)
-    failed = [] if paths else lint(place, screen)
-    if not (options.lint or options.fix):
-        words = pytest_words(passed_on, quick=options.quick, keep_going=options.keep_going)
-        if not run_tests(place, screen, words, shown_by_pytest=bool(passed_on)):
-            failed.append("tests")
+    programs = [] if paths else linters(place)
+    tested = not (options.lint or options.fix)
+    # Types take one core for long, and tests leave a part of the cores idle: both run at once.
+    beside = [program for program in programs if program.step == "types" and tested]
+    with ThreadPoolExecutor(1) as background:
+        failed = show(place, screen, [program for program in programs if program not in beside])
+        types = {program: background.submit(run, place, None, program) for program in beside}
+        if tested:
+            words = pytest_words(passed_on, quick=options.quick, keep_going=options.keep_going)
+            if not run_tests(place, screen, words, shown_by_pytest=bool(passed_on)):
+                failed.append("tests")
+        failed += show(place, screen, beside, types)
     outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
     screen.line(f"\ncheck: {outcome}, {seconds_text(time.monotonic() - begin)}")
     return 1 if failed else 0
@@ -138,25 +146,37 @@ def fix(place: Environment) -> None:
         place.run([place.python, "-P", "-m", "ruff", *words])
 
 
-def lint(place: Environment, screen: Screen) -> list[str]:
-    """Run what looks at the code without running it; return the names of the steps that failed."""
+def linters(place: Environment) -> list[Program]:
+    """Return the programs that look at the code without running it."""
     python: tuple[str | Path, ...] = (place.python, "-P", "-m")
     typed = ["pytest_librmq.py"] + [
         name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
     ]
     lenient = () if place.has("pyspark") else WITHOUT_SPARK
-    programs = (
+    return [
         Program("style", "ruff check", (*python, "ruff", "check", ".")),
         Program("style", "ruff format", (*python, "ruff", "format", "--check", ".")),
-        Program("types", "mypy", (*python, "mypy", *lenient, *typed)),
         Program("layers", "import-linter", (place.bin / "lint-imports", "--no-logo")),
-    )
+        Program("types", "mypy", (*python, "mypy", *lenient, *typed)),
+    ]
+
+
+def show(
+    place: Environment,
+    screen: Screen,
+    programs: Sequence[Program],
+    under_way: Mapping[Program, Future[tuple[int, str]]] | None = None,
+) -> list[str]:
+    """Run programs, or wait for those under way, a line for each step; return the names of the steps that failed."""
     failed = []
     for name in dict.fromkeys(program.step for program in programs):
         of_step = [program for program in programs if program.step == name]
         with Step(screen, name) as step:
             step.finish(", ".join(program.name for program in of_step))
-            found = [(program, *run(place, step, program)) for program in of_step]
+            found = [
+                (program, *(under_way[program].result() if under_way else run(place, step, program)))
+                for program in of_step
+            ]
             faults = [(program.name, printed) for program, status, printed in found if status]
             if faults:
                 step.finish(", ".join(fault for fault, _ in faults), failed=True)
@@ -168,9 +188,9 @@ def lint(place: Environment, screen: Screen) -> list[str]:
     return failed
 
 
-def run(place: Environment, step: Step, program: Program) -> tuple[int, str]:
+def run(place: Environment, step: Step | None, program: Program) -> tuple[int, str]:
     """Run one program; return its exit status and what it printed."""
-    return watch(program.command, step, folder=CHECKOUT, variables=place.variables(), look=lambda _: None)
+    return watch(program.command, step, folder=CHECKOUT, variables=place.variables())
 
 
 def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown_by_pytest: bool) -> bool:
