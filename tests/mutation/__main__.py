@@ -1,0 +1,220 @@
+"""Break the library in one place at a time, and see that a test notices.
+
+From the root of the checkout::
+
+    python -m tests.mutation store.recovery              # 40 of the mutants of a room, always the same
+    python -m tests.mutation --sample 0 filter.logic     # all of a module's
+    python -m tests.mutation --list message              # what would be broken
+
+Mutants are found in the syntax tree, function by function: a condition that always or never holds, a comparison that is
+off by one or turned round, a part of an ``and`` or ``or`` that is left out, a call that is not made. So none of them
+depends on how a line is written. Each is made in a copy of the checkout, in which the tests of its room run until one
+fails. Prints the mutants that live; some change nothing that can be seen. Status 1 where fewer than ``--least`` percent
+are told. Not part of the test run: a mutant takes some seconds, or a minute when it lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from tests.reference import CHECKOUT, reference
+
+TESTS = {
+    "filter": ("tests/filter", "tests/golden/test_filter.py", "tests/store/test_message_filters.py"),
+    "store": ("tests/store", "tests/crash"),
+    "files": ("tests/files", "tests/crash/test_disk_flushes.py", "tests/crash/test_parts.py", "tests/store"),
+    "commitlog": ("tests/test_commitlog.py", "tests/store", "tests/crash"),
+    "consumequeue": ("tests/test_consumequeue.py", "tests/test_consumequeue_machine.py", "tests/store", "tests/crash"),
+    "consumequeue_ext": ("tests/test_consumequeue_ext.py", "tests/test_consumequeue_machine.py", "tests/crash"),
+    "delay": ("tests/test_delay.py", "tests/scheduling", "tests/crash/test_pending.py"),
+    "txn": ("tests/test_txn.py", "tests/scheduling", "tests/crash/test_pending.py"),
+    "dedup": ("tests/idempotence",),
+    "message": ("tests/message", "tests/golden/test_encoding.py"),
+    "java": ("tests/java", "tests/message", "tests/golden/test_encoding.py"),
+}
+"""Tests that tell, by room; what tells most and soonest goes first. Other rooms: the folder of their name."""
+LEFT_OUT = "not slow and not spark"
+SECONDS = 600
+"""A mutant whose tests take longer than this is told: it has made something endless."""
+
+TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+
+
+class Mutant(NamedTuple):
+    """One place of a module that is broken, and the text of the module then."""
+
+    name: str
+    module: Path
+    source: str
+
+
+def mutants(word: str) -> Iterator[Mutant]:
+    """Yield the mutants of all modules whose dotted name within librmq begins with ``word``."""
+    package = CHECKOUT / "librmq"
+    for path in sorted(package.rglob("*.py")):
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        if f"{module}.".startswith(f"{word}."):
+            yield from _of_module(path, module)
+
+
+def _of_module(path: Path, module: str) -> Iterator[Mutant]:
+    tree = ast.parse(path.read_text("utf-8"))
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+        body = function.body
+        for number, node in enumerate(_nodes(function)):
+            for what, broken in _broken(node):
+                # The function is swapped for a copy in which one node reads differently.
+                swap = _Swap(node, broken)
+                function.body = [cast("ast.stmt", swap.visit(statement)) for statement in body]
+                name = f"{module}.{function.name} {number}: {what}: {' '.join(ast.unparse(node).split())[:90]}"
+                yield Mutant(name, path, ast.unparse(ast.fix_missing_locations(tree)))
+                function.body = body
+
+
+def _nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, without those of functions in it, which come by themselves."""
+    waiting: list[ast.AST] = list(reversed(function.body))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            waiting.extend(reversed(list(ast.iter_child_nodes(node))))
+
+
+def _broken(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what could stand in a node's place, each with what it is."""
+    if isinstance(node, ast.If | ast.IfExp):
+        for value in (True, False):
+            yield f"always {value}", _with(node, test=ast.Constant(value))
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
+        yield "turned", _with(node, ops=[TURNED[type(node.ops[0])]()])
+    elif isinstance(node, ast.BoolOp):
+        for left_out in range(len(node.values)):
+            values = [value for number, value in enumerate(node.values) if number != left_out]
+            yield f"without part {left_out}", _with(node, values=values) if len(values) > 1 else values[0]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "left out", ast.Pass()
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
+        yield "turned", _with(node, op=ast.Sub() if isinstance(node.op, ast.Add) else ast.Add())
+
+
+def _with(node: ast.AST, **fields: object) -> ast.AST:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+class _Swap(ast.NodeTransformer):
+    """Copies the way to one node, and puts another in its place."""
+
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is self.old:
+            return self.new
+        changed = copy.copy(node)
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(changed, name, [self.visit(one) if isinstance(one, ast.AST) else one for one in value])
+            elif isinstance(value, ast.AST):
+                setattr(changed, name, self.visit(value))
+        return changed
+
+
+def is_told(mutant: Mutant, folder: Path) -> bool:
+    """Tell whether a test fails in the copy of the checkout where the mutant is made."""
+    path = folder / mutant.module.relative_to(CHECKOUT)
+    intact = path.read_text("utf-8")
+    path.write_text(mutant.source, "utf-8")
+    room = mutant.name.partition(".")[0].partition(" ")[0]
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LIBRMQ_GOLDEN": str(reference().folder),
+        "HYPOTHESIS_PROFILE": "ci",
+    }
+    try:
+        for tests in TESTS.get(room, (f"tests/{room}",)):
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-n",
+                "0",
+                "-m",
+                "not slow and not spark",
+                tests,
+            ]
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS)
+            if done.returncode:
+                return True
+        return False
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(intact, "utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Make mutants, and print those that live."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="See that tests notice mistakes.")
+    parser.add_argument("module", help="a room or module of librmq: store.recovery, filter.logic, …")
+    parser.add_argument("--sample", type=int, default=40, help="this many at random, always the same; 0: all")
+    parser.add_argument("--least", type=int, default=80, help="status 1 where fewer percent are told")
+    parser.add_argument("--list", action="store_true", help="print the mutants, and make none")
+    options = parser.parse_args(arguments)
+    found = list(mutants(options.module))
+    if options.sample and len(found) > options.sample:
+        found = random.Random(0).sample(found, options.sample)
+    if not found:
+        parser.error(f"no module of librmq is called {options.module}")
+    if options.list:
+        print("\n".join(mutant.name for mutant in found))
+        return 0
+    told = 0
+    with tempfile.TemporaryDirectory(prefix="librmq-mutation-") as scratch:
+        folder = Path(scratch)
+        for part in ("librmq", "tests", "examples"):
+            shutil.copytree(CHECKOUT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("pyproject.toml", "pytest_librmq.py"):
+            shutil.copy(CHECKOUT / part, folder)
+        for number, mutant in enumerate(found, 1):
+            if is_told(mutant, folder):
+                told += 1
+            else:
+                print(f"lives: {mutant.name}", flush=True)
+            if number % 10 == 0:
+                print(f"{told} of {number} told …", flush=True)
+    print(f"{told} of {len(found)} told")
+    return 0 if 100 * told >= options.least * len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""The mutants of `tests.mutation`: each is a module that can be compiled, and that reads differently."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.mutation.__main__ import mutants
+
+
+def test_mutants_differ_and_compile() -> None:
+    found = list(mutants("filter.tags"))
+    (path,) = {mutant.module for mutant in found}
+    intact = ast.unparse(ast.parse(path.read_text("utf-8")))
+    assert len({mutant.name for mutant in found}) == len(found) > 10
+    for mutant in found:
+        assert mutant.source != intact, mutant.name
+        compile(mutant.source, mutant.name, "exec")
+
+
+def test_a_room_has_the_mutants_of_its_modules() -> None:
+    names = {mutant.name.partition(" ")[0].rpartition(".")[0] for mutant in mutants("java")}
+    assert names >= {"java.hashing", "java.json", "java.numbers"}
+    assert not list(mutants("jav"))
