@@ -1,4 +1,4 @@
-"""What people ask of a broker: to make topics and groups, and to find messages.
+"""Make topics and groups, and find messages, for people.
 
 Mirrors of ``AdminBrokerProcessor`` and ``QueryMessageProcessor`` what librmq has a use for.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.broker.groups import Groups
-from librmq.broker.offsets import GroupOffsets
-from librmq.broker.topics import Topics
+from librmq.broker.context import BrokerContext
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
 from librmq.protocol import CleanUnusedTopics, CreateTopic, DeleteTopic, QueryMessages, SetGroup, ViewMessage
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.store import MessageStore
 
 __all__ = ["Administration"]
 
@@ -25,11 +22,11 @@ _MOST_FOUND: Final = 64
 class Administration:
     """The tables and messages of one broker. Changes are made under the runner's lock."""
 
-    def __init__(self, store: MessageStore, topics: Topics, groups: Groups, offsets: GroupOffsets) -> None:
-        self._store = store
-        self._offsets = offsets
-        self._topics = topics
-        self._groups = groups
+    def __init__(self, context: BrokerContext) -> None:
+        self._store = context.store
+        self._offsets = context.offsets
+        self._topics = context.topics
+        self._groups = context.groups
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make a topic, or change it."""

@@ -24,8 +24,10 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 from librmq.broker.administration import Administration
 from librmq.broker.answers import ConnectedClient, GroupConnections
+from librmq.broker.arrivals import Arrivals
 from librmq.broker.clients import Clients
 from librmq.broker.config import BrokerConfig
+from librmq.broker.context import BrokerContext
 from librmq.broker.dead_letters import retry_of
 from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.groups import Groups
@@ -98,12 +100,14 @@ from librmq.protocol import (
 from librmq.runtime.runner import Aside, Runner, Step, Work, aside_by
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling.relay import HOP_TOPIC, HopProxy
-from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer import TIMER_TOPIC, Timers
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
 __all__ = ["Broker"]
 
+A = TypeVar("A")
+Q = TypeVar("Q", bound=Request[Any])
 R = TypeVar("R")
 _LOOK_FOR_LOCK_S: Final = 0.05
 _LOOK_FOR_LEVEL_S: Final = 0.02
@@ -272,13 +276,29 @@ class Broker:
 
     def _compose(self, tables: BrokerTables, by_hand: bool, now_ms: int) -> None:
         self._by_hand = by_hand
+        self._housekeeping = Step(f"{self.name} flushes its store", self.store.run_due, self)
+        self._open_tables(tables)
+        self._open_waiting(tables, now_ms)
+        self._answer_requests()
+        runner, store = self.runner, self.store
+        self._show_gauges()
+        with runner.lock:
+            due = self._schedule.run_due(now_ms)
+            if due is not None:
+                runner.wake(self._delay, due)
+            self._wake_timers()
+            self._wake_hops()
+            if (HALF_TOPIC, 0) in store.queues:
+                self._transactions.prepared()
+
+    def _open_tables(self, tables: BrokerTables) -> None:
+        """Make what stands in the broker's files: topics, groups, progress, filters."""
         name, runner, config, store = self.name, self.runner, self.config, self.store
-        self._writing = Writing(None if by_hand else self._submit_writing, store.flush)
+        self._writing = Writing(None if self._by_hand else self._submit_writing, store.flush)
         self._write_again = Step(f"{name} writes its tables again", self._run_writing, self)
         save = self._writing.save
         self._topics = Topics(tables.topics, save, config, name, self.cluster_name, runner.now_ms, self._changed)
         self._groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
-        self._registry = Registry()
         self._saving = Saving(
             tables,
             self._writing,
@@ -290,8 +310,30 @@ class Broker:
         )
         saving = Step(f"{name} saves progress", self._saving.run_due, self)
         self._offsets = self._saving.offsets
-        with runner.lock:  # before anything goes on from its progress: transactions and hops do
+        with runner.lock:  # before anything goes on from its progress, as transactions and the relay do
             self._offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
+        self._registry = Registry()
+        sweep_ms = round(1000 * config.sweep_pulls_every_s)
+        self._holds = Holds(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
+        holding = Step(f"{name} answers held pulls", self._holds.run_due, self)
+        self._context = BrokerContext(
+            name,
+            self.cluster_name,
+            config,
+            runner,
+            store,
+            self.metrics,
+            self._topics,
+            self._groups,
+            self._offsets,
+            self._registry,
+            self._registrations,
+            self._holds,
+        )
+
+    def _open_waiting(self, tables: BrokerTables, now_ms: int) -> None:
+        """Make what carries messages to their time, and what tells of those that were stored."""
+        name, runner, config, store = self.name, self.runner, self.config, self.store
         self._schedule = DelaySchedule(
             store,
             DelayProgress(tables, self._writing),
@@ -309,6 +351,7 @@ class Broker:
                 delivered=self._timed_out,
                 aside=self._aside("saves its timers", lambda at: runner.wake(self._timing, at)),
             )
+        self._timing = Step(f"{name} delivers what is due", self._run_timers, self)
         self._proxy: HopProxy | None = None
         if config.hops:
             self._proxy = HopProxy(
@@ -319,112 +362,63 @@ class Broker:
                 aside=self._aside("flushes for its hops", lambda at: runner.wake(self._hopping, at)),
             )
         self._hopping = Step(f"{name} sends on by levels", self._run_hops, self)
-        self._timing = Step(f"{name} delivers what is due", self._run_timers, self)
-        self._housekeeping = Step(f"{name} flushes its store", store.run_due, self)
-        holds = Holds(
-            round(1000 * config.sweep_pulls_every_s), runner.now_ms, lambda at: runner.wake(self._holding, at)
-        )
-        self._holds = holds
-        self._holding = Step(f"{name} answers held pulls", holds.run_due, self)
-        self._sending = Sending(
-            runner,
-            store,
-            self._topics,
-            self._groups,
-            holds,
-            config,
-            self.cluster_name,
-            self._delayed,
-            lambda: transactions.prepared(),
-            DelayedSends(store.levels, runner.now_ms, self._timers, has_relay=config.hops),
-            self._wake_timers,
-            self._wake_hops,
-            self._wake_housekeeping if by_hand else None,
-            self._writing.write,
-            self.metrics,
-        )
-        self._pulling = Pulling(
-            runner,
-            store,
-            self._topics,
-            self._groups,
-            self._offsets,
-            self._registry,
-            self._registrations,
-            holds,
-            self._sending,
-            name,
-            self.metrics,
-        )
-        sending, pulling = self._sending, self._pulling
-        registry, topics = self._registry, self._topics
-        locks = QueueLocks(round(1000 * config.lock_expiry_s))
-        clients = Clients(
-            runner,
-            topics,
-            self._groups,
-            registry,
-            self._registrations,
-            holds,
-            locks,
-            self._saving.filters_changed,
-            name,
-            self.metrics,
-        )
-        transactions = self._transactions = BrokerTransactions(
-            runner,
-            store,
-            topics,
-            self._offsets,
-            registry,
-            sending,
-            config.transactions,
-            config.original_transactions,
-            name,
+        wake_flush = self._wake_housekeeping if self._by_hand else None
+        self._arrivals = Arrivals(runner, self._holds, self.metrics, self._delayed, wake_flush)
+        self._transactions = BrokerTransactions(
+            self._context,
+            self._arrivals,
             lambda run_due: Step(f"{name} checks transactions", run_due, self),
             self._aside("flushes for its check", lambda at: self._transactions.wake(at)),
-            self.metrics,
         )
-        progress = self._progress = Progress(store, topics, self._offsets, registry, name)
-        administration = Administration(store, topics, self._groups, self._offsets)
-        locked = self._locked
-        self._handlers: dict[type, Callable[[Any], Any]] = {
-            SendMessage: sending.send,
-            SendBatch: sending.send_batch,
-            SendBack: sending.send_back,
-            EndTransaction: transactions.end,
-            PullMessage: pulling.pull,
-            CheckSubscription: pulling.check_subscription,
-            Heartbeat: locked(clients.heartbeat),
-            Unregister: locked(clients.unregister),
-            ChannelClosed: locked(clients.channel_closed),
-            ConsumerIds: locked(clients.consumer_ids),
-            GroupSubscriptions: locked(clients.subscriptions),
-            LockQueues: locked(clients.lock),
-            UnlockQueues: locked(clients.unlock),
-            QueryOffset: progress.query,
-            UpdateOffset: locked(progress.update),
-            MaxOffset: progress.end,
-            MinOffset: progress.begin,
-            OffsetByTime: progress.by_time,
-            ResetGroup: locked(progress.reset),
-            TopicGroups: locked(progress.groups),
-            CreateTopic: self._durable(administration.create_topic),
-            DeleteTopic: self._durable(administration.delete_topic),
-            CleanUnusedTopics: locked(administration.clean_unused_topics),
-            SetGroup: self._durable(administration.set_group),
-            ViewMessage: administration.view_message,
-            QueryMessages: administration.query_messages,
+        self._arrivals.wake_by_topic = {
+            HALF_TOPIC: self._transactions.prepared,
+            TIMER_TOPIC: self._wake_timers,
+            HOP_TOPIC: self._wake_hops,
         }
-        self._show_gauges()
-        with runner.lock:
-            due = self._schedule.run_due(now_ms)
-            if due is not None:
-                runner.wake(self._delay, due)
-            self._wake_timers()
-            self._wake_hops()
-            if (HALF_TOPIC, 0) in store.queues:
-                transactions.prepared()
+
+    def _answer_requests(self) -> None:
+        """Say what answers which request."""
+        context, locked, durable = self._context, self._locked, self._durable
+        delayed_sends = DelayedSends(
+            self.store.levels, self.runner.now_ms, self._timers, has_relay=self._proxy is not None
+        )
+        sending = self._sending = Sending(context, self._arrivals, delayed_sends, self._writing.write)
+        pulling = Pulling(context, sending)
+        locks = QueueLocks(round(1000 * self.config.lock_expiry_s))
+        clients = Clients(context, locks, self._saving.filters_changed)
+        progress = self._progress = Progress(context)
+        administration = Administration(context)
+        self._handlers: dict[type, Callable[[Any], Any]] = {}
+        answer = self._answer
+        answer(SendMessage, sending.send)
+        answer(SendBatch, sending.send_batch)
+        answer(SendBack, sending.send_back)
+        answer(EndTransaction, self._transactions.end)
+        answer(PullMessage, pulling.pull)
+        answer(CheckSubscription, pulling.check_subscription)
+        answer(Heartbeat, locked(clients.heartbeat))
+        answer(Unregister, locked(clients.unregister))
+        answer(ChannelClosed, locked(clients.channel_closed))
+        answer(ConsumerIds, locked(clients.consumer_ids))
+        answer(GroupSubscriptions, locked(clients.subscriptions))
+        answer(LockQueues, locked(clients.lock))
+        answer(UnlockQueues, locked(clients.unlock))
+        answer(QueryOffset, progress.query)
+        answer(UpdateOffset, locked(progress.update))
+        answer(MaxOffset, progress.end)
+        answer(MinOffset, progress.begin)
+        answer(OffsetByTime, progress.by_time)
+        answer(ResetGroup, locked(progress.reset))
+        answer(TopicGroups, locked(progress.groups))
+        answer(CreateTopic, durable(administration.create_topic))
+        answer(DeleteTopic, durable(administration.delete_topic))
+        answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
+        answer(SetGroup, durable(administration.set_group))
+        answer(ViewMessage, administration.view_message)
+        answer(QueryMessages, administration.query_messages)
+
+    def _answer(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
+        self._handlers[kind] = handler
 
     # ---- endpoint and route
 
@@ -493,21 +487,21 @@ class Broker:
         for changed in list(self._watchers):
             changed()
 
-    def _locked(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A handler that runs under the runner's lock, on an open broker."""
+    def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Make a handler run under the runner's lock, on an open broker."""
 
-        def handle(request: Any) -> Any:
+        def handle(request: Q) -> A:
             with self.runner.lock:
                 self._check_open()
                 return handler(request)
 
         return handle
 
-    def _durable(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The same, and what it changes in the tables is durable when it returns."""
+    def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Do as `_locked`; what the handler changes in the tables is durable when it returns."""
         handle = self._locked(handler)
 
-        def handle_and_write(request: Any) -> Any:
+        def handle_and_write(request: Q) -> A:
             answer = handle(request)
             self._writing.write()
             return answer
@@ -712,19 +706,16 @@ class Broker:
 
     # ---- turns and life
 
-    def _delayed(self, level: int, store_timestamp_ms: int) -> None:
+    def _delayed(self, level: int, store_timestamp_ms: int) -> int:
         self.runner.wake(self._delay, self._schedule.due_for(level, store_timestamp_ms))
+        return self.store.levels.cap(level)
 
     def _delivered(self, waited: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
-        if topic == HOP_TOPIC:
-            self._wake_hops()
-        is_awaited = (topic, queue_id) in self._holds.by_queue
-        if is_awaited or self.metrics is not None:  # what it says is decoded only if somebody waits for it
-            self._sending.arrived(topic, queue_id, waited.properties if is_awaited else {}, result)
+        # The properties are decoded only if a held pull asks for them.
+        properties = waited.properties if (topic, queue_id) in self._holds.by_queue else {}
+        self._arrivals.delivered(topic, queue_id, properties, result)
         if self.metrics is not None:
             self.metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
-        if self._by_hand:
-            self._wake_housekeeping()
 
     def _wake_timers(self) -> None:
         if self._timers is not None:
@@ -758,13 +749,11 @@ class Broker:
     def _hopped(self, carried: StoredMessage, result: AppendResult) -> None:
         arrived = self.store.message_at(result.physical_offset)
         if arrived is not None:
-            self._sending.arrived(arrived.topic, arrived.queue_id, arrived.properties, result)
-        self._wake_housekeeping()
+            self._arrivals.delivered(arrived.topic, arrived.queue_id, arrived.properties, result)
 
     def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
         properties = waited.properties
-        self._sending.arrived(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
-        self._wake_housekeeping()
+        self._arrivals.delivered(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
 
     def _submit_writing(self) -> None:
         def written(_: object, error: Exception | None) -> None:

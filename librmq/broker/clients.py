@@ -10,14 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from librmq.broker.groups import Groups
+from librmq.broker.context import BrokerContext
 from librmq.broker.locks import QueueLocks
-from librmq.broker.long_polling import Holds
-from librmq.broker.registry import Changes, Registry
-from librmq.broker.topics import Topics
+from librmq.broker.registry import Changes
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue, retry_topic
-from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     ConsumerIds,
@@ -32,10 +29,9 @@ from librmq.protocol import (
     UnlockQueues,
     Unregister,
 )
-from librmq.runtime.runner import Runner
 
 if TYPE_CHECKING:
-    from librmq.filter import Registrations
+    pass
 
 __all__ = ["Clients"]
 
@@ -45,29 +41,18 @@ _log = logging.getLogger("librmq.broker")
 class Clients:
     """The clients of one broker: who is there, which filters they need, which queues they have locked."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        topics: Topics,
-        groups: Groups,
-        registry: Registry,
-        registrations: Registrations,
-        holds: Holds,
-        locks: QueueLocks,
-        filters_changed: Callable[[], None],
-        broker_name: str,
-        metrics: Metrics | None,
-    ) -> None:
-        self._broker_name = broker_name
-        self._runner = runner
-        self._topics = topics
-        self._groups = groups
-        self._registry = registry
-        self._registrations = registrations
-        self._holds = holds
+    def __init__(self, context: BrokerContext, locks: QueueLocks, filters_changed: Callable[[], None]) -> None:
+        """``filters_changed()`` is called when the groups' filters may be others."""
+        self._broker_name = context.name
+        self._runner = context.runner
+        self._topics = context.topics
+        self._groups = context.groups
+        self._registry = context.registry
+        self._registrations = context.registrations
+        self._holds = context.holds
+        self._metrics = context.metrics
         self._locks = locks
         self._filters_changed = filters_changed
-        self._metrics = metrics
 
     def heartbeat(self, request: Heartbeat) -> None:
         """Take what a client consists of; the groups of its consumers and their retry topics are made."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from librmq.broker.offsets import GroupOffsets
-from librmq.broker.registry import Registry
-from librmq.broker.topics import Topics
+from librmq.broker.context import BrokerContext
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
@@ -28,7 +26,6 @@ from librmq.protocol import (
     TopicGroups,
     UpdateOffset,
 )
-from librmq.store import MessageStore
 
 __all__ = ["Progress"]
 
@@ -38,14 +35,12 @@ _log = logging.getLogger("librmq.broker")
 class Progress:
     """The queue offsets of one broker."""
 
-    def __init__(
-        self, store: MessageStore, topics: Topics, offsets: GroupOffsets, registry: Registry, broker_name: str
-    ) -> None:
-        self._store = store
-        self._topics = topics
-        self._offsets = offsets
-        self._registry = registry
-        self._broker_name = broker_name
+    def __init__(self, context: BrokerContext) -> None:
+        self._store = context.store
+        self._topics = context.topics
+        self._offsets = context.offsets
+        self._registry = context.registry
+        self._broker_name = context.name
 
     def query(self, request: QueryOffset) -> int | None:
         """A group's stored progress; without any 0 where all of the queue is there and counts as in memory."""

@@ -10,17 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker.groups import Groups
-from librmq.broker.long_polling import Holds
-from librmq.broker.offsets import GroupOffsets
-from librmq.broker.registry import Registry
+from librmq.broker.context import BrokerContext
 from librmq.broker.sending import Sending
 from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
-from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OFFSET_MOVED_TOPIC
-from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     CheckSubscription,
@@ -31,11 +26,10 @@ from librmq.protocol import (
     ResponseCode,
     Subscription,
 )
-from librmq.runtime.runner import Runner
-from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
+from librmq.store import AppendResult, GetStatus, ReadResult
 
 if TYPE_CHECKING:
-    from librmq.filter import Registrations
+    pass
 
 __all__ = ["Pulling"]
 
@@ -47,31 +41,18 @@ _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO
 class Pulling:
     """The reading side of one broker. Thread-safe."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        store: MessageStore,
-        topics: Topics,
-        groups: Groups,
-        offsets: GroupOffsets,
-        registry: Registry,
-        registrations: Registrations,
-        holds: Holds,
-        sending: Sending,
-        broker_name: str,
-        metrics: Metrics | None,
-    ) -> None:
-        self._runner = runner
-        self._store = store
-        self._topics = topics
-        self._groups = groups
-        self._offsets = offsets
-        self._registry = registry
-        self._registrations = registrations
-        self._holds = holds
+    def __init__(self, context: BrokerContext, sending: Sending) -> None:
+        self._runner = context.runner
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._offsets = context.offsets
+        self._registry = context.registry
+        self._registrations = context.registrations
+        self._holds = context.holds
         self._sending = sending
-        self._broker_name = broker_name
-        self._metrics = metrics
+        self._broker_name = context.name
+        self._metrics = context.metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
 
     def pull(self, request: PullMessage) -> PullResponse:

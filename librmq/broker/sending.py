@@ -7,20 +7,18 @@ takes no lock of the runner; only who waits for the message is told under it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
-from librmq.broker.config import BrokerConfig
+from librmq.broker.arrivals import Arrivals
+from librmq.broker.context import BrokerContext
 from librmq.broker.delayed_sends import DelayedSends, names_time
-from librmq.broker.groups import Groups
-from librmq.broker.long_polling import Holds
-from librmq.broker.topics import Topic, Topics
+from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError, MessageIllegalError
 from librmq.java.integers import java_int
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.hosts import Host
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX
-from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_WRITE,
     ResponseCode,
@@ -31,10 +29,9 @@ from librmq.protocol import (
     SendStatus,
     SentBack,
 )
-from librmq.runtime.runner import Runner
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer import TIMER_TOPIC, is_timed
-from librmq.store import AppendResult, MessageStore
+from librmq.scheduling.timer import is_timed
+from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
 
 __all__ = ["Sending"]
@@ -59,48 +56,28 @@ class Sending:
 
     def __init__(
         self,
-        runner: Runner,
-        store: MessageStore,
-        topics: Topics,
-        groups: Groups,
-        holds: Holds,
-        settings: BrokerConfig,
-        cluster_name: str,
-        delayed: Callable[[int, int], None],
-        prepared: Callable[[], None],
+        context: BrokerContext,
+        arrivals: Arrivals,
         delayed_sends: DelayedSends,
-        timed: Callable[[], None],
-        hops: Callable[[], None],
-        stored: Callable[[], None] | None,
         write_tables: Callable[[], None],
-        metrics: Metrics | None,
     ) -> None:
-        """``delayed(level, store_timestamp_ms)`` is told of each message that waits, under the runner's lock;
-        ``prepared()`` of each half message; ``timed()`` of each that a timer delivers; ``hops()`` of each of the
-        hop topic; ``stored()``, unless None, of each message at all. ``write_tables()`` returns when new topics are
-        durable.
-        """
-        self._runner = runner
+        """``write_tables()`` returns when new topics are durable."""
+        store, config = context.store, context.config
+        self._runner = context.runner
         self._store = store
-        self._table = topics
-        self._topics = topics.known
-        self._groups = groups
-        self._held = holds.by_queue
-        self._holds = holds
-        self._cluster = cluster_name
-        self._delayed = delayed
-        self._prepared = prepared
+        self._table = context.topics
+        self._topics = context.topics.known
+        self._groups = context.groups
+        self._cluster = context.cluster_name
+        self._metrics = context.metrics
+        self._arrivals = arrivals
         self._delayed_sends = delayed_sends
         self._odd_levels: set[tuple[str, int]] = set()
-        self._timed = timed
-        self._hops = hops
-        self._stored = stored
         self._write_tables = write_tables
-        self._metrics = metrics
         self._waits = store.config.durability == "sync"
         self._append = self._submit if self._waits else store.append
-        self._busy_after_ms = round(1000 * settings.busy_after_s)
-        self._longest_wait_s = settings.longest_wait_s
+        self._busy_after_ms = round(1000 * config.busy_after_s)
+        self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a write was last seen under way,
         self._stuck_since = 0  # and when it was seen first
         host = record.encode_host(record.parse_host(store.config.store_host))
@@ -145,12 +122,6 @@ class Sending:
             sys_flag,
             request.reconsume_times,
         )
-        if is_half:
-            self._prepared()
-        elif made.topic == TIMER_TOPIC:
-            self._timed()
-        elif made.topic == HOP_TOPIC:
-            self._hops()
         status = self._flushed(result, wait)
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
@@ -180,9 +151,7 @@ class Sending:
             wait=False,
         )
         for message, result in zip(request.messages, results, strict=True):
-            self.arrived(first.topic, queue_id, message.properties, result)
-        if self._stored is not None:
-            self._stored()
+            self._arrivals.delivered(first.topic, queue_id, message.properties, result)
         status = self._flushed(results[-1], first.properties.get(_WAIT))
         offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
         return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
@@ -337,33 +306,11 @@ class Sending:
             sys_flag=sys_flag,
             reconsume_times=reconsume_times,
         )
-        self.announce(message.topic, queue_id, message.properties, result)
+        self._arrivals.stored(message.topic, queue_id, message.properties, result)
         return result
-
-    def announce(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
-        """Tell whoever waits for a message that was stored for a queue; a delayed one waits itself."""
-        if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
-            with self._runner.lock:
-                self._delayed(level, result.store_timestamp_ms)
-            if self._metrics is not None:
-                self._metrics.count("delayed_in", level=str(self._store.levels.cap(level)))
-        else:
-            self.arrived(topic, queue_id, properties, result)
-        if self._stored is not None:
-            self._stored()
 
     def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
         return self._store.submit(message, queue_id, **fields).result
-
-    def arrived(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
-        """Tell whoever waits for a message that it is in its queue."""
-        if self._metrics is not None:
-            self._metrics.count("messages_in", topic=topic)
-            self._metrics.count("bytes_in", result.size, topic=topic)
-        queue = topic, queue_id
-        if queue in self._held:
-            with self._runner.lock:
-                self._holds.arrived(queue, properties, result)
 
     def _check_busy(self, topic: str) -> None:
         """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""

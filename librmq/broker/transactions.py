@@ -11,18 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from librmq.broker.arrivals import Arrivals
+from librmq.broker.context import BrokerContext
 from librmq.broker.offsets import GroupOffsets
-from librmq.broker.registry import Registry
-from librmq.broker.sending import Sending
-from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.metrics import Metrics
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
-from librmq.runtime.runner import Aside, Runner, Step, Work
-from librmq.store import MessageStore
-from librmq.txn import CheckBack, Delivered, TransactionConfig, Transactions
+from librmq.runtime.runner import Aside, Step, Work
+from librmq.txn import CheckBack, Delivered, Transactions
 
 __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 
@@ -37,28 +34,21 @@ class BrokerTransactions:
 
     def __init__(
         self,
-        runner: Runner,
-        store: MessageStore,
-        topics: Topics,
-        offsets: GroupOffsets,
-        registry: Registry,
-        sending: Sending,
-        settings: TransactionConfig,
-        original: bool,
-        broker_name: str,
+        context: BrokerContext,
+        arrivals: Arrivals,
         step: Callable[[Callable[[int], int | None]], Step],
         aside: Aside | None,
-        metrics: Metrics | None,
     ) -> None:
         """``step(run_due)`` makes the broker's step of a function; ``aside`` has the disk waited for elsewhere."""
         self.discard_hooks: list[DiscardHook] = []
+        runner, store = context.runner, context.store
         self._runner = runner
         self._store = store
-        self._registry = registry
-        self._sending = sending
-        self._broker_name = broker_name
-        self._metrics = metrics
-        self._topics = topics
+        self._registry = context.registry
+        self._broker_name = context.name
+        self._metrics = context.metrics
+        self._topics = context.topics
+        self._arrivals = arrivals
         self._turns: dict[str, int] = {}
         self._unasked: set[str] = set()  # groups of which the log tells that they can't be asked
         self._questions: list[CheckBack] = []
@@ -67,15 +57,15 @@ class BrokerTransactions:
         self._waits = store.config.durability == "sync"
         self._transactions = Transactions(
             store,
-            CheckOffsets(offsets),
+            CheckOffsets(context.offsets),
             runner.now_ms(),
-            settings,
+            context.config.transactions,
             ask=self._questions.append,
             discarded=self._discarded,
             delivered=self._finals.append,
             make_topic=self._make_topic,
             is_reachable=self._is_reachable,
-            original=original,
+            original=context.config.original_transactions,
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
@@ -121,7 +111,7 @@ class BrokerTransactions:
                 final = self._finals.popleft()
             except IndexError:  # maybe another thread was quicker
                 return
-            self._sending.announce(*final)
+            self._arrivals.stored(*final)
 
     def save(self) -> None:
         """Note how far the check has come, after a flush of the store. Raises what that does."""

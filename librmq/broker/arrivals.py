@@ -1,0 +1,79 @@
+"""Tell everything in a broker that waits for a message that one was stored.
+
+A message may be awaited by held pulls, by a step that carries it on (delays, timer, relay, the check of transactions),
+and by the flush of the store. What stores a message calls `Arrivals.stored`, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from librmq.broker.long_polling import Holds
+from librmq.message import record
+from librmq.metrics import Metrics
+from librmq.runtime.runner import Runner
+from librmq.store import AppendResult
+from librmq.store.engine.dispatch import parse_level
+
+__all__ = ["Arrivals"]
+
+_DELAY: Final = record.PROPERTY_DELAY
+
+
+class Arrivals:
+    """The observer of one broker's stored messages. Thread-safe."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        holds: Holds,
+        metrics: Metrics | None,
+        delayed: Callable[[int, int], int],
+        wake_flush: Callable[[], None] | None,
+    ) -> None:
+        """Take what waits for messages of any topic.
+
+        Args:
+            runner: Its lock is held while held pulls are told.
+            holds: The held pulls.
+            metrics: Counts the messages.
+            delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the
+                level in which the message waits.
+            wake_flush: Wakes the step that flushes the store; None where a thread of the store does.
+        """
+        self._runner = runner
+        self._holds = holds
+        self._held = holds.by_queue
+        self._metrics = metrics
+        self._delayed = delayed
+        self._wake_flush = wake_flush
+        self.wake_by_topic: dict[str, Callable[[], None]] = {}
+        """What carries messages of a topic on."""
+
+    def stored(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Note a message that was stored for a queue; a delayed one waits itself."""
+        if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
+            with self._runner.lock:
+                level = self._delayed(level, result.store_timestamp_ms)
+            if self._metrics is not None:
+                self._metrics.count("delayed_in", level=str(level))
+            if self._wake_flush is not None:
+                self._wake_flush()
+        else:
+            self.delivered(topic, queue_id, properties, result)
+
+    def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Note a message that stands in its queue, whatever delay its properties tell of."""
+        if self._metrics is not None:
+            self._metrics.count("messages_in", topic=topic)
+            self._metrics.count("bytes_in", result.size, topic=topic)
+        wake = self.wake_by_topic.get(topic)
+        if wake is not None:
+            wake()
+        queue = topic, queue_id
+        if queue in self._held:
+            with self._runner.lock:
+                self._holds.arrived(queue, properties, result)
+        if self._wake_flush is not None:
+            self._wake_flush()
