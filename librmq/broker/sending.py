@@ -31,6 +31,7 @@ from librmq.protocol import (
 )
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import is_timed
+from librmq.scheduling.timer_settings import DELAY_MS, DELIVER_MS
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
 
@@ -99,6 +100,8 @@ class Sending:
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only where the original does
+        if message.delay_s is not None or message.deliver_at_ms is not None:
+            _name_time(message, properties)
         made = Message._of(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
@@ -330,6 +333,14 @@ class Sending:
 
 def _is_timed(message: Message) -> bool:
     return names_time(message.properties) and is_timed(message.properties)
+
+
+def _name_time(message: Message, properties: dict[str, str]) -> None:
+    """Name the time that an application gave a message by the properties that 5.x has for it."""
+    if message.deliver_at_ms is not None:
+        properties[DELIVER_MS] = str(message.deliver_at_ms)
+    elif message.delay_s:
+        properties[DELAY_MS] = str(round(1000 * message.delay_s))
 
 
 def _choose(topic: Topic, queue_id: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.producer import Producer
 from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.message import Message
@@ -108,6 +110,33 @@ def test_what_the_timer_does_not_take_the_relay_carries() -> None:
         assert bodies(broker) == [b"timer"]
         manual(broker).advance(2_000)
         assert bodies(broker) == [b"timer", b"relay"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "waits_in"),
+    [
+        ({}, "SCHEDULE_TOPIC_XXXX"),
+        ({"timers": WHEEL}, "rmq_sys_wheel_timer"),
+        ({"hops": True}, "SYSTEM_SCHEDULE_MSG"),
+    ],
+)
+def test_delay_and_deliver_at_choose_what_waits(settings: dict[str, Any], waits_in: str) -> None:
+    """An exact level, else the timer, else the relay; an error where none is on."""
+    with opened(**settings) as broker:
+        now_ms = broker.runner.now_ms()
+        due = datetime.fromtimestamp((now_ms + 90_000) / 1000, UTC)
+        if settings:
+            Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
+            assert [message.body for message in broker.messages(waits_in)] == [b"at"]
+        else:
+            with pytest.raises(MessageIllegalError, match="is to wait 90 s"):
+                Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
+        Producer(broker, "p").send(Message("T", b"level", delay=timedelta(minutes=1)))
+        assert b"level" in [message.body for message in broker.messages("SCHEDULE_TOPIC_XXXX")]
+        manual(broker).advance(89_000)
+        assert bodies(broker) == [b"level"]
+        manual(broker).advance(3_000)
+        assert bodies(broker) == ([b"level", b"at"] if settings else [b"level"])
 
 
 def carried(broker: Broker, queue_id: int = 0) -> None:
