@@ -151,7 +151,7 @@ class DelaySchedule:
 
     Every message is delivered at the first look at or after its time, those of a level in their order; a message whose
     time is further away than the level's delay (the clock was put back, the levels were changed) at once. A message
-    whose level the settings no longer have is delivered at its time, where the original leaves it for good.
+    whose level the settings no longer have is delivered at its time, where 4.9 leaves it for good.
 
     What can't be delivered (a half message, no topic, a record that is damaged) is dropped: logged as an error, and
     passed over; its record stays in the log. After a failure that may pass (a full disk) the level is looked at again
@@ -207,8 +207,8 @@ class DelaySchedule:
     def due_for(self, level: int, store_timestamp_ms: int) -> int:
         """When to call `run_due` for a message of ``level`` stored then, at the latest.
 
-        Whoever appends delayed messages sees to it that `run_due` is called by then; to call it right after the append
-        does as well, and costs little.
+        What appends delayed messages has `run_due` called by then. Calling it right after the append works as well, and
+        costs little.
         """
         levels = self._store.levels
         return self._look_for(levels.deliver_timestamp_ms(levels.cap(level), store_timestamp_ms))
@@ -219,7 +219,7 @@ class DelaySchedule:
         The look is the last one of the grid that is not after ``now_ms``. `StoreClosedError`, `FlushFailedError` and
         `ReadOnlyError` where the store takes no messages any more.
         """
-        if now_ms < self._last_ms:  # the clock was put back: what is due when is to be found anew
+        if now_ms < self._last_ms:  # the clock was put back: find again what is due when
             self._begin_ms = min(self._begin_ms, now_ms)
             self._save_ms = None if self._save_ms is None else now_ms
             for level in self._levels:
@@ -287,7 +287,7 @@ class DelaySchedule:
 
             try:
                 self._saved_or_told(save)
-            except StoreError as told:  # nobody waits for this: the next look meets it too
+            except StoreError as told:  # no caller waits for this: the next look meets it too
                 _log.error("the progress of the delay levels can't be saved any more: %s", told)
                 return None
             if self._unsaved and self._save_ms is None and self._save_every_ms is not None:
@@ -376,7 +376,7 @@ class DelaySchedule:
             code = 0 if unit is None else unit.tags_code
         if not _HASHES[0] <= code < _HASHES[1]:
             return code
-        # After an unclean exit the original makes entries with the hash of the tags in the place of the time.
+        # After an unclean exit 4.9 makes entries with the hash of the tags in the place of the time.
         stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 

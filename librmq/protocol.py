@@ -30,7 +30,7 @@ LOCAL_HOST: Final[Host] = ("127.0.0.1", 0)
 
 @dataclass_transform(frozen_default=True)
 def _value(cls: type[_C]) -> type[_C]:
-    # Nobody changes a value, which the type checker sees to: a frozen dataclass costs 2 µs more to make.
+    # The type checker keeps values from being changed: a frozen dataclass costs 2 µs more to make.
     return dataclass(slots=True, weakref_slot=False)(cls)
 
 
@@ -111,7 +111,7 @@ class Request(Generic[R]):
 
 
 class Endpoint(Protocol):
-    """Whoever answers requests."""
+    """Answers requests."""
 
     def call(self, request: Request[R], /) -> R:
         """Answer; `BrokerError` if it is refused. Never waits for other clients. Thread-safe."""
@@ -301,7 +301,7 @@ class CheckSubscription(Request[None]):
 
 @_value
 class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
-    """The groups that subscribe to a topic or have progress in it, as they are now; None where nobody is there."""
+    """The groups that subscribe to a topic or have progress in it, as they are now; None where no instance runs."""
 
     topic: str
 
@@ -511,14 +511,14 @@ class ResetGroup(Request[Mapping[MessageQueue, int]]):
 
 @_value
 class ConsumersChanged(Request[None]):
-    """The members of a group have changed: share its queues anew."""
+    """The members of a group have changed: share its queues again."""
 
     group: str
 
 
 @_value
 class Forgotten(Request[None]):
-    """The broker takes the client to be gone. If it lives, its next heartbeat says so: the original repeats them."""
+    """The broker takes the client to be gone. If it lives, its next heartbeat says so, as in 4.9."""
 
     broker_name: str
 

@@ -85,7 +85,7 @@ class CheckBack(NamedTuple):
     half: StoredMessage
     """The copy that was put back, by whose coordinates the answer ends the transaction."""
     check_times: int
-    """The how manieth question it is."""
+    """Number of this check, counting from 1."""
 
     @property
     def topic(self) -> str:
@@ -135,12 +135,12 @@ class _Recent(NamedTuple):
 class Transactions:
     """The transactions of a store: prepared, ended and checked. Not thread-safe: one caller at a time.
 
-    Its files are those of the original; what it does is safer where they allow it:
+    Its files are those of 4.9; what it does is safer where they allow it:
 
     - A transaction ends once. A commit that is repeated, or that follows one by other coordinates (a copy's, or after
       a crash between final and op message), writes what is missing and delivers nothing again. A commit after a
-      rollback, and the reverse, is refused. The original delivers once for each commit.
-    - An end by the coordinates of a half that a check has put back ends its copies too. In the original they stay
+      rollback, and the reverse, is refused. 4.9 delivers once for each commit.
+    - An end by the coordinates of a half that a check has put back ends its copies too. In 4.9 they stay
       pending, are checked again, and delivered again.
     - The final message has the flag of the message that was sent; a copy has none.
 
@@ -203,7 +203,7 @@ class Transactions:
     # ---------------------------------------------------------------------------------------------- prepare and end
 
     def prepare(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
-        """Store a half message for the queue ``queue_id`` of its topic, where nobody sees it.
+        """Store a half message for the queue ``queue_id`` of its topic, where no consumer sees it.
 
         Its properties must name the producer group (`PGROUP`), and TRAN_MSG as a client sets it. ``fields`` are those
         of `MessageStore.append`. `MessageIllegalError` before a byte is written.
@@ -392,7 +392,7 @@ class Transactions:
         if queue_id is None:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message names no queue")
         if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
-            # A message that goes to the schedule topic has its properties written anew, and without these.
+            # A message that goes to the schedule topic has its properties written again, without these.
             for name in (
                 record.PROPERTY_REAL_TOPIC,
                 record.PROPERTY_REAL_QUEUE_ID,
@@ -420,7 +420,7 @@ class Transactions:
         # With sync durability the final message is waited for too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
-        if result.queue_offset != self._next_op:  # somebody else has written some: of any half
+        if result.queue_offset != self._next_op:  # another writer has added some, of any half
             self._recent.clear()
         self._next_op = result.queue_offset + 1
         if self._ended is not None:
@@ -444,7 +444,7 @@ class Transactions:
         """Make the check pass that is due, or a part of it; returns when to call next (ms), None if nothing is pending.
 
         Passes come every 60 s from the start on; those that would find the half queue without anything new are left
-        out. Whoever prepares a half calls this soon after. `StoreClosedError`, `FlushFailedError` and `ReadOnlyError`
+        out. Call this soon after preparing a half. `StoreClosedError`, `FlushFailedError` and `ReadOnlyError`
         where the store takes no messages any more.
         """
         if now_ms < self._last_ms:  # the clock was put back

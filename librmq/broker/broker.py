@@ -784,7 +784,7 @@ class Broker:
             last.callback(self._release)
             if self._temporary is not None:
                 self._end_writing()
-                last.callback(self.store.abandon)  # nobody opens it again
+                last.callback(self.store.abandon)  # no other handle opens it
                 return
             last.callback(self.store.close)
             last.callback(self._end_writing)
@@ -871,7 +871,7 @@ _open_brokers: weakref.WeakSet[Broker] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for broker in list(_open_brokers):
-        broker.dead, broker._why_dead = True, "was opened before a fork: open the broker anew in the child"
+        broker.dead, broker._why_dead = True, "was opened before a fork: open the broker again in the child"
         broker._writing.let_go(broker._closed())
     _open_brokers.clear()
 
@@ -881,7 +881,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _DiskByHand(DiskFiles):
-    """Files on a disk of which nobody looks how full it is: that is not a matter of a clock that is moved by hand."""
+    """Files on a disk that never counts as full: how full it is does not depend on a clock moved by hand."""
 
     def used_ratio(self, path: str) -> float:
         return 0.0

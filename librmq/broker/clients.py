@@ -1,4 +1,4 @@
-"""Clients come, say what they subscribe to, and go; whoever shares queues with them is told.
+"""Note clients as they come and go, and tell the members of their groups.
 
 Mirrors ``ClientManageProcessor``, ``ConsumerIdsChangeListener`` and the locking half of ``AdminBrokerProcessor``.
 Called under the runner's lock.
@@ -79,7 +79,7 @@ class Clients:
     def channel_closed(self, request: ChannelClosed) -> None:
         """A client is gone without a word: it leaves all its groups. Its locks expire by themselves.
 
-        If it lives it is back with its next heartbeat, as in the original, and its pulls go on until then.
+        If it lives, its next heartbeat brings it back, as in 4.9. Its pulls go on until then.
         """
         client = self._registry.endpoint(request.client_id)
         changes = self._registry.forget(request.client_id)
@@ -107,7 +107,7 @@ class Clients:
         self._locks.unlock(request.group, request.client_id, request.queues)
 
     def _tell(self, changes: Changes) -> None:
-        """Let the members of changed groups share their queues anew; the filters of ended groups are dead."""
+        """Let the members of changed groups share their queues again, and mark the filters of ended groups dead."""
         now = self._runner.now_ms()
         for name in changes.ended:
             self._registrations.unregister(name, now)
@@ -127,5 +127,5 @@ class Clients:
     def _call(client: Endpoint, request: Request[None]) -> None:
         try:
             client.call(request)
-        except RmqError as error:  # it is about to leave: nobody is there to be told
+        except RmqError as error:  # it is about to leave
             _log.info("%s: a client is not told of it: %s", request, error)

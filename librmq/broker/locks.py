@@ -20,7 +20,7 @@ class QueueLocks:
         self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, last renewed
 
     def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
-        """The id of the client that has the queue, None if nobody does."""
+        """Return the id of the client that has the queue, None if no client does."""
         held = self._held.get((group, queue))
         if held is None or now_ms - held[1] > self._expiry_ms:
             return None

@@ -1,8 +1,8 @@
 """Pulls that found nothing and wait for a message: long polling.
 
 Mirrors ``PullRequestHoldService``. A pull that is held stands in the list of its queue, and is woken by a message that
-its subscription takes. Where only others have come it is answered anyway at the next of the times at which the original
-looks at all pulls, so that progress passes them. Nothing looks at a hold in between.
+its subscription takes. Where only other messages came, the broker answers it at the next time at which 4.9 looks at all
+pulls, so that progress passes them. Nothing looks at a held pull in between.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Holds:
         for holder, hold in list(held.items()):
             if hold.selection.takes(properties):
                 self._ended_by[queue, holder] = hold.selection, message
-                hold.notify()  # before it is let go of: whoever is interrupted here leaves it to the next message
+                hold.notify()  # before the hold goes: an interruption here leaves it to the next message
                 if held.get(holder) is hold:
                     self.remove(queue, holder)
             elif not hold.is_passed:

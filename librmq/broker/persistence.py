@@ -77,7 +77,7 @@ class Writing:
 
         `StoreIOError` if the disk refuses it: it is kept for the next time. `StoreClosedError` behind the end.
         """
-        self._check_goes_on()  # in a child process nobody would release the lock
+        self._check_goes_on()  # in a child process no thread would release the lock
         with self._one_at_a_time:
             self._check_goes_on()
             while pending := self._pending():

@@ -1,4 +1,4 @@
-"""Where the queues begin and end, how far groups have come in them, and setting that anew.
+"""Tell where queues begin and end and how far groups have come in them, and reset groups.
 
 Mirrors ``ConsumerManageProcessor``, and of ``AdminBrokerProcessor`` and ``Broker2Client`` what concerns queue offsets.
 Called under the runner's lock where something changes.

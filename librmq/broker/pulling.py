@@ -196,7 +196,7 @@ class Pulling:
             )
 
     def _tell_moved(self, request: PullMessage, next_offset: int) -> None:
-        """Write down, as the original does, that a consumer asked for what is not there."""
+        """Write down, as 4.9 does, that a consumer asked for what is not there."""
         event = {
             "consumerGroup": request.group,
             "messageQueue": {

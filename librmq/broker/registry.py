@@ -1,8 +1,8 @@
 """Which clients there are: the groups they produce and consume for, and what each group subscribes to.
 
 Mirrors ``ConsumerManager``, ``ConsumerGroupInfo`` and ``ProducerManager``. A group has one set of subscriptions,
-whoever of its instances told them: of two for a topic the one with the larger version stays, and a heartbeat removes
-the topics that it does not name. In memory only; called under the runner's lock.
+whichever instance told them. Of two for a topic the one with the larger version stays. A heartbeat removes the topics
+that it does not name. In memory only; called under the runner's lock.
 """
 
 from __future__ import annotations

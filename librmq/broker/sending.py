@@ -1,6 +1,6 @@
 """Storing messages: what a producer sends, what a consumer sends back, and what the broker writes itself.
 
-Mirrors ``SendMessageProcessor``. The properties of a stored message are those of the original, in its order. Appending
+Mirrors ``SendMessageProcessor``. The properties of a stored message are those that 4.9 stores, in its order. Appending
 takes no lock of the runner; only who waits for the message is told under it.
 """
 
@@ -99,7 +99,7 @@ class Sending:
         sys_flag = request.sys_flag | record.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
-        wait = properties.pop(_WAIT, None)  # stored only where the original does
+        wait = properties.pop(_WAIT, None)  # stored only where 4.9 stores it
         if message.delay_s is not None or message.deliver_at_ms is not None:
             _name_time(message, properties)
         made = Message._of(name, message.body, message.flag, properties)
@@ -291,7 +291,7 @@ class Sending:
         reconsume_times: int = 0,
         store_host: Host | None = None,
     ) -> AppendResult:
-        """Append a message as it is, and tell whoever waits for it; `MessageStore.append` tells the rest.
+        """Append a message as it is, and tell what waits for it; `MessageStore.append` tells the rest.
 
         Returns when it stands in the log's page cache, whatever the store's durability.
         """
@@ -316,7 +316,7 @@ class Sending:
         return self._store.submit(message, queue_id, **fields).result
 
     def _check_busy(self, topic: str) -> None:
-        """Somebody writes: refuse to queue up behind a write that takes too long, or to wait in the queue too long."""
+        """Refuse to queue up behind a write that takes too long, or to wait in the queue too long."""
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now

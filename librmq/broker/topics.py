@@ -1,6 +1,6 @@
 """The topics of a broker: their queues and permissions, kept in ``topics.json``.
 
-Mirrors ``TopicConfigManager``. Whoever changes a topic holds the runner's lock; `Topics.known` is read without.
+Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.known` is read without.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ class Topics:
         if topic is None:
             topic = self._make(name, default_queues)
         if not topic.is_sendable:
-            raise MessageIllegalError(f"topic {name!r} is the broker's own: nobody else sends to it")
+            raise MessageIllegalError(f"topic {name!r} is the broker's own: clients can't send to it")
         return topic
 
     def _make(self, name: str, default_queues: int) -> Topic:
         validate_client_topic(name)
         if name in self._own:
-            raise MessageIllegalError(f"topic {name!r} is the broker's own: nobody else sends to it")
+            raise MessageIllegalError(f"topic {name!r} is the broker's own: clients can't send to it")
         default = self.known.get(AUTO_CREATE_TOPIC)
         if self._settings.auto_create_topic and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))

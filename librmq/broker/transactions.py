@@ -52,7 +52,7 @@ class BrokerTransactions:
         self._turns: dict[str, int] = {}
         self._unasked: set[str] = set()  # groups of which the log tells that they can't be asked
         self._questions: list[CheckBack] = []
-        self._finals: deque[Delivered] = deque()  # of which nobody was told yet
+        self._finals: deque[Delivered] = deque()  # not announced yet
         self._lock = threading.Lock()  # of an end and of the check
         self._waits = store.config.durability == "sync"
         self._transactions = Transactions(
@@ -78,7 +78,7 @@ class BrokerTransactions:
                 self._runner.wake(self._step)
 
     def end(self, request: EndTransaction) -> None:
-        """Commit or roll back; `BrokerError` as the original says it."""
+        """Commit or roll back; `BrokerError` with 4.9's code."""
         if request.state is TransactionState.UNKNOWN:
             return
         half = None if self._metrics is None else self._half(request.physical_offset)
@@ -105,7 +105,7 @@ class BrokerTransactions:
             return None  # the end is refused, and says so
 
     def _announce(self) -> None:
-        """Tell whoever waits for them of final messages; without the lock, which is taken under the runner's."""
+        """Announce final messages; without the lock, which is taken under the runner's."""
         while True:
             try:
                 final = self._finals.popleft()

@@ -60,7 +60,7 @@ class EndedHalves:
         if op_offset == self._next_op:
             self._next_op += 1
             self._mark(queue_offset)
-        else:  # somebody else wrote one
+        else:  # another writer added some
             self._catch_up()
 
     def forget_below(self, queue_offset: int) -> None:

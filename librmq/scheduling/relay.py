@@ -215,7 +215,7 @@ class HopProxy:
             self._next_offset = found.next_offset
 
     def save(self) -> None:
-        """Note the progress, after a flush of the store, for whoever keeps it to write. Raises what the flush does."""
+        """Note the progress where it is kept, after a flush of the store. Raises what the flush does."""
         if self._next_offset != self._saved_offset:
             self._store.flush()
             self._note(self._next_offset)

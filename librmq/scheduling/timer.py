@@ -168,7 +168,7 @@ class Timers:
             self._queue_offset, self._read_ms = 0, self._write_ms
             slots.recover(0, self._read_ms)
         elif slots.was_cut and slots.last_unit is not None:
-            # Somebody died: the original's queue offset may be ahead of the log that was flushed with it.
+            # After a crash 5.3.3's queue offset may be ahead of the timer log that it flushed.
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == TIMER_TOPIC:
                 self._queue_offset = min(self._queue_offset, message.queue_offset + 1)
@@ -229,7 +229,7 @@ class Timers:
     def run_due(self, now_ms: int) -> int | None:
         """Put new messages into the wheel, empty the slots that have passed; returns when to call next (ms), if at all.
 
-        None if nothing waits: whoever stores into the timer topic calls it soon after. `StoreClosedError`,
+        None if nothing waits: call it soon after storing into the timer topic. `StoreClosedError`,
         `FlushFailedError` and `ReadOnlyError` where the store takes no messages any more.
         """
         write_ms = self._floor(now_ms)
@@ -460,7 +460,7 @@ class Timers:
                     raise error
                 self._saved(reached)
                 self._save_due(now_ms)
-            except LASTING as told:  # nobody waits for this: the next delivery meets it too
+            except LASTING as told:  # no caller waits for this: the next delivery meets it too
                 _log.error("the timer can't be saved any more: %s", told)
             except StoreError as told:
                 self._changed = True  # behind the checkpoint, too: what it leaves over may not be deleted yet

@@ -28,7 +28,7 @@ class TimerSlots:
 
     log: TimerLog
     was_cut: bool
-    """Whether `recover` has cut anything behind the position that was given: somebody died."""
+    """Whether `recover` has cut anything behind the position that was given: a process was killed."""
     last_unit: Unit | None
     """The last unit that `recover` has left, None if there is none."""
 

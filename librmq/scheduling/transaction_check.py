@@ -1,4 +1,4 @@
-"""One check of the halves that nobody has ended: who is asked, what is put back, what is given up.
+"""Check half messages that have not ended: ask about them, put them back, give them up.
 
 The pass goes from the progress to what the half queue held at its start. A half with an op message is passed; one that
 is due is put back as a copy, about which its producer group is asked; one that was checked too often, or is too old, is
@@ -161,7 +161,7 @@ class CheckPass:
                 self._use(op)
                 return True
             if held is None and self._last_born_ms is None:
-                break  # no op message in sight: the original would look again and again, until its time has come
+                break  # no op message in sight: 4.9 would look again until the pass's time is over
         if self._has_ended(half.queue_offset):  # while the pass went on
             self._find_op()
             return True

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from librmq.broker import Broker
+from librmq.broker.arrivals import Arrivals
 from librmq.broker.long_polling import Holds
 from librmq.broker.offsets import GroupOffsets
 from librmq.broker.persistence import Saving, Writing
-from librmq.broker.sending import Sending
 from librmq.client.identity import Client, LifeCycle
 from librmq.consumer import PullConsumer, PushConsumer
 from librmq.consumer.base import Member
@@ -238,7 +238,7 @@ def test_a_message_whose_send_was_interrupted_is_told_of_by_the_next(broker: Bro
             assert bodies[b"%s %d" % (word, number)].wait(WAIT_S)
 
     consumer.start()
-    functions: tuple[Callable[..., object], ...] = (Sending.announce, Sending.arrived, Holds.arrived, Holds.remove)
+    functions: tuple[Callable[..., object], ...] = (Arrivals.stored, Arrivals.delivered, Holds.arrived, Holds.remove)
     assert interruptions((*functions, *ALL), interrupted) >= 10
     consumer.shutdown()
 
