@@ -136,7 +136,7 @@ def test_delay_and_deliver_at_choose_what_waits(settings: dict[str, Any], waits_
         manual(broker).advance(89_000)
         assert bodies(broker) == [b"level"]
         manual(broker).advance(3_000)
-        assert bodies(broker) == ([b"level", b"at"] if settings else [b"level"])
+        assert sorted(bodies(broker)) == ([b"at", b"level"] if settings else [b"level"])
 
 
 def carried(broker: Broker, queue_id: int = 0) -> None:
