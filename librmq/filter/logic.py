@@ -341,7 +341,7 @@ def _reduced(node: Node, operands: list[_Operand]) -> _Operand:
         case And():
             return All(tuple(map(_asked, operands)))
         case Or():
-            return AnyOf(tuple(map(_asked, operands)))
+            return _any_of(list(map(_asked, operands)))
         case Not():
             return _negation(_asked(operands[0]))
         case Truth():  # FALSE when present, UNKNOWN when missing
@@ -358,6 +358,22 @@ def _reduced(node: Node, operands: list[_Operand]) -> _Operand:
             return _equal(left, right) if node.operator == "=" else _ordered(node.operator, left, right)
         case _:
             raise AssertionError(node)
+
+
+def _any_of(terms: list[Question]) -> Question:
+    """OR; neighbours that ask for texts of one property become one question, as if they were an IN."""
+    joined: list[Question] = []
+    texts: list[str] = []
+    for number, term in enumerate(terms):
+        if not isinstance(term, TextIn):
+            joined.append(term)
+            continue
+        texts += term.texts
+        following = terms[number + 1] if number + 1 < len(terms) else None
+        if not (isinstance(following, TextIn) and following.name == term.name):
+            joined.append(TextIn(term.name, tuple(texts)))
+            texts = []
+    return AnyOf(tuple(joined)) if len(joined) > 1 else joined[0]
 
 
 def _negation(question: Question) -> Question:

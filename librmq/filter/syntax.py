@@ -58,8 +58,9 @@ class Node:
     depth: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
-        below = max((child.depth for child in children(self)), default=0)
-        object.__setattr__(self, "depth", below + 1)
+        below = children(self)
+        if below:
+            object.__setattr__(self, "depth", 1 + max([child.depth for child in below]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

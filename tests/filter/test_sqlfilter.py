@@ -402,6 +402,22 @@ def test_nothing_to_find(expression: str) -> None:
     assert SqlFilter(expression).lint() == []
 
 
+def test_long_expressions() -> None:
+    """Tens of thousands of terms compile and answer as short ones do."""
+    count = 20_000
+    texts = quiet(" OR ".join(f"a = '{n}'" for n in range(count)))
+    assert [texts.matches({"a": str(n)}) for n in (0, count - 1, count)] == [True, True, False]
+    assert texts.evaluate({"a": "x"}) is False
+    assert texts.evaluate({"b": "0"}) is None
+    mixed = quiet(" OR ".join(f"p{n} > {n}" if n % 2 else f"p{n} = 'x' OR p{n} = 'y'" for n in range(count)))
+    last = count - 1
+    assert mixed.matches({f"p{last}": str(count)})
+    assert mixed.matches({"p8": "y"})
+    assert not mixed.matches({"p8": "z", f"p{last}": "5"})
+    assert not mixed.matches({"p1": "no number", "p8": "y"})  # an error ends it, as in the broker
+    assert mixed.matches({"p0": "x", "p1": "no number"})
+
+
 def test_findings_of_5() -> None:
     rules = [finding.rule for finding in SqlFilter("a CONTAINS '' OR (a = 'x') CONTAINS 'x'", dialect="5.3").lint()]
     assert rules == ["always-false", "always-false"]
