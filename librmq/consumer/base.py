@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
@@ -18,13 +19,14 @@ from librmq.consumer.assigned_queue import HeldQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
-from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, RmqError
 from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
 from librmq.message.message import MessageQueue, validate_client_topic
 from librmq.message.topics import retry_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
+    CheckSubscription,
     ConsumerData,
     ConsumerIds,
     ConsumerOffsets,
@@ -132,6 +134,8 @@ class Member(Generic[C]):
 
     def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
         with self.runner.lock:
+            if self.is_running:
+                self._check_at_brokers(subscription)
             before = self.subscriptions.get(subscription.topic)
             if before is not None and subscription.version <= before.version:  # within a millisecond
                 subscription = replace(subscription, version=before.version + 1)
@@ -166,6 +170,8 @@ class Member(Generic[C]):
             self.offsets = LocalOffsets(folder, self.client.client_id, self.group, config.files, aside, self.states)
         if config.guard:
             refuse_differences(self.group, self._subscriptions_of_all())
+        for subscription in self.subscriptions.values():
+            self._check_at_brokers(subscription)
         self._warn_of_same_id()
         self._started_ms = self.runner.now_ms()
         self.client.join(self)
@@ -193,6 +199,15 @@ class Member(Generic[C]):
         elif self._differences and not told:
             _log.info("%s: all instances of the group subscribe to the same again", self.label)
         self._differences = told
+
+    def _check_at_brokers(self, subscription: Subscription) -> None:
+        """Ask each broker that can be reached whether it serves an SQL subscription; `BrokerError` if one does not."""
+        if subscription.expression_type == TAG:
+            return
+        request = CheckSubscription(self.client.client_id, self.group, subscription)
+        for name in self.route.broker_names():
+            with suppress(BrokerUnreachableError, NoRouteError):
+                self.client.endpoint(name).call(request)
 
     def _warn_of_same_id(self) -> None:
         """Log where another instance of the group uses the same client id."""

@@ -14,7 +14,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PullConsumerConfig, PushConsumer
 from librmq.consumer.config import ConsumerSettings, PullConsumerSettings
-from librmq.errors import ConfigError
+from librmq.errors import BrokerError, ConfigError
 from librmq.listener import ReconsumeLater
 from librmq.runtime.manual import ManualRunner
 from tests.world import World
@@ -216,3 +216,20 @@ def test_consumers_show_what_they_do(world: World) -> None:
 )
 def test_typed_keywords_are_the_settings(config: type[Any], settings: type[Any]) -> None:
     assert set(get_type_hints(settings)) == {one.name for one in fields(config)}
+
+
+@pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
+def test_sql_that_a_broker_does_not_serve_is_refused(kind: Any) -> None:
+    """The consumer started, got nothing, and the log filled (issue 14, 2.1)."""
+    with make_world(1, enable_property_filter=False) as world:
+        consumer = kind(world.broker, "g")
+        if kind is PushConsumer:
+            consumer.subscribe("t", print, sql="p = 1")
+        else:
+            consumer.subscribe("t", sql="p = 1")
+        with pytest.raises(BrokerError, match="enable_property_filter"):
+            consumer.start()
+        running = PullConsumer(world.broker, "g2").start()
+        with pytest.raises(BrokerError, match="enable_property_filter"):
+            running.subscribe("t", sql="p = 1")
+        running.shutdown()
