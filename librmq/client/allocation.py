@@ -1,4 +1,4 @@
-"""Who consumes which queue: allocation strategies, a client's own share, groups whose instances differ.
+"""Allocation of queues: strategies, a client's own share, groups whose instances differ.
 
 Every client of a group computes its share by itself, from the same queues and the same clients, and nothing is
 agreed upon: shares fit together only if all use the same strategy and see the same lists. Strategies are pure
@@ -47,7 +47,7 @@ _LARGEST_RING: Final = 1 << 20
 
 
 def _is_member(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> bool:
-    """Whether there is anything to share out to the client; `AllocationError` for what no strategy takes."""
+    """Return whether the client has a share at all; `AllocationError` for what no strategy takes."""
     if not client_id:
         raise AllocationError("the client id is empty")
     if not queues:
@@ -58,7 +58,7 @@ def _is_member(client_id: str, queues: Sequence[MessageQueue], clients: Sequence
 
 
 def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
-    """Neighbouring queues to each client, the first ones getting one more: 0 1 2, 3 4 for five queues and two clients.
+    """Give neighbouring queues to each client, one more to the first: 0 1 2, 3 4 for five queues and two clients.
 
     With more clients than queues the last ones get none. `AllocationError` without client id, queues or clients;
     nothing for a client that is not among ``clients``. This holds for all strategies but `allocate_by_config`.
@@ -74,20 +74,20 @@ def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: 
 def allocate_averagely_by_circle(
     client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]
 ) -> list[MessageQueue]:
-    """Queues dealt out in turn: 0 2 4, 1 3 for five queues and two clients."""
+    """Deal queues out in turn: 0 2 4, 1 3 for five queues and two clients."""
     if not _is_member(client_id, queues, clients):
         return []
     return list(queues[clients.index(client_id) :: len(clients)])
 
 
 def allocate_by_config(chosen: Iterable[MessageQueue]) -> AllocationStrategy:
-    """A strategy that gives these queues to whoever asks, and checks nothing."""
+    """Return a strategy that gives these queues to every client, and checks nothing."""
     fixed = tuple(chosen)
     return lambda client_id, queues, clients: list(fixed)
 
 
 def allocate_by_machine_room(rooms: Collection[str]) -> AllocationStrategy:
-    """A strategy for brokers named ``room@broker``: queues in ``rooms`` are shared out averagely, others to nobody.
+    """Return a strategy for brokers named ``room@broker``, which shares out the queues in ``rooms`` alone.
 
     Unlike `allocate_averagely` what is left after equal shares is dealt out from the end: 0 1 4, 2 3 for five
     queues and two clients.
@@ -107,7 +107,7 @@ def allocate_by_machine_room(rooms: Collection[str]) -> AllocationStrategy:
 
 
 def _room_before_at(broker_name: str) -> str | None:
-    """The room of ``room@broker``, None for another form. As in the original, ``@`` at the end does not count."""
+    """Return the room of ``room@broker``, None for another form. As in 4.9, ``@`` at the end does not count."""
     room, *others = broker_name.rstrip("@").split("@")
     return room if len(others) == 1 else None
 
@@ -117,7 +117,7 @@ def allocate_machine_room_nearby(
     queue_room: Callable[[MessageQueue], str | None],
     client_room: Callable[[str], str | None],
 ) -> AllocationStrategy:
-    """A strategy that keeps queues in their room.
+    """Return a strategy that keeps queues in their room.
 
     ``inner`` shares the queues of a room out among the clients in it, and those of each room without clients among
     all clients. `AllocationError` for a queue or client for which there is no room.
@@ -152,9 +152,9 @@ def allocate_machine_room_nearby(
 def allocate_consistent_hash(
     client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str], *, virtual_nodes: int = 10
 ) -> list[MessageQueue]:
-    """Each queue to the next client on a ring of hashes, so that few queues move when a client comes or goes.
+    """Give each queue to the next client on a ring of hashes, so that few queues move when a client comes or goes.
 
-    More ``virtual_nodes`` of each client make shares more even (``functools.partial`` sets them); with 0 nobody gets
+    More ``virtual_nodes`` of each client make shares more even (``functools.partial`` sets them); with 0 no client gets
     anything. Rings and hashes of queues are kept for the next call. `AllocationError` for fewer than 0 too;
     `ConfigError` for a ring of over a million nodes.
     """
@@ -214,7 +214,7 @@ def own_share(
     clients: Iterable[str],
     strategy: AllocationStrategy = allocate_averagely,
 ) -> list[MessageQueue]:
-    """What ``client_id`` is to consume of a topic: queues and clients sorted as the original does, then allocated.
+    """Return what ``client_id`` is to consume of a topic: queues and clients are sorted as in 4.9, then allocated.
 
     Each queue comes once. `AllocationError` where the strategy cannot tell, as without queues or clients; a client
     then stays with what it holds.
@@ -231,7 +231,7 @@ class TopicDifference(NamedTuple):
 
     topic: str
     without: tuple[str, ...]
-    """The clients that do not subscribe to it. Queues are allotted to them all the same, and then nobody reads them."""
+    """The clients that do not subscribe to it. Queues are allotted to them all the same, and stay unread."""
     subscriptions: tuple[tuple[Any, tuple[str, ...]], ...]
     """Each different subscription with its clients. A message that its queue's owner did not ask for is passed over."""
 
@@ -243,7 +243,7 @@ class TopicDifference(NamedTuple):
 
 
 def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[TopicDifference]:
-    """On which topics the instances of a group differ, sorted; nothing if they may work together.
+    """Return the topics on which the instances of a group differ, sorted; empty if they may work together.
 
     ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``: what may differ
     without harm, a version for one, is to be left out of them.
@@ -293,9 +293,9 @@ def unowned_queues(
     queues: Iterable[MessageQueue],
     strategy: AllocationStrategy = allocate_averagely,
 ) -> list[MessageQueue]:
-    """The queues, sorted, that nobody in a group reads, since they are allotted to clients without their topic.
+    """Return the queues, sorted, that no client of a group reads: they are allotted to clients without their topic.
 
-    Topics to which nobody subscribes are left out: they are not the group's.
+    Topics without subscribers are left out: they are not the group's.
     """
     by_topic: dict[str, list[MessageQueue]] = {}
     for queue in queues:

@@ -1,7 +1,7 @@
 """A client: the identity that producers and consumers share towards the brokers of a route, and its life.
 
 Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer has a client of its own
-unless it is given one. The heartbeat of the original repeats every 30 s what a broker knows already; here it goes out
+unless it is given one. A client of 4.9 repeats its heartbeat every 30 s. Here a heartbeat goes out
 when there is something to tell: at a start, when subscriptions or brokers change, and, to a broker that has forgotten
 the client, at the next of its 30 s, which count from 1 s after its start.
 """
@@ -44,7 +44,7 @@ _numbers = itertools.count(1)
 
 
 class State(enum.Enum):
-    """Where a producer or consumer is in its life."""
+    """Stage of a producer's or consumer's life."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -53,7 +53,7 @@ class State(enum.Enum):
 
 
 class LifeCycle:
-    """The states of one producer or consumer, and the errors of calls that come in the wrong one. Thread-safe."""
+    """Life of one producer or consumer, which refuses calls at the wrong stage. Thread-safe."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -65,7 +65,11 @@ class LifeCycle:
         return self.state is State.RUNNING
 
     def start(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once; a second start, one after a failure or a shutdown is a `ClientStateError`."""
+        """Run ``action`` once.
+
+        Raises:
+            ClientStateError: It was started before, failed to start, or was shut down.
+        """
         if self.state is not State.CREATED:
             raise ClientStateError(f"{self.what} is {self.state.value}: it starts once; make a new one")
         self.state = State.START_FAILED
@@ -73,13 +77,17 @@ class LifeCycle:
         self.state = State.RUNNING
 
     def shut_down(self) -> bool:
-        """Note the end; whether there was something to end."""
+        """Note the end; gives whether it ran."""
         was_running = self.is_running
         self.state = State.SHUT_DOWN
         return was_running
 
     def check_running(self, call: str) -> None:
-        """`ClientStateError` unless it runs."""
+        """Refuse ``call`` unless it runs.
+
+        Raises:
+            ClientStateError: It does not run; the message says at which stage it is.
+        """
         if not self.is_running:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} wants a running one")
 
@@ -142,16 +150,16 @@ class Member(Protocol):
     group: str
 
     def consumer_data(self) -> ConsumerData | None:
-        """What heartbeats say of a consumer; None for a producer."""
+        """Return what heartbeats say of a consumer; None for a producer."""
         ...
 
     def answer(self, request: Request[R], /) -> R:
-        """A broker's request that concerns the group: called under the runner's lock."""
+        """Answer a broker's request about the group; called under the runner's lock."""
         ...
 
 
 class Client:
-    """One identity: producers and consumers of distinct groups. Thread-safe.
+    """Identity of producers and consumers of distinct groups. Thread-safe.
 
     ``instance_name`` makes the id ``ip@instance_name``; without one it is unique to this client. A broadcasting
     consumer keeps its progress by this id, and so wants a stable name.
@@ -190,7 +198,11 @@ class Client:
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
 
     def join(self, member: Member) -> None:
-        """Take a member and tell the brokers. `ClientStateError` for a group that is there already."""
+        """Take a producer or consumer and tell the brokers.
+
+        Raises:
+            ClientStateError: The client has one of that group already.
+        """
         with self.runner.lock:
             is_consumer = member.consumer_data() is not None
             members = self._consumers if is_consumer else self._producers
@@ -222,11 +234,11 @@ class Client:
         return f"Client({self.client_id!r}, producers={sorted(self._producers)}, consumers={sorted(self._consumers)})"
 
     def members(self) -> list[Member]:
-        """The producers and consumers of this client that have joined."""
+        """Return the producers and consumers of this client that have joined."""
         return [*self._producers.values(), *self._consumers.values()]
 
     def leave(self, member: Member) -> None:
-        """Let a member go and tell the brokers."""
+        """Let a producer or consumer go and tell the brokers."""
         with self.runner.lock:
             is_consumer = self._consumers.get(member.group) is member
             members = self._consumers if is_consumer else self._producers
@@ -244,13 +256,13 @@ class Client:
                 self._unwatch = None
 
     def beat(self) -> None:
-        """Tell every broker now what this client consists of."""
+        """Tell every broker now which groups this client has."""
         with self.runner.lock:
             self._told.clear()
             self._send_heartbeats(self.runner.now_ms())
 
     def forgotten_by(self, broker_name: str) -> None:
-        """A broker does not know this client any more (it was opened anew, or heard nothing): told at its next 30 s."""
+        """Note that a broker, reopened perhaps, does not know this client: it is told at the client's next 30 s."""
         with self.runner.lock:
             self.times_forgotten += 1
             self._told.discard(broker_name)
@@ -258,7 +270,7 @@ class Client:
             self.runner.wake(self._beat, self._next_beat(now))
 
     def _next_beat(self, now_ms: int) -> int:
-        """The next of the times at which the original repeats its heartbeat: 1 s after the start, then every 30 s."""
+        """Return the next time of a heartbeat in 4.9: 1 s after the start, then every 30 s."""
         first_ms = self._joined_ms + FIRST_HEARTBEAT_MS
         if self._joined_ms <= now_ms < first_ms:
             return first_ms
@@ -273,11 +285,11 @@ class Client:
                 _log.warning("%s: %s refused %s: %s", self.client_id, name, type(request).__name__, error)
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """The broker of that name."""
+        """Return the broker of that name."""
         return self.route.endpoint(broker_name)
 
     def call(self, request: Request[R], /) -> R:
-        """A broker's request, given to the member whose group it names."""
+        """Give a broker's request to the producer or consumer whose group it names."""
         if isinstance(request, Forgotten):
             if not self.dead:
                 self.forgotten_by(request.broker_name)
@@ -288,7 +300,7 @@ class Client:
             members = order if isinstance(request, CheckTransaction) else order[::-1]
             member = next((found[group] for found in members if group in found), None)
             if member is None or self.dead:
-                raise ClientStateError(f"client {self.client_id} has nobody of group {group!r}")
+                raise ClientStateError(f"client {self.client_id} has no producer or consumer of group {group!r}")
             return member.answer(request)
 
     def _send_heartbeats(self, now_ms: int) -> None:

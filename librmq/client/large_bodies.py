@@ -1,6 +1,6 @@
 """Bodies too large for one message: split over several and put together again, or kept outside with a reference.
 
-The advice for a body is 128 KiB. What is larger goes one of two ways; the original has neither, and to its clients
+The advice for a body is 128 KiB. A larger one goes one of two ways. RocketMQ has neither; to its clients
 all of this is plain messages:
 
 - `split_body` makes parts of a message, and `BodyAssembler` puts them together where they are consumed. A property
@@ -69,17 +69,34 @@ class DeliveredBody(Protocol):
     """What is read of a message that was delivered; `StoredMessage` is one."""
 
     @property
-    def topic(self) -> str: ...
+    def topic(self) -> str:
+        """The topic that it was sent to."""
+        ...
+
     @property
-    def queue_id(self) -> int: ...
+    def queue_id(self) -> int:
+        """The queue that it was stored in."""
+        ...
+
     @property
-    def queue_offset(self) -> int: ...
+    def queue_offset(self) -> int:
+        """Its entry in the queue."""
+        ...
+
     @property
-    def store_timestamp_ms(self) -> int: ...
+    def store_timestamp_ms(self) -> int:
+        """When it was stored."""
+        ...
+
     @property
-    def properties(self) -> Mapping[str, str]: ...
+    def properties(self) -> Mapping[str, str]:
+        """All properties."""
+        ...
+
     @property
-    def body(self) -> bytes: ...
+    def body(self) -> bytes:
+        """The body, restored where it was compressed."""
+        ...
 
 
 # ------------------------------------------------------------------------------------------------------------ parts
@@ -250,7 +267,7 @@ class BodyAssembler:
             return min(offsets, default=next_offset)
 
     def leave(self, topic: str, queue_id: int) -> None:
-        """The queue went to another consumer, which gets the parts anew: forget bodies with parts from it."""
+        """Forget bodies with parts from a queue that went to another consumer, which gets the parts again."""
         with self._lock:
             for claim, pieces in list(self._waiting.items()):
                 if any((held.topic, held.queue_id) == (topic, queue_id) for held in pieces.held.values()):

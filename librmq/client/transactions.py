@@ -43,7 +43,7 @@ _log = logging.getLogger("librmq.producer")
 
 @dataclass(frozen=True, slots=True)
 class CheckedMessage:
-    """A message whose transaction the broker asks about."""
+    """Message whose transaction the broker asks about."""
 
     topic: str
     """The topic that it was sent to."""
@@ -73,7 +73,7 @@ class CheckedMessage:
 
     @property
     def check_times(self) -> int:
-        """The how manieth question this is."""
+        """Number of this check, counting from 1."""
         return int(self.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
 
 

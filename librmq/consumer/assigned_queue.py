@@ -1,4 +1,4 @@
-"""A queue that a consumer holds: what rebalancing gave it, and how far it has come there."""
+"""Queue that a consumer was assigned: what rebalancing gave it, and how far it has come there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HeldQueue"]
 
 
 class HeldQueue:
-    """One queue from being taken until it is given up. Changed under the runner's lock."""
+    """One queue, from its assignment until it is given up. Changed under the runner's lock."""
 
     __slots__ = (
         "delivering",
@@ -53,9 +53,9 @@ class HeldQueue:
         """What brokers call when a pull that they held is worth asking again."""
         self.pulled_timestamp_ms = 0
         self.lost = False
-        """Its last pull has ended in a way that nobody expected: none is under way, and nobody will begin one."""
+        """Its last pull failed unexpectedly: none is under way, and only a rebalance begins one."""
         self.endpoint: Endpoint | None = None
-        """Who was asked last."""
+        """The broker that was asked last."""
         self.idle_since_ms: int | None = None
         """Since when a pull is held though something was passed over that progress does not tell yet."""
         self.throttled = False
@@ -76,7 +76,7 @@ class HeldQueue:
         self.running = False
         """Orderly: a listener is at work, or about to be."""
         self.since_ms = 0
-        """Orderly: since when listeners are busy with it without a rest."""
+        """Orderly: since when listeners have worked on it without a rest."""
         self.release_until_ms = 0
         """Dropped while a listener runs: until then its end gives the queue up at once, later the next rebalance."""
 

@@ -1,4 +1,4 @@
-"""What push and pull consumers share: one instance of a group, its subscriptions, queues, progress and life."""
+"""Base of push and pull consumers: one instance of a group, its subscriptions, queues, progress and life."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class Member(Generic[C]):
-    """One instance of a consumer group. Its state is changed under the runner's lock."""
+    """One instance of a consumer group. Its state changes under the runner's lock."""
 
     kind: str
     """``push`` or ``pull``."""
@@ -90,10 +90,10 @@ class Member(Generic[C]):
         self._started_ms = 0
         self._times_forgotten = self.client.times_forgotten
 
-    # ---- what the two kinds do differently
+    # ---- what push and pull do differently
 
     def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
-        """A queue that is about to be taken."""
+        """Make the state of a queue that is about to be taken."""
         raise NotImplementedError
 
     @property
@@ -121,7 +121,7 @@ class Member(Generic[C]):
     # ---- subscriptions
 
     def _subscription(self, topic: str, tags: str | None, sql: str | None) -> tuple[Subscription, TagFilter | None]:
-        """A subscription, and its exact check; `FilterSyntaxError` for an expression that does not compile."""
+        """Return a subscription, and its exact check where it has tags."""
         validate_client_topic(topic)
         if tags is not None and sql is not None:
             raise ConfigError(f"topic {topic!r}: either tags or sql")
@@ -228,7 +228,7 @@ class Member(Generic[C]):
                 return
 
     def _stop(self, timeout: float | timedelta | None, begin: Callable[[], threading.Event | None]) -> bool:
-        """If it runs: ``begin`` under the lock, wait for what that gives, save, leave; whether all ended in time."""
+        """Call ``begin`` under the lock, wait for what that gives, save, leave; gives whether all ended in time."""
         is_first, in_time = False, True
         try:
             with self.runner.lock:
@@ -278,7 +278,13 @@ class Member(Generic[C]):
         return f"<{kind} {self.label}, {state}, topics: {topics or 'none'}, queues: {len(self.held)}>"
 
     def start(self) -> Self:
-        """Join the group and begin. `ClientStateError` for a second start."""
+        """Join the group and begin to consume.
+
+        Raises:
+            BrokerError: A broker does not serve an SQL subscription.
+            ClientStateError: The consumer was started before.
+            GroupMismatchError: With ``guard``, instances of the group subscribe to something else.
+        """
         is_first = False
         try:
             with self.runner.lock:
@@ -310,7 +316,7 @@ class Member(Generic[C]):
             self.save_soon()
 
     def save_soon(self) -> None:
-        """Store progress at the next of the times for it: 10 s after the start, then every 5 s."""
+        """Store progress at the next time for it: 10 s after the start, then every 5 s."""
         first_ms = self._started_ms + FIRST_SAVE_MS
         self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
 
@@ -320,7 +326,7 @@ class Member(Generic[C]):
         return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
 
     def _save(self, queues: Iterable[HeldQueue]) -> bool:
-        """Store what is not stored yet; whether all is."""
+        """Store what is not stored yet; gives whether all is."""
         return self.offsets.save(self._changed(queues))
 
     def _changed(self, queues: Iterable[HeldQueue]) -> list[HeldQueue]:
@@ -328,7 +334,7 @@ class Member(Generic[C]):
         return [held for held in changed if self._may_store(held)]
 
     def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
-        """How far the queues held have come: the offset of the next message to be consumed."""
+        """Return how far the assigned queues have come: the queue offset of the next message to be consumed."""
         with self.runner.lock:
             return {
                 queue: held.progress
@@ -339,12 +345,12 @@ class Member(Generic[C]):
     # ---- what brokers ask
 
     def consumer_data(self) -> ConsumerData | None:
-        """What heartbeats tell of this instance."""
+        """Return what heartbeats tell of this instance."""
         config = self.config
         return ConsumerData(self.group, self.kind, config.model, config.consume_from, dict(self.subscriptions))
 
     def answer(self, request: Request[R], /) -> R:
-        """A broker's request; under the runner's lock."""
+        """Answer a broker's request; under the runner's lock."""
         result: Any = None
         if isinstance(request, ConsumersChanged):
             self._routes_changed()
@@ -358,7 +364,7 @@ class Member(Generic[C]):
         return cast(R, result)
 
     def _routes_changed(self) -> None:
-        """A broker that was opened anew, or has forgotten this client, knows neither pulls nor what it was told."""
+        """Pull again from a broker that was reopened, or has forgotten this client, and tell it the progress."""
         forgotten = self.client.times_forgotten != self._times_forgotten
         self._times_forgotten = self.client.times_forgotten
         names = self.route.broker_names()
@@ -372,7 +378,7 @@ class Member(Generic[C]):
                     self.save_soon()
 
     def queues(self, topic: str) -> list[MessageQueue]:
-        """All queues of a topic that can be read, sorted."""
+        """Return all queues of a topic that can be read, sorted."""
         return sorted(
             MessageQueue(topic, data.broker_name, number)
             for data in self.route.topic_route(topic)

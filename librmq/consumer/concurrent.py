@@ -1,7 +1,7 @@
 """Concurrent consumption: as many listeners at once as there are threads, in any order.
 
-Mirrors ``ConsumeMessageConcurrentlyService``. ``threads`` is a count of listeners at work: where one ends, the next
-begins, and nobody waits.
+Mirrors ``ConsumeMessageConcurrentlyService``. ``threads`` is the number of listeners at work: where one ends, the
+next begins, and none waits for others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from librmq.runtime.runner import Step
 __all__ = ["ConcurrentDelivery"]
 
 AGAIN_MS: Final = 5_000
-"""A message that could not be sent back is delivered again after so long."""
+"""Pause before a message that could not be sent back is delivered again."""
 EXPIRED_LEVEL: Final = 3
 MOST_EXPIRED: Final = 16
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class _Pulled:
-    """Messages of one pull that have not begun; a batch is never of two pulls."""
+    """Messages of one pull that wait for a listener; a batch is never of two pulls."""
 
     __slots__ = ("again", "count", "held")
 
@@ -46,7 +46,7 @@ class _Pulled:
 
 
 class ConcurrentDelivery(Delivery):
-    """Calls listeners in the order in which messages were pulled, many at once. Called under the runner's lock."""
+    """Calls many listeners at once, in the order in which messages were pulled. Called under the runner's lock."""
 
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
@@ -58,16 +58,20 @@ class ConcurrentDelivery(Delivery):
         self._delivering_again = Step(f"{consumer.label} deliver again", self._deliver_again, consumer.client)
 
     def start(self) -> None:
+        """Note when the consumer joined its group: timeouts are looked at on a grid from then."""
         self._started_ms = self.runner.now_ms()
 
     def max_times(self) -> int | None:
+        """Return the redeliveries before a message becomes a dead letter."""
         return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
 
     def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+        """Begin with messages that were added to a queue, as far as there are threads."""
         self._pulled.append(_Pulled(held, count))
         self._begin(now_ms)
 
     def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+        """Add and begin a message at once where nothing precedes it: the fast path of a consumer that keeps up."""
         if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
             return False
         begun = held.messages.begin(message, bounds)
@@ -225,7 +229,7 @@ class ConcurrentDelivery(Delivery):
     # ---- consume timeout
 
     def _expire(self, now_ms: int) -> int | None:
-        """Send back what the first listeners of each queue have had for too long; looked at once in that time."""
+        """Send back what the first listeners of each queue have had for longer than the consume timeout."""
         if self.consumer.stopping:
             return None
         for held in list(self.consumer.held.values()):

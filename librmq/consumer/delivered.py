@@ -1,4 +1,4 @@
-"""A message as a consumer sees it: the stored record, and how it came here.
+"""Message as a consumer sees it: the stored record, and how it came here.
 
 Mirrors what ``PullAPIWrapper`` and ``DefaultMQPushConsumerImpl.resetRetryAndNamespace`` add to a ``MessageExt``.
 """
@@ -74,7 +74,7 @@ class DeliveredMessage(StoredMessage):
 
     @property
     def reconsume_times(self) -> int:
-        """How often the group has failed on it, failures since it was pulled included."""
+        """Failures of the group on this message, those since it was pulled included."""
         return super().reconsume_times + self._more_times
 
     def failed_again(self) -> None:
@@ -93,7 +93,7 @@ class DeliveredMessage(StoredMessage):
 
     @property
     def properties(self) -> Mapping[str, str]:
-        """All properties, with MIN_OFFSET, MAX_OFFSET and CONSUME_START_TIME as a client of the original adds them."""
+        """All properties, with MIN_OFFSET, MAX_OFFSET and CONSUME_START_TIME as a client of 4.9 adds them."""
         try:
             return self._shown
         except AttributeError:

@@ -1,4 +1,4 @@
-"""What concurrent and orderly consumption share: listeners, one call of one, hooks, counts.
+"""Delivery: what concurrent and orderly consumption share, from the call of a listener to its log lines.
 
 Delivery is three steps: begin (messages are claimed, under the lock), the listener runs (without it), its outcome is
 applied (under the lock). Whatever happens between them, a rebalance for one, is an ordinary schedule.
@@ -31,7 +31,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class BlockedQueue(NamedTuple):
-    """An orderly queue whose first message fails again and again."""
+    """Orderly queue whose first message keeps failing."""
 
     queue: MessageQueue
     queue_offset: int
@@ -41,14 +41,14 @@ class BlockedQueue(NamedTuple):
 
 @dataclass(slots=True)
 class ConsumerCounts:
-    """What a consumer has done so far, in messages."""
+    """Counts of a consumer so far, in messages."""
 
     delivered: int = 0
     consumed: int = 0
     failed: int = 0
     sent_back: int = 0
     dropped: int = 0
-    """Failures in broadcasting, which nobody repeats."""
+    """Failures in broadcasting, which are not repeated."""
 
 
 class Delivery:
@@ -64,54 +64,54 @@ class Delivery:
         self._ended: threading.Event | None = None
 
     def start(self) -> None:
-        """The consumer has joined its group."""
+        """Begin: the consumer has joined its group."""
 
     def stop(self) -> threading.Event | None:
-        """Begin nothing new; gives what is set when all listeners have ended, None if none is at work."""
+        """Begin nothing new; gives an event that is set when all listeners have ended, None if none is at work."""
         if not self.running:
             return None
         self._ended = threading.Event()
         return self._ended
 
     def end(self) -> None:
-        """The consumer is about to leave its group."""
+        """Clean up: the consumer is about to leave its group."""
 
     def lock(self, queue: MessageQueue) -> bool:
-        """Whether the queue may be taken."""
+        """Return whether the queue may be taken."""
         return True
 
     def take(self, held: HeldQueue) -> None:
-        """A queue was taken."""
+        """Note that a queue was taken."""
 
     def give_up(self, held: HeldQueue, now_ms: int) -> bool:
-        """A queue was dropped; whether it may be given up now."""
+        """Note that a queue was dropped; gives whether it may be given up now."""
         return True
 
     def may_store(self, held: HeldQueue, now_ms: int) -> bool:
-        """Whether the progress of the queue may be stored."""
+        """Return whether the progress of the queue may be stored."""
         return True
 
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
-        """Whether the queue may be pulled; if not, its pull is woken when it may."""
+        """Return whether the queue may be pulled; if not, its pull is woken when it may."""
         return True
 
     def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
-        """So many messages were added to a queue."""
+        """Begin with ``count`` messages that were added to a queue."""
         raise NotImplementedError
 
     def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
-        """Add one message to a queue and begin with it, if nothing comes before it: the usual one of who keeps up.
+        """Add one message to a queue and begin with it, if nothing precedes it: the fast path.
 
-        ``bounds`` are the minimum and maximum offset of the queue. False if it is for `pulled`, as usual.
+        ``bounds`` are the minimum and maximum offset of the queue. False if the message is left to `pulled`.
         """
         return False
 
     def blocked(self) -> list[BlockedQueue]:
-        """Queues that rest since their first message fails."""
+        """Return the queues that rest because their first message fails."""
         return []
 
     def max_times(self) -> int | None:
-        """Redeliveries before a message becomes a dead letter; None: no end."""
+        """Return the redeliveries before a message becomes a dead letter; None: no end."""
         raise NotImplementedError
 
     # ---- one call
@@ -129,7 +129,7 @@ class Delivery:
         messages: list[DeliveredMessage],
         done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
-        """Let the listener run; ``done`` gets what it returned or raised."""
+        """Have the listener called; ``done`` gets what it returned or raised."""
         consumer = self.consumer
         topic = messages[0].topic if held.is_retry else held.queue.topic
         listener = consumer.listeners.find(topic, messages[0])
@@ -140,13 +140,13 @@ class Delivery:
         self.runner.submit(_Call(self, listener, held, messages, done))
 
     def ended(self) -> None:
-        """A listener has ended."""
+        """Note that a listener has ended."""
         self.running -= 1
         if self._ended is not None and not self.running:
             self._ended.set()
 
     def _call(self, listener: Listener, held: HeldQueue, messages: list[DeliveredMessage]) -> object:
-        """As user code, without the lock."""
+        """Call the listener, without the lock."""
         if held.dropped:
             return None  # what comes of it is ignored
         consumer = self.consumer
@@ -183,7 +183,7 @@ class Delivery:
         )
 
     def count(self, held: HeldQueue, count: int, result: str) -> None:
-        """Count messages by what came of them."""
+        """Count messages by their result."""
         if count and self.consumer.metrics is not None:
             topic, group = held.queue.topic, self.consumer.group
             self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
@@ -259,7 +259,7 @@ def cause_of(error: Exception | None) -> str:
 
 
 class _Call(Work):
-    """A call of a listener. What it is called and about is put together only for those who look."""
+    """Call of a listener. Its label and subject are made only where they are read."""
 
     __slots__ = ("_consumer", "_done", "_held", "_listener", "_messages")
 

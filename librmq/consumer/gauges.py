@@ -1,4 +1,4 @@
-"""What a consumer shows by the names of `librmq.metrics`: gauges of its own, which those of its group add up to."""
+"""Gauges of a consumer, by the names of `librmq.metrics`; those of a group's instances add up."""
 
 from __future__ import annotations
 

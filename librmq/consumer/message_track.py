@@ -1,4 +1,4 @@
-"""What has become of a message: per group, and its dead letters sent again.
+"""Fate of a message in each group, and dead letters sent again.
 
 Mirrors ``DefaultMQAdminExtImpl.messageTrackDetail`` and ``TrackType``.
 """
@@ -51,10 +51,10 @@ class MessageTrack(NamedTuple):
 
 
 def message_tracks(route: Route, message: StoredMessage, broker_name: str | None = None) -> list[MessageTrack]:
-    """What each group of the message's topic has done with it, sorted by group.
+    """Return what each group of the message's topic has done with it, sorted by group.
 
-    ``broker_name`` is needed where the route has several brokers and ``message`` does not tell which it is of. As in
-    the original, what was sent back counts as consumed, and so does what the group's present subscription leaves out.
+    ``broker_name`` is needed where the route has several brokers and ``message`` does not tell which has it. As in
+    4.9, what was sent back counts as consumed, and so does what the group's present subscription leaves out.
     """
     endpoint = _endpoint(route, message, broker_name)
     topic = message.topic
@@ -101,7 +101,7 @@ def _asks_for(subscription: Subscription, message: StoredMessage) -> bool:
 
 
 def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_name: str | None = None) -> int:
-    """Let groups have dead letters once more, with all their retries; gives how many.
+    """Send dead letters to their groups once more, with all their retries; gives their number.
 
     Each goes to the retry topic of the group that had given it up, so that no other group sees it, and is delivered at
     once. The dead letter stays where it is.

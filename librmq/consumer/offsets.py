@@ -1,4 +1,4 @@
-"""Where a group's progress is kept: at the brokers (clustering), or in a file of the client's (broadcasting).
+"""Progress of a group: kept at the brokers (clustering), or in a file of the client (broadcasting).
 
 ::
 
@@ -35,15 +35,19 @@ class Offsets(Protocol):
     """Keeps the progress of one instance of a group. Called under the runner's lock."""
 
     def read(self, queue: MessageQueue) -> int | None:
-        """The stored progress; None if there is none. `RmqError` if that can't be found out."""
+        """Return the stored progress, None if there is none.
+
+        Raises:
+            RmqError: That can't be found out.
+        """
         ...
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
-        """Store progress that is not stored yet; whether all of it is."""
+        """Store progress that is not stored yet; gives whether all of it is."""
         ...
 
     def save_soon(self, held: Iterable[HeldQueue]) -> bool:
-        """The same, but where a disk has to be waited for it may not be stored by then."""
+        """Store progress without waiting for a disk; gives whether all of it is stored by now."""
         ...
 
 
@@ -56,10 +60,12 @@ class BrokerOffsets:
         self._states = states or StateLog(_log, group)
 
     def read(self, queue: MessageQueue) -> int | None:
+        """Ask the broker for the stored progress; None if there is none."""
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.endpoint(queue.broker_name).call(request)
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
+        """Tell the brokers progress that they do not know yet; gives whether they took all of it."""
         all_stored = True
         for one in held:
             progress, queue = one.progress, one.queue
@@ -91,9 +97,19 @@ class LocalOffsets:
         aside: Aside | None = None,
         states: StateLog | None = None,
     ) -> None:
-        """``aside`` lets others go on while `save_soon` writes; None writes within it.
+        """Read the file, or the copy of what it was before.
 
-        `MalformedError` if neither the file nor what it was before can be read.
+        Args:
+            folder: Holds the files of all clients.
+            client_id: Names a folder in it.
+            group: Names a folder in that.
+            files: Reads and writes.
+            aside: Lets others go on while `save_soon` writes; None writes within it.
+            states: Logs failures.
+
+        Raises:
+            ConfigError: ``client_id`` is no name of a folder.
+            MalformedError: Neither file can be read.
         """
         if os.path.basename(client_id) != client_id:
             raise ConfigError(f"instance_name: {client_id!r} is no name of a folder")
@@ -121,9 +137,11 @@ class LocalOffsets:
         return {}
 
     def read(self, queue: MessageQueue) -> int | None:
+        """Return the stored progress, None if there is none."""
         return self._table.get(queue)
 
     def save(self, held: Iterable[HeldQueue]) -> bool:
+        """Write progress that is not in the file yet; gives whether it is now."""
         changed = self._note(held)
         if not changed or os.getpid() != self._process:  # after a fork the file is the parent's
             return True
@@ -136,6 +154,7 @@ class LocalOffsets:
         return True
 
     def save_soon(self, held: Iterable[HeldQueue]) -> bool:
+        """Have progress written while others go on; gives whether there was nothing to write."""
         if self._aside is None:
             return self.save(held)
         changed = self._note(held)
@@ -153,7 +172,7 @@ class LocalOffsets:
         return not changed
 
     def _note(self, held: Iterable[HeldQueue]) -> dict[HeldQueue, int]:
-        """Take what is not stored yet into the table; gives it."""
+        """Take what is not stored yet into the table; gives the queues and their progress."""
         changed = {one: one.progress for one in held if one.progress is not None and one.progress != one.told}
         self._table.update((one.queue, progress) for one, progress in changed.items())
         return changed

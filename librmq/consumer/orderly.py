@@ -64,7 +64,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class OrderlyResult(enum.Enum):
-    """What an orderly listener may return to take several calls together. Mirrors manual commits of the original."""
+    """What an orderly listener may return to take several calls together. Mirrors 4.9's manual commits."""
 
     HOLD = "HOLD"
     """Go on, but count nothing as consumed before a COMMIT (or a listener that returns nothing)."""
@@ -88,14 +88,17 @@ class OrderlyDelivery(Delivery):
         self._renewing = Step(f"{consumer.label} locks", self._renew, consumer.client)
 
     def start(self) -> None:
+        """Note when the consumer joined its group: locks are renewed on a grid from then."""
         self._started_ms = self.runner.now_ms()
 
     def max_times(self) -> int | None:
+        """Return the redeliveries before a message becomes a dead letter; None: no end."""
         return self.config.max_reconsume_times
 
     # ---- locks
 
     def lock(self, queue: MessageQueue) -> bool:
+        """Ask the broker for the lock of a queue; gives whether this client has it."""
         if not self._locks:
             return True
         self._unlocking.pop(queue, None)  # it would take away what is gained now
@@ -103,9 +106,10 @@ class OrderlyDelivery(Delivery):
         return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
 
     def take(self, held: HeldQueue) -> None:
+        """Note that a queue was taken: it is consumed after the next periodic lock."""
         if self._locks:
             held.owned_timestamp_ms = self.runner.now_ms()
-            self._renew_on_grid(self.runner.now_ms())  # as in the original, a taken queue waits for it
+            self._renew_on_grid(self.runner.now_ms())  # as in 4.9, a taken queue waits for it
 
     def _renew_on_grid(self, now_ms: int) -> None:
         if self._renewing.at is None:
@@ -187,7 +191,7 @@ class OrderlyDelivery(Delivery):
         return True
 
     def may_store(self, held: HeldQueue, now_ms: int) -> bool:
-        """Whether the progress is this client's to tell: after a minute without a lock others may be further."""
+        """Return whether this client may store the progress: after a minute without a lock others may be further."""
         if not self._locks or now_ms - held.owned_timestamp_ms < BROKER_LOCK_MS:
             return True
         return self._renew_one(held, now_ms) and held.locked
@@ -204,6 +208,7 @@ class OrderlyDelivery(Delivery):
         return True
 
     def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
+        """Return whether this client has the queue's lock."""
         if self._has_lock(held, now_ms):
             return True
         if held.locked:  # as far as is known: the broker could not be asked
@@ -220,6 +225,7 @@ class OrderlyDelivery(Delivery):
     # ---- giving up
 
     def give_up(self, held: HeldQueue, now_ms: int) -> bool:
+        """Unlock a queue that was dropped; False while its listener runs."""
         if held.running:
             if not held.release_until_ms:
                 held.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
@@ -259,6 +265,7 @@ class OrderlyDelivery(Delivery):
     # ---- delivery
 
     def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+        """Begin with messages that were added to a queue, unless its listener runs."""
         if self._locks:
             self._renew_on_grid(now_ms)
         self._go_on(held, now_ms)
@@ -288,7 +295,7 @@ class OrderlyDelivery(Delivery):
                     held.delivering = False
 
     def _rest(self, held: HeldQueue, milliseconds: int | None) -> None:
-        """Nothing of the queue begins for so long; None: until the lock is got."""
+        """Begin nothing of the queue for a time; None: until it is locked."""
         if milliseconds is None:
             held.delivering = False
             return
@@ -407,6 +414,7 @@ class OrderlyDelivery(Delivery):
             )
 
     def blocked(self) -> list[BlockedQueue]:
+        """Return the queues that rest because their first message fails."""
         found = []
         for held in self.consumer.held.values():
             first = held.messages.peek()

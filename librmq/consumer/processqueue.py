@@ -1,4 +1,4 @@
-"""The messages of one queue that were pulled and are not consumed yet. Mirrors ``ProcessQueue``.
+"""Messages of one queue that were pulled and are not consumed yet. Mirrors ``ProcessQueue``.
 
 ::
 
@@ -88,7 +88,7 @@ class ProcessQueue:
         return self._largest + 1 if first is None else first
 
     def put(self, messages: Sequence[StoredMessage], min_offset: int, max_offset: int) -> int:
-        """Add what was pulled, in order of queue offsets; gives how many are new: what was held before is left out."""
+        """Add what was pulled, in order of queue offsets; gives the number of those that were not held before."""
         if not messages:
             return 0
         largest = self._largest

@@ -1,4 +1,4 @@
-"""A consumer that fetches: for users who drive the loop themselves. Mirrors ``DefaultLitePullConsumer``.
+"""Consumer that fetches, for applications that drive the loop. Mirrors ``DefaultLitePullConsumer``.
 
 Nothing is pulled ahead: a poll asks the queues in turn, and waits at the brokers where none has anything.
 """
@@ -37,13 +37,13 @@ from librmq.runtime.runner import Step
 __all__ = ["PullConsumer"]
 
 BREATH: Final = 0.0001
-"""A poll lets others have the lock for so long, in seconds, between two rounds."""
+"""Seconds for which a poll leaves the lock to others between two rounds."""
 
 _log = logging.getLogger("librmq.consumer")
 
 
 class _Arrival(threading.Event):
-    """Set by whoever has something new for a poll, which waits for it in a thread or in an event loop."""
+    """Event that wakes a poll, which waits in a thread or in an event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Arrival(threading.Event):
         super().set()
         if self.awaited is not None:
             loop, event = self.awaited
-            with suppress(RuntimeError):  # the loop was closed: nobody waits in it any more
+            with suppress(RuntimeError):  # the loop was closed, with all that waited in it
                 loop.call_soon_threadsafe(event.set)
 
     def is_awaited_here(self) -> bool:
@@ -68,7 +68,7 @@ class _Arrival(threading.Event):
 
 
 class PullConsumer(Member[PullConsumerConfig]):
-    """One instance of a group that polls. Thread-safe, but one thread or coroutine at a time polls.
+    """Instance of a group that polls. Thread-safe, but one thread or coroutine at a time polls.
 
     Either `subscribe`, and the group's queues are shared out among its instances, or `assign` queues. A message counts
     as consumed at the next poll or `commit` after the poll that gave it. ``settings`` are those of
@@ -121,7 +121,7 @@ class PullConsumer(Member[PullConsumerConfig]):
                 self.rebalancing.run_due(self.runner.now_ms())
 
     def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
-        """Read exactly these queues, whoever else does; those that were assigned before and are not among them go."""
+        """Read exactly these queues, whether or not others read them; queues assigned before are given up."""
         if self._assigned is None and self.subscriptions:
             raise ClientStateError(f"{self._life.what} has subscribed: subscribe and assign exclude each other")
         wanted = tuple(dict.fromkeys(queues))
@@ -210,7 +210,7 @@ class PullConsumer(Member[PullConsumerConfig]):
     # ---- polling
 
     def poll(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
-        """Up to ``pull_batch_size`` messages of one queue; waits up to ``timeout`` seconds (None: as configured).
+        """Return up to ``pull_batch_size`` messages of one queue; wait up to ``timeout`` (None: as configured).
 
         Empty when the time is over, though the next poll may go on over messages that the filter does not take; under
         a clock that is moved by hand, at once where there is nothing. Waits for a poll that goes on in another thread;
@@ -239,13 +239,13 @@ class PullConsumer(Member[PullConsumerConfig]):
                         continue
                     if remaining <= 0 or not clock.wait(self._arrived, remaining):
                         return []
-        except BaseException:  # Ctrl-C: nobody gets what was pulled
+        except BaseException:  # Ctrl-C: what was pulled is lost, so it is pulled again
             if has_begun:
                 self._take_back()
             raise
 
     async def poll_async(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
-        """As `poll`, and others in the event loop go on while it waits. If it is cancelled no message is lost.
+        """Poll while others in the event loop go on. A poll that is cancelled loses no message.
 
         `ClientStateError` while another poll of this consumer goes on.
         """
@@ -313,7 +313,7 @@ class PullConsumer(Member[PullConsumerConfig]):
             return True
 
     def _begin_poll(self) -> None:
-        """What was polled before counts as consumed, if so configured."""
+        """Count what was polled before as consumed, if so configured."""
         self._last = None
         if self.config.auto_commit:
             with self.runner.lock:
@@ -328,7 +328,7 @@ class PullConsumer(Member[PullConsumerConfig]):
                     held.next_offset = before
 
     def _look(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
-        """Ask the queues, and have it told when there is something new."""
+        """Ask the queues, and leave word at those that have nothing."""
         self._arrived.clear()
         with self.runner.lock:
             return ([], False) if self.stopping else self._pull_in_turn(one_by_one)
@@ -413,7 +413,11 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._arrived.set()
 
     def seek(self, queue: MessageQueue, queue_offset: int) -> None:
-        """Go on polling at another offset; `ClientStateError` for a queue that is not read, or has no such offset."""
+        """Go on polling at another queue offset.
+
+        Raises:
+            ClientStateError: The queue is not read, or has no such offset.
+        """
         with self.runner.lock:
             held = self._held_queue(queue)
             first, end = self.min_offset(queue), self.max_offset(queue)
@@ -432,20 +436,20 @@ class PullConsumer(Member[PullConsumerConfig]):
             self._go_to(self._held_queue(queue), self.max_offset(queue))
 
     def position(self, queue: MessageQueue) -> int:
-        """Where the next poll reads."""
+        """Return the queue offset at which the next poll reads."""
         with self.runner.lock:
             return self._held_queue(queue).next_offset
 
     def min_offset(self, queue: MessageQueue) -> int:
-        """The queue offset of the oldest message."""
+        """Return the queue offset of the oldest message."""
         return self.client.endpoint(queue.broker_name).call(MinOffset(queue.topic, queue.queue_id))
 
     def max_offset(self, queue: MessageQueue) -> int:
-        """The queue offset that the next message will get."""
+        """Return the queue offset that the next message will get."""
         return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
 
     def offset_by_time(self, queue: MessageQueue, timestamp_ms: int) -> int:
-        """The queue offset whose store time is nearest."""
+        """Return the queue offset whose store time is nearest."""
         return self.client.endpoint(queue.broker_name).call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
 
     # ---- progress
@@ -456,7 +460,11 @@ class PullConsumer(Member[PullConsumerConfig]):
                 self.progressed(held, held.next_offset)
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
-        """Store progress now: that of all that was polled, or these offsets. `ClientError` where that fails."""
+        """Store progress now: that of all that was polled, or these queue offsets.
+
+        Raises:
+            ClientError: A broker has not stored it.
+        """
         with self.runner.lock:
             self._life.check_running("commit")
             if offsets is None:
@@ -469,6 +477,6 @@ class PullConsumer(Member[PullConsumerConfig]):
                 raise ClientStateError(f"{self._life.what}: a broker has not stored the progress")
 
     def committed(self, queue: MessageQueue) -> int | None:
-        """The stored progress of the group in a queue; None if there is none."""
+        """Return the stored progress of the group in a queue; None if there is none."""
         with self.runner.lock:
             return self.offsets.read(queue)

@@ -1,7 +1,7 @@
-"""Pulling: each queue held has one pull under way, which waits at the broker while there is nothing.
+"""Pulling: each assigned queue has one pull under way, which waits at the broker while there is nothing.
 
 Mirrors ``DefaultMQPushConsumerImpl.pullMessage`` and ``PullAPIWrapper``. A pull that has to wait (too much is held, the
-lock is missing, the consumer is paused) is woken by whoever ends the reason.
+lock is missing, the consumer is paused) is woken by what ends the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pulling:
         self.max_bytes = consumer.config.max_held_bytes
 
     def make_step(self, label: str) -> Step:
-        """The step of a queue that is to be pulled."""
+        """Return the step of a queue that is to be pulled."""
         return Step(label, lambda now_ms: None, self._consumer.client)
 
     def start(self, held: HeldQueue) -> None:
@@ -48,7 +48,7 @@ class Pulling:
         wake(held.pull)
 
     def share_limits(self) -> None:
-        """Limits of a topic, shared out among the queues held. As in the original, of all topics together."""
+        """Share out the limits of a topic among the queues held. As in 4.9, those of all topics together."""
         config, count = self._consumer.config, max(1, len(self._consumer.held))
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
@@ -56,7 +56,7 @@ class Pulling:
             self.max_bytes = max(1 << 20, config.max_held_bytes_of_topic // count)
 
     def is_too_much(self, held: HeldQueue) -> bool:
-        """Whether no more is pulled for now."""
+        """Return whether the queue holds too much to be pulled."""
         messages, config = held.messages, self._consumer.config
         count = len(messages)
         return count > 0 and (
@@ -66,13 +66,13 @@ class Pulling:
         )
 
     def less_is_held(self, held: HeldQueue) -> None:
-        """Something was consumed of a queue whose pull waits for that."""
+        """Pull a queue again that was throttled, once it holds less."""
         if not self.is_too_much(held):
             held.throttled = False
             self._consumer.runner.wake(held.pull)
 
     def wake_all(self) -> None:
-        """Whatever all pulls waited for has ended."""
+        """Let all queues be pulled again."""
         for held in self._consumer.held.values():
             if not held.dropped:
                 self._consumer.runner.wake(held.pull)

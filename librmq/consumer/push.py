@@ -1,4 +1,4 @@
-"""A consumer to which messages are brought. Mirrors ``DefaultMQPushConsumer`` and ``DefaultMQPushConsumerImpl``."""
+"""Consumer that brings messages to listeners. Mirrors ``DefaultMQPushConsumer`` and ``DefaultMQPushConsumerImpl``."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ PREDICATE_BUDGET_S: Final = 1.0
 """A predicate that takes longer is logged."""
 
 RESET_MS: Final = 10_000
-"""What runs when a group is reset has so long to end."""
+"""Time for running listeners to end when a group is reset."""
 
 _log = logging.getLogger("librmq.consumer")
 
 
 class PushConsumer(Member[ConsumerConfig]):
-    """One instance of a group: pulls, and calls the listener of the message's topic. Thread-safe.
+    """Instance of a group that pulls, and calls the listener of a message's topic. Thread-safe.
 
     ``route`` is a `Broker` or several; ``settings`` are those of `ConsumerConfig`. Instances of a group are told apart
     by their clients: each has its own unless ``client`` is given. Coroutines run on the loop in which `start` was
@@ -214,10 +214,10 @@ class PushConsumer(Member[ConsumerConfig]):
             show_gauges(self, self.metrics)
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
-        """Stop pulling, wait up to ``timeout`` seconds (None: as configured) for listeners, save, leave the group.
+        """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save, leave the group.
 
-        Whether all have ended. What a listener that runs on does is not noted: its message comes again elsewhere.
-        Doing so again does nothing. Not for the loop on which coroutines run: `shutdown_async`.
+        Gives whether all have ended. What a listener that runs on does is not noted: its message comes again elsewhere.
+        A second shutdown does nothing. Not for the loop on which coroutines run: `shutdown_async`.
         """
         try:
             in_time = self._stop(timeout, self.delivery.stop)
@@ -296,6 +296,6 @@ class PushConsumer(Member[ConsumerConfig]):
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
 
     def blocked_queues(self) -> list[BlockedQueue]:
-        """Orderly queues that rest since their first message fails, with how often it did."""
+        """Return the orderly queues that rest because their first message fails, with its number of failures."""
         with self.runner.lock:
             return self.delivery.blocked()

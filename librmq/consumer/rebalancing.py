@@ -1,4 +1,4 @@
-"""Which queues an instance of a group holds: computed by itself, topic by topic. Mirrors ``RebalanceImpl``.
+"""Rebalancing: each instance of a group computes its share of queues, topic by topic. Mirrors ``RebalanceImpl``.
 
 At the start and when members or routes change it is due at once; else at the next of its 20 s where something is open:
 a lock that was not got, a start that could not be found out, a strategy that failed, a queue whose listener still runs,
@@ -40,7 +40,7 @@ _log = logging.getLogger("librmq.consumer")
 
 
 def next_on_grid(now_ms: int, first_ms: int, interval_ms: int) -> int:
-    """The first time after ``now_ms`` of those that begin at ``first_ms`` and come every ``interval_ms``."""
+    """Return the first time after ``now_ms`` of those that begin at ``first_ms`` and come every ``interval_ms``."""
     if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # else the clock was put back
         return first_ms
     return now_ms - (now_ms - first_ms) % interval_ms + interval_ms
@@ -56,7 +56,14 @@ class Rebalancing:
         give_up: Callable[[HeldQueue, int], bool],
         lock: Callable[[MessageQueue], bool],
     ) -> None:
-        """``take`` begins with a queue, ``give_up`` ends with one (False: not yet), ``lock`` precedes a take."""
+        """Share out the queues of ``member``.
+
+        Args:
+            member: The instance.
+            take: Begins with a queue.
+            give_up: Ends with a queue; False: not yet.
+            lock: Precedes a take.
+        """
         self._member = member
         self._take = take
         self._give_up = give_up
@@ -69,7 +76,7 @@ class Rebalancing:
         self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
-        """Be due at once."""
+        """Remember which queues are there, and rebalance at once."""
         member = self._member
         self._started_ms = member.runner.now_ms()
         self._brokers = frozenset(member.route.broker_names())
@@ -90,18 +97,18 @@ class Rebalancing:
         ]
 
     def wake(self) -> None:
-        """Members or routes have changed."""
+        """Rebalance at once: members or routes have changed."""
         if not self._member.stopping:
             self._member.runner.wake(self.step)
 
     def look_again(self) -> None:
-        """Something is open: be due at the next of the 20 s."""
+        """Rebalance at the next of the 20 s: something is open."""
         if not self._member.stopping:
             now_ms = self._member.runner.now_ms()
             self._member.runner.wake(self.step, next_on_grid(now_ms, self._started_ms, INTERVAL_MS))
 
     def run_due(self, now_ms: int) -> int | None:
-        """Compute the share of each topic, and make it what is held."""
+        """Compute the share of each topic, and take and give up queues accordingly."""
         member = self._member
         if member.stopping or not member.shares_queues:
             return None
@@ -123,11 +130,11 @@ class Rebalancing:
         return next_on_grid(now_ms, self._started_ms, INTERVAL_MS) if self._open else None
 
     def _topic(self, topic: str, now_ms: int) -> bool:
-        """Whether anything has changed."""
+        """Rebalance one topic; gives whether anything has changed."""
         member = self._member
         queues = self._queues(topic)
         if not queues:
-            return False  # as in the original, what is held stays
+            return False  # as in 4.9, what is held stays
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in member.route.topic_route(topic)])
             if not clients:  # no broker tells, or the broker has forgotten the group: what is held stays
@@ -170,7 +177,7 @@ class Rebalancing:
                 if held.lost:
                     changed |= self._drop(held, now_ms)  # and made again below
                 elif held.pull.at is None and not held.throttled:
-                    member.runner.wake(held.pull)  # whoever held the pull may have forgotten it
+                    member.runner.wake(held.pull)  # the broker may have forgotten the pull that it held
         for queue in share:
             if queue not in member.held:
                 changed |= self._add(queue, now_ms)
@@ -206,7 +213,7 @@ class Rebalancing:
         return True
 
     def start_offset(self, queue: MessageQueue) -> int:
-        """Where to begin in a queue of which no progress is stored."""
+        """Return where to begin in a queue of which no progress is stored."""
         config = self._member.config
         is_retry = queue.topic.startswith(RETRY_PREFIX)
         if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):
