@@ -379,6 +379,7 @@ class FolderBodies:
         self._files.make_folder(self._path)
 
     def put(self, body: bytes) -> str:
+        """Keep a body in a file named by its checksum; return that name."""
         reference = sha256(body).hexdigest()
         if self._files.size(self._file(reference)) != len(body):
             # Under a name of its own first, so that two who put the same body do not write into each other's file.
@@ -389,6 +390,11 @@ class FolderBodies:
         return reference
 
     def get(self, reference: str) -> bytes:
+        """Return a body that was kept.
+
+        Raises:
+            LargeBodyError: There is no such body, or it is not what was kept.
+        """
         if not _DIGEST.fullmatch(reference):
             raise LargeBodyError(f"no reference to a body in {self._path}: {reference!r:.80}")
         size = self._files.size(self._file(reference))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from librmq.client.identity import Client, LifeCycle, State, check_route
@@ -33,6 +33,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_WRITE,
     ConsumerData,
+    Endpoint,
     Request,
     ResponseCode,
     Route,
@@ -93,6 +94,25 @@ class ProducerSettings(TypedDict, total=False):
     max_message_size: int
     default_topic_queues: int
     avoid_slow_brokers: bool
+
+
+Body = bytes | bytearray | memoryview | str
+"""What a body is given as; text is sent as UTF-8."""
+
+
+class MessageFields(TypedDict, total=False):
+    """Keywords of `Message`, which every send takes beside a topic."""
+
+    json: object
+    tags: str | None
+    keys: str | Iterable[str]
+    properties: Mapping[str, str] | None
+    delay: float | timedelta | None
+    deliver_at: datetime | None
+    delay_level: int
+    wait_store_ok: bool | None
+    flag: int
+    unique_key: str | None
 
 
 class SendResult(NamedTuple):
@@ -187,7 +207,7 @@ class Producer:
         self._route_version = 0
         self._topics: dict[str, _TopicQueues] = {}
         self._topics_before: dict[str, _TopicQueues] = {}  # of a route that may have changed since
-        self._endpoints: dict[str, Any] = {}
+        self._endpoints: dict[str, Endpoint] = {}
         self._life = LifeCycle(f"producer of group {group!r}")
         self._unwatch: Callable[[], None] | None = None
 
@@ -246,11 +266,11 @@ class Producer:
         self._endpoints.clear()
 
     def consumer_data(self) -> ConsumerData | None:
-        """None: this is no consumer."""
+        """Return None: this is no consumer."""
         return None
 
     def answer(self, request: Request[R], /) -> R:
-        """A broker's request; a plain producer is asked for nothing."""
+        """Refuse a broker's request: a plain producer is asked for nothing."""
         raise ClientStateError(f"producer of group {self.group!r} answers no {type(request).__name__}")
 
     # ------------------------------------------------------------------------------------------------------------ send
@@ -258,23 +278,35 @@ class Producer:
     def send(
         self,
         message: Message | str,
-        body: bytes = b"",
+        body: Body | None = None,
         *,
         queue: MessageQueue | int | None = None,
         selector: QueueSelector | None = None,
         arg: object = None,
         timeout: float | timedelta | None = None,
-        **fields: Any,
+        **fields: Unpack[MessageFields],
     ) -> SendResult:
-        """Send a message, or one made of topic, ``body`` and the keywords of `Message`; returns where it is stored.
+        """Send a message, or one made of topic, ``body`` and the keywords of `Message`; return where it is stored.
 
-        It goes to the next queue in turn, to ``queue``, or to that which ``selector(queues, message, arg)`` chooses.
-        Only without either is it tried again elsewhere. The message given is not changed: each send makes a new unique
-        id, unless the message has one.
+        A message goes to the next queue in turn, and is tried again elsewhere, unless ``queue`` or ``selector`` chooses
+        its queue. The message given is not changed: each send makes a new unique id, unless the message has one.
 
-        `MessageIllegalError` before anything is sent; `NoRouteError` where no broker has the topic; `BrokerError` as
-        the broker says it, `BrokerBusyError` among them, which is not tried again; `BrokerUnreachableError` when every
-        try failed so; `SendTimeoutError` when ``timeout`` seconds are over: the message may be stored.
+        Args:
+            message: A `Message`, or a topic.
+            body: With a topic: bytes, or text.
+            queue: The queue, or its number where one broker has the topic.
+            selector: Called as ``selector(queues, message, arg)``; returns the queue.
+            arg: For the selector.
+            timeout: For all tries; None: as configured.
+            **fields: With a topic: ``json`` instead of a body, ``tags``, ``keys``, ``properties``, ``delay``,
+                ``deliver_at`` and what else `Message` takes.
+
+        Raises:
+            MessageIllegalError: The message is refused; nothing was sent.
+            NoRouteError: No broker has the topic, and none makes it.
+            BrokerError: A broker refused it; `BrokerBusyError` is not tried again.
+            BrokerUnreachableError: No try reached a broker, or had its answer.
+            SendTimeoutError: The time is over; the message may be stored.
         """
         made = self._prepare(message, body, fields)
         timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
@@ -289,10 +321,11 @@ class Producer:
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: all are stored, one after the other in one queue, or none.
 
-        `MessageIllegalError` for several topics, several wait flags, a delay, or over 4 MiB in all; `split_batch`
-        cuts what is longer.
+        Raises:
+            MessageIllegalError: The messages have several topics or wait flags, one has a delay, or they have over
+                4 MiB in all: `split_batch` cuts what is longer. Otherwise errors are those of `send`.
         """
-        batch = tuple(self._prepare(message, b"", {}) for message in messages)
+        batch = tuple(self._prepare(message, None, {}) for message in messages)
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
             return self._send_to(batch[0], self._given(batch[0].topic, queue), self._usual_timeout_ms, batch)
@@ -301,12 +334,12 @@ class Producer:
     def send_oneway(
         self,
         message: Message | str,
-        body: bytes = b"",
+        body: Body | None = None,
         *,
         queue: MessageQueue | int | None = None,
         selector: QueueSelector | None = None,
         arg: object = None,
-        **fields: Any,
+        **fields: Unpack[MessageFields],
     ) -> None:
         """Send without waiting for the outcome, and without a second try: what a broker refuses is logged.
 
@@ -327,30 +360,34 @@ class Producer:
     async def send_async(
         self,
         message: Message | str,
-        body: bytes = b"",
+        body: Body | None = None,
         *,
         queue: MessageQueue | int | None = None,
         selector: QueueSelector | None = None,
         arg: object = None,
         timeout: float | timedelta | None = None,
-        **fields: Any,
+        **fields: Unpack[MessageFields],
     ) -> SendResult:
-        """As `send`, without blocking the event loop while the store waits for its disk."""
+        """Send without blocking the event loop while the store waits for its disk; otherwise as `send`."""
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
 
     def queues(self, topic: str) -> tuple[MessageQueue, ...]:
-        """The queues that messages of ``topic`` can be sent to; `NoRouteError` if no broker has it or makes it."""
+        """Return the queues that messages of ``topic`` can be sent to.
+
+        Raises:
+            NoRouteError: No broker has the topic, and none makes it.
+        """
         return self._queues(topic).queues
 
     # --------------------------------------------------------------------------------------------------------- details
 
-    def _prepare(self, message: Message | str, body: bytes, fields: Mapping[str, Any]) -> Message:
-        """A copy that has a unique id, checked."""
+    def _prepare(self, message: Message | str, body: Body | None, fields: MessageFields) -> Message:
+        """Return a copy that has a unique id, checked."""
         if isinstance(message, str):
             message = Message(message, body, **fields)
-        elif body or fields:
+        elif body is not None or fields:
             raise MessageIllegalError("body and fields go with a topic; a message has its own")
         if message.topic not in self._topics:
             validate_client_topic(message.topic)
@@ -515,7 +552,7 @@ class Producer:
                 self._life.start(self._join)
         self._life.check_running("send")
 
-    def _endpoint(self, broker_name: str) -> Any:
+    def _endpoint(self, broker_name: str) -> Endpoint:
         version = self._route_version
         endpoint = self.route.endpoint(broker_name)
         with self._runner.lock:

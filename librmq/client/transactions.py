@@ -147,11 +147,14 @@ class TransactionProducer(Producer):
     ) -> TransactionResult:
         """Store a half message, run ``execute(message, arg)``, and end the transaction as it says.
 
-        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. It does not run where the
-        half is not stored as asked; that one is rolled back. What the broker does not hear, it asks about.
+        An exception of ``execute`` is logged and counts as UNKNOWN: the broker will ask. Where the half is not stored
+        as asked, ``execute`` does not run and the half is rolled back. If the broker does not hear the end, it asks.
 
-        `MessageIllegalError` for a delay, and as `send`; where the half could not be sent, the error of `send`: nothing
-        ran. It may have been stored all the same; then the check tells that nothing was committed.
+        Raises:
+            ConfigError: There is no ``execute``, here or where the producer was made.
+            MessageIllegalError: The message has a delay, or is refused as by `send`.
+            ClientError: The half could not be sent, as by `send`; nothing ran. It may have been stored all the same:
+                then the check tells that nothing was committed.
         """
         run = execute or self._execute
         if run is None:
@@ -173,9 +176,12 @@ class TransactionProducer(Producer):
 
     @contextmanager
     def transaction(self, message: Message) -> Iterator[OpenTransaction]:
-        """A block that is the local transaction: it commits where it ends well, an exception rolls back and goes on.
+        """Return a ``with`` block that is the local transaction: it commits at its end, an exception rolls back.
 
-        A process that dies within it leaves the outcome to the check.
+        A process that dies within the block leaves the outcome to the check.
+
+        Raises:
+            ClientError: The half message was not stored, or not as asked; the block does not run.
         """
         _, sent = self._send_half(message)
         opened = OpenTransaction(sent)
@@ -191,9 +197,9 @@ class TransactionProducer(Producer):
         self._end(sent, opened.state)
 
     def _send_half(self, message: Message) -> tuple[Message, SendResult]:
-        if message.delay_level > 0:
-            raise MessageIllegalError("a message in a transaction can't be delayed")
-        made = self._prepare(message, b"", {})
+        if message.delay_level > 0 or message.delay_s is not None or message.deliver_at_ms is not None:
+            raise MessageIllegalError("a message in a transaction can't be delayed: send it without delay=")
+        made = self._prepare(message, None, {})
         made.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
         made.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
         return made, self._send_in_turn(made, self._usual_timeout_ms)

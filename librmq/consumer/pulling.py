@@ -91,12 +91,10 @@ class Pulling:
         if held.dropped or consumer.stopping or consumer.is_paused:
             return None
         held.pulled_timestamp_ms = now_ms
-        if self.is_too_much(held):
-            held.throttled = True
-            if consumer.metrics is not None:
-                consumer.metrics.count("flow_controls", topic=held.queue.topic, group=consumer.group)
+        held.throttled = self.is_too_much(held)
+        if held.throttled:
+            self._count("flow_controls", held)
             return None
-        held.throttled = False
         queue = held.queue
         try:
             if not consumer.delivery.may_pull(held, now_ms):
@@ -127,8 +125,7 @@ class Pulling:
         if progress is not None:
             held.told = progress
         status = response.status
-        if consumer.metrics is not None:
-            consumer.metrics.count("pulls", topic=queue.topic, group=consumer.group, status=status.value)
+        self._count("pulls", held, status=status.value)
         if status is PullStatus.HELD:
             return self._idle(held, response, now_ms)
         held.idle_since_ms = None
@@ -143,6 +140,15 @@ class Pulling:
         else:
             self._passed_over(held)
         return now_ms + self._interval_ms
+
+    def _count(self, name: str, held: HeldQueue, status: str | None = None) -> None:
+        metrics, topic, group = self._consumer.metrics, held.queue.topic, self._consumer.group
+        if metrics is None:
+            return
+        if status is None:
+            metrics.count(name, topic=topic, group=group)
+        else:
+            metrics.count(name, topic=topic, group=group, status=status)
 
     def _found(self, held: HeldQueue, response: PullResponse, now_ms: int) -> None:
         messages = response.messages

@@ -408,3 +408,14 @@ def test_producers_show_who_they_are(broker: Broker) -> None:
 
 def test_typed_keywords_are_the_settings() -> None:
     assert set(get_type_hints(ProducerSettings)) == {one.name for one in fields(ProducerConfig)}
+
+
+def test_bodies_are_bytes_text_or_json(broker: Broker) -> None:
+    producer = Producer(broker, "shop")
+    producer.send("T", "Grüße", queue=0)
+    producer.send_oneway("T", json={"total": 3}, tags="a", queue=0)
+    asyncio.run(producer.send_async("T", json=[1, "ü"], queue=0))
+    assert [message.body for message in broker.messages("T")] == ["Grüße".encode(), b'{"total":3}', '[1,"ü"]'.encode()]
+    for wrong in ({}, {"body": b"x", "json": 1}):
+        with pytest.raises(MessageIllegalError):
+            producer.send("T", **wrong)  # type: ignore[arg-type]

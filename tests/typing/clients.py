@@ -1,7 +1,7 @@
 """User-style code of producers and consumers that only type checkers look at.
 
-What is right must pass. What is wrong carries an ignore: both checkers report an ignore that nothing needs, so that each
-of these lines proves that the mistake is found.
+What is right must pass. What is wrong carries an ignore: both checkers report an ignore that nothing needs, so that
+each of these lines proves that the mistake is found.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def right(broker: Broker) -> None:
     consumer.subscribe("parcels", ship, batch=True)
     consumer.subscribe("notes", note, predicate=lambda message: message.keys != ())
     consumer.subscribe("things", anything, sql="a = 1")
-    consumer.subscribe("lambdas", lambda message: print(message))
     with consumer, Producer(broker, "shop", timeout=1, retries=0) as producer:
         producer.send("orders", b"x", tags="created", keys="o-1")
+        producer.send_oneway("orders", json={"total": 3}, delay=timedelta(minutes=1))
     with PullConsumer(broker, "report", poll_timeout=0.5, auto_commit=False) as reader:
         bodies: list[bytes] = [message.body for message in reader]
         assert bodies
