@@ -12,7 +12,6 @@ behind the log's end. The record itself is drawn in `librmq.message.record`. Mir
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -27,9 +26,9 @@ from librmq.message.message import StoredMessage
 
 __all__ = ["CommitLog", "LogEnd", "LogItem"]
 
-_SIZE_AND_MAGIC: Final = struct.Struct(">II")
-# Size, magic, body checksum, sys flag and body length of a record with IPv4 hosts; negative lengths come out large.
-_unpack_frame = struct.Struct(">III24xI44xI").unpack_from
+_SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
+_FRAME: Final = ("size", "magic", "body_crc", "sys_flag", "body_length")
+_unpack_frame = record.header_struct(*_FRAME, unsigned=_FRAME).unpack_from  # negative lengths come out large
 _MAGIC: Final = record.MESSAGE_MAGIC
 _V6: Final = record.HOSTS_V6
 _BLANK_SIZE: Final = record.BLANK_SIZE

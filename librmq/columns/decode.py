@@ -41,14 +41,8 @@ Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 
-HEADER: Final = np.dtype(
-    [
-        ("size", ">i4"), ("magic", ">u4"), ("body_crc", ">u4"), ("queue_id", ">i4"), ("flag", ">i4"),
-        ("queue_offset", ">i8"), ("physical_offset", ">i8"), ("sys_flag", ">i4"), ("born_timestamp", ">i8"),
-        ("born_host", "V8"), ("store_timestamp", ">i8"), ("store_host", "V8"), ("reconsume_times", ">i4"),
-        ("prepared_offset", ">i8"), ("body_length", ">i4"),
-    ]
-)  # fmt: skip
+_KINDS: Final = {"i": ">i4", "I": ">u4", "q": ">i8", "8s": "V8"}
+HEADER: Final = np.dtype([(name, _KINDS[code]) for name, code in (record.LAYOUT | {"body_crc": "I"}).items()])
 """Everything before the body, with IPv4 hosts; the layout is drawn in `librmq.message.record`."""
 
 _MOST_COMPARED: Final = 24

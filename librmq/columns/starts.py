@@ -8,7 +8,6 @@ plain chain then goes on until it meets one that was guessed right.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -27,7 +26,7 @@ _STRETCH: Final = 64 << 10
 _NEAR: Final = 4096
 _MAGIC: Final = record.MESSAGE_MAGIC.to_bytes(4, "big")
 _MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
-_SIZE_AND_MAGIC: Final = struct.Struct(">II")
+_SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
 
 
 def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list[tuple[int, str]]]]:

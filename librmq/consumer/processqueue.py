@@ -10,20 +10,19 @@ where it came from. A waiting message is the record and a place in the deque, no
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.record import QUEUE_OFFSET_AT
+from librmq.message.record import header_struct
 
 __all__ = ["ProcessQueue"]
 
 _V6_HOSTS: Final = 0x30
-_unpack_body = struct.Struct(">39xB44xi").unpack_from  # the low byte of the sys flag, and the body's length
-_unpack_long = struct.Struct(">q").unpack_from
+_unpack_body = header_struct("sys_flag", "body_length").unpack_from
+_unpack_queue_offset = header_struct("queue_offset").unpack_from
 
 
 def _body_size(message: StoredMessage) -> int:
@@ -122,7 +121,7 @@ class ProcessQueue:
         while waiting and len(taken) < most:
             message = waiting.popleft()
             if message.__class__ is not DeliveredMessage:
-                (queue_offset,) = _unpack_long(message.raw, QUEUE_OFFSET_AT)
+                (queue_offset,) = _unpack_queue_offset(message.raw)
                 while bounds[0][0] < queue_offset:
                     bounds.popleft()
                 message = DeliveredMessage(message.raw, self.queue, queue_offset, bounds[0][1])

@@ -28,6 +28,7 @@ from librmq.message.record import (
     FIXED_SIZE,
     FLAG_AT,
     HOST_V6_EXTRA,
+    LAYOUT,
     MAGIC_AT,
     PHYSICAL_OFFSET_AT,
     PROPERTY_DELAY,
@@ -47,6 +48,7 @@ from librmq.message.record import (
     decompress_body,
     find_property,
     frame,
+    header_struct,
     host_ends,
     split_keys,
     tags_code,
@@ -64,11 +66,10 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LONGEST_DELAY_S: Final = 86_400 * 366 * 1000
 
 _INT: Final = struct.Struct(">i")
-# The low byte of the sys flag, and the body's length; a negative one comes out large.
-_unpack_body = struct.Struct(">39xB44xI").unpack_from
+_unpack_body = header_struct("sys_flag", "body_length", unsigned=("body_length",)).unpack_from
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
-_AFTER_HOSTS: Final = struct.Struct(">iq")
+_AFTER_HOSTS: Final = struct.Struct(f">{LAYOUT['reconsume_times']}{LAYOUT['prepared_offset']}")
 
 _KEYS: Final = PROPERTY_KEYS.encode()
 _TAGS: Final = PROPERTY_TAGS.encode()

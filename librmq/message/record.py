@@ -36,7 +36,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -75,25 +75,75 @@ MAX_TOPIC_SIZE: Final = 127
 MAX_TOPIC_SIZE_V2: Final = 32_767
 MAX_PROPERTIES_SIZE: Final = 32_767
 
-MAGIC_AT: Final = 4
-BODY_CRC_AT: Final = 8
-QUEUE_ID_AT: Final = 12
-FLAG_AT: Final = 16
-QUEUE_OFFSET_AT: Final = 20
-PHYSICAL_OFFSET_AT: Final = 28
-SYS_FLAG_AT: Final = 36
-BORN_TIMESTAMP_AT: Final = 40
-BORN_HOST_AT: Final = 48
-# With IPv4 hosts; 12 further for each IPv6 host before it.
-STORE_TIMESTAMP_AT: Final = 56
-STORE_HOST_AT: Final = 64
-RECONSUME_TIMES_AT: Final = 72
-PREPARED_OFFSET_AT: Final = 76
-BODY_LENGTH_AT: Final = 84
-BODY_AT: Final = 88
+LAYOUT: Final = {
+    "size": "i",
+    "magic": "I",
+    "body_crc": "i",
+    "queue_id": "i",
+    "flag": "i",
+    "queue_offset": "q",
+    "physical_offset": "q",
+    "sys_flag": "i",
+    "born_timestamp": "q",
+    "born_host": "8s",
+    "store_timestamp": "q",
+    "store_host": "8s",
+    "reconsume_times": "i",
+    "prepared_offset": "q",
+    "body_length": "i",
+}
+"""The fields up to the body, with IPv4 hosts, in the codes of `struct`: what every struct and array is made from."""
 
-HEADER_V4: Final = struct.Struct(">iIiiiqqiq8sq8siqi")
-"""Everything before the body, with IPv4 hosts; the fields in the order drawn above."""
+
+def span(first: str, last: str, sys_flag: int = 0) -> int:
+    """Return how many bytes the fields from ``first`` to ``last`` take, by the kinds of hosts in ``sys_flag``."""
+    names = list(LAYOUT)
+    wanted = names[names.index(first) : names.index(last) + 1]
+    return sum(struct.calcsize(f">{_code(name, sys_flag)}") for name in wanted)
+
+
+def _code(name: str, sys_flag: int) -> str:
+    is_v6 = sys_flag & {"born_host": 16, "store_host": 32}.get(name, 0)
+    return "20s" if is_v6 else LAYOUT[name]
+
+
+def header_struct(*names: str, sys_flag: int = 0, unsigned: Container[str] = ()) -> struct.Struct:
+    """Return the struct of the fields ``names``, all unless given, in the order drawn above.
+
+    Those that are ``unsigned`` come out large where they are negative.
+    """
+    parts, skipped = [">"], 0
+    for name in LAYOUT:
+        code = _code(name, sys_flag)
+        if names and name not in names:
+            skipped += struct.calcsize(f">{code}")
+            continue
+        parts.append(f"{skipped}x" if skipped else "")
+        parts.append(code.upper() if name in unsigned else code)
+        skipped = 0
+    return struct.Struct("".join(parts))
+
+
+def _at(name: str) -> int:
+    return span("size", name) - struct.calcsize(f">{LAYOUT[name]}")
+
+
+MAGIC_AT: Final = _at("magic")
+BODY_CRC_AT: Final = _at("body_crc")
+QUEUE_ID_AT: Final = _at("queue_id")
+FLAG_AT: Final = _at("flag")
+QUEUE_OFFSET_AT: Final = _at("queue_offset")
+PHYSICAL_OFFSET_AT: Final = _at("physical_offset")
+SYS_FLAG_AT: Final = _at("sys_flag")
+BORN_TIMESTAMP_AT: Final = _at("born_timestamp")
+BORN_HOST_AT: Final = _at("born_host")
+# With IPv4 hosts; 12 further for each IPv6 host before it.
+STORE_TIMESTAMP_AT: Final = _at("store_timestamp")
+STORE_HOST_AT: Final = _at("store_host")
+RECONSUME_TIMES_AT: Final = _at("reconsume_times")
+PREPARED_OFFSET_AT: Final = _at("prepared_offset")
+BODY_LENGTH_AT: Final = _at("body_length")
+BODY_AT: Final = span("size", "body_length")
 
 # Sys flag; its bits COMPRESSED (1) and COMPRESSION_MASK come from `librmq.message.compression`.
 MULTI_TAGS: Final = 2
@@ -156,13 +206,15 @@ RESERVED_PROPERTIES: Final = frozenset((
 # fmt: on
 """The names that a user's properties may not have."""
 
-_CHECK: Final = struct.Struct(">iIi24xi44xi")  # size, magic, body crc, sys flag, body length
+_CHECK: Final = header_struct("size", "magic", "body_crc", "sys_flag", "body_length")
 _unpack_check = _CHECK.unpack_from
 _INT: Final = struct.Struct(">i")
 _SHORT: Final = struct.Struct(">h")
 _LONG: Final = struct.Struct(">q")
-_BEFORE_HOSTS: Final = struct.Struct(">iIiiiqqiq")
-_AFTER_HOSTS: Final = struct.Struct(">iqi")  # reconsume times, prepared offset, body length
+_BEFORE_HOSTS: Final = header_struct(*list(LAYOUT)[: list(LAYOUT).index("born_host")])
+_AFTER_HOSTS: Final = struct.Struct(
+    ">" + "".join(list(LAYOUT.values())[-3:])
+)  # reconsume times, prepared offset, body length
 _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
 _SCHEDULE_TOPIC_BYTES: Final = SCHEDULE_TOPIC.encode()
 _SCHEDULE_TOPIC_SIZE: Final = len(SCHEDULE_TOPIC)
@@ -255,9 +307,8 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
 
 
 HEADERS: Final = {
-    (born << 4) | (store << 5): struct.Struct(f">IIIiiqqiq{20 if born else 8}sq{20 if store else 8}siqi")
-    for born in (0, 1)
-    for store in (0, 1)
+    hosts: header_struct(sys_flag=hosts, unsigned=("size", "magic", "body_crc"))
+    for hosts in (0, BORN_HOST_V6, STORE_HOST_V6, HOSTS_V6)
 }
 """A record up to its body, by the two bits of the sys flag that say which hosts have 16 bytes."""
 

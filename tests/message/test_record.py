@@ -66,8 +66,8 @@ SHAPES = [
 
 def test_the_header_is_drawn_right() -> None:
     raw = encode_record(record())
-    assert record_format.HEADER_V4.size == record_format.BODY_AT
-    assert record_format.HEADER_V4.unpack_from(raw) == (
+    assert record_format.header_struct().size == record_format.BODY_AT
+    assert record_format.header_struct().unpack_from(raw) == (
         len(raw),
         record_format.MESSAGE_MAGIC,
         zlib.crc32(b"hello") & 0x7FFFFFFF,

@@ -30,7 +30,6 @@ from librmq.message.record import (
     COMPRESSION_ZLIB,
     COMPRESSION_ZSTD,
     FIXED_SIZE,
-    HEADER_V4,
     HOSTS_V6,
     MAX_TOPIC_SIZE,
     MESSAGE_MAGIC,
@@ -47,6 +46,7 @@ from librmq.message.record import (
     encode_record,
     find_property,
     frame,
+    header_struct,
     host_flags,
     offset_message_id,
     parse_host,
@@ -179,7 +179,9 @@ def near_records(draw: st.DrawFn) -> bytes:
     edges = st.sampled_from((-(2**31), -1, 0, 1, 3, 50, 91, 100, 115, 200, 2**31 - 1)) | st.integers(0, 260)
     magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2, BLANK_MAGIC)))
     sys_flag = draw(st.sampled_from((0, 1, 16, 32, 48)))
-    header = HEADER_V4.pack(draw(edges), magic, 0, 0, 0, 0, 0, sys_flag, 0, bytes(8), 0, bytes(8), 0, 0, draw(edges))
+    header = header_struct().pack(
+        draw(edges), magic, 0, 0, 0, 0, 0, sys_flag, 0, bytes(8), 0, bytes(8), 0, 0, draw(edges)
+    )
     return header + draw(st.binary(max_size=170))
 
 

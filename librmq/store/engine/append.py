@@ -44,8 +44,12 @@ _pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.it
 # The same for a copy, which takes over as bytes what stays: the flag; sys flag, born time and born host; store host,
 # reconsume times and prepared offset.
 _pack_copy = {
-    hosts: struct.Struct(f">IIII4sqq{32 if hosts & 16 else 20}sq{32 if hosts & 32 else 20}si").pack
-    for hosts in (0, 16, 32, 48)
+    hosts: struct.Struct(
+        f">IIII{record_format.span('flag', 'flag')}sqq"
+        f"{record_format.span('sys_flag', 'born_host', hosts)}sq"
+        f"{record_format.span('store_host', 'prepared_offset', hosts)}si"
+    ).pack
+    for hosts in record_format.HEADERS
 }
 
 

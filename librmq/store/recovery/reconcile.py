@@ -6,7 +6,6 @@ walks over the log once, compares what is there with what follows, and (for reco
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Final
 
@@ -25,8 +24,9 @@ from librmq.store.recovery.queue_check import COMPARED, Entry, QueueChecks, Scop
 
 __all__ = ["reconcile"]
 
-# Of a record with IPv4 hosts: magic, queue id, queue and physical offset, sys flag, store timestamp, body length.
-_unpack_fields = struct.Struct(">4xI4xi4xqqi16xq20xi").unpack_from
+_unpack_fields = record_format.header_struct(
+    "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
+).unpack_from
 _pack_entry = ENTRY.pack
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _V6: Final = record_format.HOSTS_V6
