@@ -93,7 +93,7 @@ def decoding(bench: Bench) -> list[Row]:
     count = min(bench.count(MESSAGES), 200_000)
     raw, places, view = raw_log(store_of(bench.count(MESSAGES)))
     places = places[:count]
-    header, before = record_format.HEADER_V4.unpack_from, 8192
+    header, before = record_format.header_struct().unpack_from, 8192
     everything = (*HEADER, "topic", "tags", "keys", "uniqueKey", "properties", "body", "sysFlag")
 
     def columns(names: Sequence[str]) -> Run:

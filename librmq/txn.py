@@ -32,7 +32,7 @@ from librmq.errors import (
     RmqError,
     TransactionRefusedError,
 )
-from librmq.java.integers import java_int
+from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage

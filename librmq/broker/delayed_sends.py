@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.errors import MessageIllegalError
-from librmq.java.integers import java_int, java_long
+from librmq.java.numbers import java_int, java_long
 from librmq.message import Message, record
 from librmq.message.delay_levels import DelayLevels
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, send_at

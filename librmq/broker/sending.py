@@ -15,7 +15,7 @@ from librmq.broker.context import BrokerContext
 from librmq.broker.delayed_sends import DelayedSends, names_time
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, CorruptionError, FlushFailedError, MessageIllegalError
-from librmq.java.integers import java_int
+from librmq.java.numbers import java_int
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.hosts import Host
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX

@@ -32,7 +32,7 @@ from librmq.filter.syntax import (
     Truth,
     Value,
 )
-from librmq.java.numbers import parse_double, parse_int, parse_long
+from librmq.java.numbers import java_int, java_long, parse_double
 
 __all__ = ["JavaError", "Seen", "equal", "evaluate", "in_order", "is_true", "negated", "ordered", "searched"]
 
@@ -183,7 +183,7 @@ def _converted(text: str, other: Value) -> bool | int | float:
         return is_true(text)
     if isinstance(other, float):
         return _double(text)
-    number = parse_long(text) if isinstance(other, JavaLong) else parse_int(text)
+    number = java_long(text) if isinstance(other, JavaLong) else java_int(text)
     if number is None:
         kind = "a long integer" if isinstance(other, JavaLong) else "an integer"
         raise JavaError("NumberFormatException", f"{reprlib.repr(text)} is not {kind}")

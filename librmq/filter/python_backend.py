@@ -39,7 +39,7 @@ from librmq.filter.logic import (
     names,
 )
 from librmq.filter.syntax import JavaLong, Order
-from librmq.java.numbers import parse_double, parse_int, parse_long
+from librmq.java.numbers import java_int, java_long, parse_double
 
 __all__ = ["Evaluate", "EvaluationRefusedError", "Match", "compile_evaluate", "compile_match"]
 
@@ -105,8 +105,8 @@ def _double(text: str) -> float | None:
 
 # For each type of literal how a text is read, and below how many ASCII digits int() does the same.
 _PARSERS: Final[dict[type, tuple[Callable[[str], float | None], int]]] = {
-    int: (parse_int, 10),
-    JavaLong: (parse_long, 19),
+    int: (java_int, 10),
+    JavaLong: (java_long, 19),
     float: (_double, 16),
 }
 

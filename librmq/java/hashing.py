@@ -245,18 +245,17 @@ def _float_weights(length: int) -> npt.NDArray[np.float64]:
 
 
 def hash_map_order(names: Sequence[str]) -> tuple[int, ...]:
-    """In which order a ``HashMap`` filled with ``names`` gives them back, as indices into ``names``.
+    """Return the order in which a ``HashMap`` filled with ``names`` gives them back, as indices into ``names``.
 
-    The map starts with 16 buckets and doubles when it holds more than three quarters of their number. A name
-    is in bucket ``(h ^ h >>> 16) & (capacity - 1)``; within a bucket the order is that of insertion, which
-    doubling keeps.
+    The map starts with 16 buckets and doubles when it holds more than three quarters of their number, and, below 64
+    buckets, when a ninth name comes to one bucket. A name is in bucket ``(h ^ h >>> 16) & (capacity - 1)``; within a
+    bucket the order is that of insertion, which doubling keeps. The latest results are kept.
 
-    A ninth name in one bucket doubles a map of less than 64 buckets early, and turns the bucket of a larger
-    one into a red-black tree. A tree is still iterated as a list, but a new node is linked in after the one
-    that it was hung under, and the root is moved to the front after every insertion. This is followed to the
-    letter, and was compared with JDK 17. It takes eleven names that collide to get there.
+    A larger map turns a bucket of nine names into a tree, which Java gives back in another order; that takes names
+    made to collide, and readers take properties in any order, so the tree is not imitated.
 
-    Raises `MessageIllegalError` if a name comes twice. The latest results are kept.
+    Raises:
+        MessageIllegalError: a name comes twice.
     """
     return _hash_map_order(tuple(names))
 
@@ -268,137 +267,23 @@ def _hash_map_order(names: tuple[str, ...]) -> tuple[int, ...]:
         raise MessageIllegalError(f"property {twice!r} comes twice")
     codes = [string_hash(name) for name in names]
     codes = [code ^ ((code & _MASK) >> 16) for code in codes]
+    capacity = 16
+    while len(names) > capacity * 3 // 4:
+        capacity *= 2
     # A bucket of a larger map is part of one bucket of the smallest: if none there has nine, none ever had.
-    if len(names) <= 8 or max(Counter(code & 15 for code in codes).values()) <= 8:
-        capacity = 16
-        while len(names) > capacity * 3 // 4:
-            capacity *= 2
-        return tuple(sorted(range(len(names)), key=[code & (capacity - 1) for code in codes].__getitem__))
-    units = [name.encode("utf-16-be", "surrogatepass") for name in names]
-    return tuple(_HashMap(list(zip(codes, units, strict=True))).order())
+    if capacity < 64 and len(names) > 8 and max(Counter(code & 15 for code in codes).values()) > 8:
+        capacity = _capacity_of_crowded(codes)
+    return tuple(sorted(range(len(names)), key=[code & (capacity - 1) for code in codes].__getitem__))
 
 
-class _Bucket:
-    """Entries of one bucket in iteration order, and their tree once there is one."""
-
-    def __init__(self, entries: list[int]) -> None:
-        self.entries = entries
-        self.tree: _RedBlackTree | None = None
-
-
-class _HashMap:
-    """A ``HashMap`` of indices into ``keys``: pairs of the spread hash and the name in UTF-16."""
-
-    def __init__(self, keys: list[tuple[int, bytes]]) -> None:
-        self._keys = keys
-        self._capacity = 16
-        self._buckets: dict[int, _Bucket] = {}
-        for entry in range(len(keys)):
-            self._put(entry)
-            if entry + 1 > self._capacity * 3 // 4:
-                self._double()
-
-    def order(self) -> list[int]:
-        return [entry for _, bucket in sorted(self._buckets.items()) for entry in bucket.entries]
-
-    def _put(self, entry: int) -> None:
-        bucket = self._buckets.setdefault(self._keys[entry][0] & (self._capacity - 1), _Bucket([]))
-        if bucket.tree is not None:
-            parent = bucket.tree.insert(entry)
-            bucket.entries.insert(bucket.entries.index(parent) + 1, entry)
-            self._root_to_front(bucket, bucket.tree)
-            return
-        bucket.entries.append(entry)
-        if len(bucket.entries) > 8:
-            if self._capacity < 64:
-                self._double()
-            else:
-                self._make_tree(bucket)
-
-    def _double(self) -> None:
-        halves: dict[int, _Bucket] = {}
-        for number, bucket in self._buckets.items():
-            stay = [entry for entry in bucket.entries if not self._keys[entry][0] & self._capacity]
-            move = [entry for entry in bucket.entries if self._keys[entry][0] & self._capacity]
-            for half_number, entries in ((number, stay), (number + self._capacity, move)):
-                if not entries:
-                    continue
-                half = bucket if len(entries) == len(bucket.entries) else _Bucket(entries)
-                if len(entries) <= 6:  # a small one goes back to a list
-                    half.tree = None
-                elif bucket.tree is not None and half is not bucket:
-                    self._make_tree(half)
-                halves[half_number] = half
-        self._buckets = halves
-        self._capacity *= 2
-
-    def _make_tree(self, bucket: _Bucket) -> None:
-        bucket.tree = _RedBlackTree(self._keys)
-        for entry in bucket.entries:
-            bucket.tree.insert(entry)
-        self._root_to_front(bucket, bucket.tree)
-
-    @staticmethod
-    def _root_to_front(bucket: _Bucket, tree: _RedBlackTree) -> None:
-        bucket.entries.remove(tree.root)
-        bucket.entries.insert(0, tree.root)
-
-
-class _RedBlackTree:
-    """The textbook's red-black tree over indices into ``keys``; only insertion, no key twice."""
-
-    def __init__(self, keys: list[tuple[int, bytes]]) -> None:
-        self._keys = keys
-        self.root = -1
-        self._parent: dict[int, int] = {}
-        self._child: dict[tuple[int, bool], int] = {}  # (node, is it the right one)
-        self._red: set[int] = set()
-
-    def insert(self, node: int) -> int:
-        """Insert, and return the node under which it was hung at first (-1 for the root)."""
-        parent, right, below = -1, False, self.root
-        while below >= 0:
-            parent, right = below, self._keys[node] > self._keys[below]
-            below = self._child.get((parent, right), -1)
-        self._link(parent, right, node)
-        self._red.add(node)
-        self._balance(node)
-        return parent
-
-    def _balance(self, node: int) -> None:
-        while (parent := self._parent[node]) in self._red:
-            grand = self._parent[parent]  # exists: the root is black
-            right = self._is_right(parent)
-            uncle = self._child.get((grand, not right), -1)
-            if uncle in self._red:
-                self._red -= {parent, uncle}
-                self._red.add(grand)
-                node = grand
-                continue
-            if self._is_right(node) != right:
-                self._rotate(parent, right)
-                parent = node
-            self._red.discard(parent)
-            self._red.add(grand)
-            self._rotate(grand, not right)
-            break
-        self._red.discard(self.root)
-
-    def _is_right(self, node: int) -> bool:
-        return self._child.get((self._parent[node], True)) == node
-
-    def _rotate(self, node: int, to_right: bool) -> None:
-        """Let the child on the other side take the place of ``node``, which becomes its child."""
-        above, was_right = self._parent[node], self._is_right(node)
-        child = self._child[node, not to_right]
-        self._link(node, not to_right, self._child.get((child, to_right), -1))
-        self._link(child, to_right, node)
-        self._link(above, was_right, child)
-
-    def _link(self, parent: int, right: bool, node: int) -> None:
-        if node >= 0:
-            self._parent[node] = parent
-        if parent < 0:
-            self.root = node
-        else:
-            self._child[parent, right] = node
+def _capacity_of_crowded(codes: Sequence[int]) -> int:
+    """Return how many buckets a map has that was filled with these hashes, some of which share a bucket."""
+    capacity, counts = 16, Counter[int]()
+    for number, code in enumerate(codes, 1):
+        counts[code & (capacity - 1)] += 1
+        is_crowded = counts[code & (capacity - 1)] > 8 and capacity < 64
+        for grows in (is_crowded, number > capacity * 3 // 4):
+            if grows:
+                capacity *= 2
+                counts = Counter(other & (capacity - 1) for other in codes[:number])
+    return capacity

@@ -24,9 +24,9 @@ __all__ = [
     "LONG_MAX",
     "LONG_MIN",
     "digit_translation",
+    "java_int",
+    "java_long",
     "parse_double",
-    "parse_int",
-    "parse_long",
 ]
 
 INT_MIN: Final = -(2**31)
@@ -57,13 +57,17 @@ def digit_translation() -> tuple[str, str]:
     return "".join(char for char, _ in others), "".join(digit for _, digit in others)
 
 
-def parse_int(text: str) -> int | None:
-    """``Integer.valueOf``; None where Java raises NumberFormatException."""
+def java_int(text: str) -> int | None:
+    """Return ``Integer.parseInt(text)``, None where Java raises NumberFormatException."""
+    if len(text) < 10 and text.isascii() and text.isdigit():  # the usual text
+        return int(text)
     return _parse_integer(text, INT_MIN, INT_MAX)
 
 
-def parse_long(text: str) -> int | None:
-    """``Long.valueOf``; None where Java raises NumberFormatException."""
+def java_long(text: str) -> int | None:
+    """Return ``Long.parseLong(text)``, None where Java raises NumberFormatException."""
+    if len(text) < 19 and text.isascii() and text.isdigit():
+        return int(text)
     return _parse_integer(text, LONG_MIN, LONG_MAX)
 
 

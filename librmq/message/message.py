@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MalformedError, MessageIllegalError, RecordError
 from librmq.java.hashing import java_decode, string_hash, utf16_order
-from librmq.java.integers import java_int
+from librmq.java.numbers import java_int
 from librmq.message.ids import UniqueIdParts as UniqueIdParts
 from librmq.message.ids import UniqueIds as UniqueIds
 from librmq.message.ids import decode_unique_id as decode_unique_id

@@ -44,7 +44,7 @@ from typing import Final
 
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
 from librmq.java.hashing import hash_map_order, java_decode, string_hash
-from librmq.java.integers import java_int
+from librmq.java.numbers import java_int
 from librmq.message.compression import COMPRESSED as COMPRESSED
 from librmq.message.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
 from librmq.message.compression import COMPRESSION_MASK as COMPRESSION_MASK

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Final, Protocol
 
-from librmq.java.integers import java_long
+from librmq.java.numbers import java_long
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore

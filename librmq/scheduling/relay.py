@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
-from librmq.java.integers import java_int, java_long
+from librmq.java.numbers import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, StoredMessage

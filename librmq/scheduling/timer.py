@@ -35,7 +35,7 @@ from librmq.errors import (
 )
 from librmq.files.seam import Files
 from librmq.java.hashing import string_hash
-from librmq.java.integers import java_int, java_long
+from librmq.java.numbers import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage

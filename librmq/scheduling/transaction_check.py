@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from librmq.errors import MessageIllegalError
-from librmq.java.integers import java_int, java_long
+from librmq.java.numbers import java_int, java_long
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC

@@ -9,7 +9,7 @@ import pytest
 
 from librmq.filter import SqlFilter
 from librmq.filter.syntax import JavaLong
-from librmq.java.numbers import parse_double, parse_int, parse_long
+from librmq.java.numbers import java_int, java_long, parse_double
 
 pa = pytest.importorskip("pyarrow")
 
@@ -65,7 +65,7 @@ def test_every_short_text_is_read_as_a_number_of_java() -> None:
     """One a column, so that none is read among others that need more care."""
     from librmq.filter import arrow_backend
 
-    readings = ((int, parse_int), (JavaLong, parse_long))
+    readings = ((int, java_int), (JavaLong, java_long))
     for length in range(4):
         for letters in product("-./05e+x", repeat=length):
             text = "".join(letters)

@@ -16,7 +16,7 @@ from librmq.filter.explain import explain
 from librmq.filter.lint import lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.sqlfilter import Compiled
-from librmq.java.numbers import parse_double, parse_int, parse_long
+from librmq.java.numbers import java_int, java_long, parse_double
 from tests.conftest import SlowBudget
 from tests.filter.expressions import NAMES, TEXTS, expression, properties
 
@@ -208,8 +208,8 @@ def test_arrow_reads_numbers_as_java(texts: list[str]) -> None:
 
     column = pa.array(texts, pa.string())
     readings: tuple[tuple[Callable[[str], float | None], Any], ...] = (
-        (parse_int, arrow_backend._integers(column, int)),
-        (parse_long, arrow_backend._integers(column, JavaLong)),
+        (java_int, arrow_backend._integers(column, int)),
+        (java_long, arrow_backend._integers(column, JavaLong)),
         (parse_double, arrow_backend._doubles(column)),
     )
     for parse_text, (numbers, failed) in readings:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.java.hashing import hash_append, index_key_hashes, java_decode, string_hash
-from librmq.java.integers import java_int
+from librmq.java.numbers import java_int
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
