@@ -25,7 +25,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from demo_screen import CONSOLE, answers, code, draw, say, step, table
-from librmq import CommitLog, DiskFiles, ManualClock, Message, MessageStore, StoredMessage
+from librmq import ManualClock, Message, MessageStore, StoredMessage
+from librmq.commitlog import CommitLog
+from librmq.files import DiskFiles
 from librmq.files.damage import Damage
 from librmq.store.format.directory import recognise
 from librmq.store.recovery.verify import verify

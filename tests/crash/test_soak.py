@@ -41,7 +41,8 @@ import random
 import sys
 import threading
 
-from librmq import Broker, Message, Producer, PushConsumer, ReconsumeLater, select_by_remainder
+from librmq import Broker, Message, Producer, PushConsumer, ReconsumeLater
+from librmq.client import select_by_remainder
 from tests.crash.test_soak import GROUPS, KEYS, ORDERLY, STORE
 
 path, life, seed = sys.argv[1], int(sys.argv[2]), sys.argv[3]
