@@ -35,6 +35,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
+from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.store import MessageStore
 from librmq.store.engine.append import AppendResult, Copy
@@ -180,17 +181,23 @@ class DelaySchedule:
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
-        self._aside = aside
         self._layouts = _Layouts()
-        self._is_flushing = False
         self._first_look_ms = round(1000 * settings.first_look_s)
         self._every_ms = round(1000 * settings.look_every_s)
         self._retry_ms = round(1000 * settings.retry_s)
-        self._save_every_ms = None if settings.save_every_s is None else round(1000 * settings.save_every_s)
+        self._saver = FlushAside(
+            "the progress of the delay levels",
+            flush=lambda: store.flush(),
+            reached=lambda: (self._reached() or None) if self._unsaved else None,
+            note=self._note,
+            now_ms=store.clock.now_ms,
+            save_every_s=settings.save_every_s,
+            retry_s=settings.retry_s,
+            aside=aside,
+        )
         self._most = settings.most_at_once
         self._begin_ms = start_ms + self._first_look_ms
         self._last_ms = start_ms
-        self._save_ms: int | None = None
         self._unsaved = False
         there = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
         known = range(1, store.levels.max_level + 1)
@@ -221,7 +228,7 @@ class DelaySchedule:
         """
         if now_ms < self._last_ms:  # the clock was put back: find again what is due when
             self._begin_ms = min(self._begin_ms, now_ms)
-            self._save_ms = None if self._save_ms is None else now_ms
+            self._saver.put_back(now_ms)
             for level in self._levels:
                 level.look_ms = None
         self._last_ms = now_ms
@@ -237,74 +244,29 @@ class DelaySchedule:
                 level.look_ms = self._look(level, None if early else look_ms)
             if level.look_ms is not None and (next_ms is None or level.look_ms < next_ms):
                 next_ms = level.look_ms
-        if self._unsaved and self._save_every_ms is not None:
-            if self._save_ms is None:
-                self._save_ms = now_ms + self._save_every_ms
-            if self._save_ms <= now_ms and not self._is_flushing:
-                self._save_or_retry(now_ms)
-        if self._save_ms is not None and not self._is_flushing and (next_ms is None or self._save_ms < next_ms):
-            next_ms = self._save_ms
-        return next_ms
+        save_ms = self._saver.run_due(now_ms)
+        return next_ms if save_ms is None or (next_ms is not None and next_ms < save_ms) else save_ms
 
     def save(self, now_ms: int) -> None:
         """Write the progress, after a flush of the store: what it says is delivered has reached the device.
 
-        Raises what `MessageStore.flush` does. Does nothing where nothing was delivered since.
+        Does nothing where nothing was delivered since. Raises what `MessageStore.flush` does.
         """
-        reached = self._reached()
-        if reached:
-            self._store.flush()
-        self._save(reached, now_ms)
+        self._last_ms = now_ms
+        self._saver.save()
 
     def _reached(self) -> list[tuple[_Level, int]]:
-        """How far the levels have come whose progress is not saved."""
+        """Return how far the levels have come whose progress is not saved."""
         return [(level, level.next_offset) for level in self._levels if level.next_offset != level.saved_offset]
 
-    def _save(self, reached: Sequence[tuple[_Level, int]], now_ms: int) -> None:
+    def _note(self, reached: Sequence[tuple[_Level, int]]) -> None:
         """Write progress that the device has the messages of."""
-        if reached:
-            for level, queue_offset in reached:
-                self._offsets.set_delay_offset(level.level, queue_offset)
-            self._offsets.persist(now_ms)
-            for level, queue_offset in reached:
-                level.saved_offset = queue_offset
-        self._unsaved, self._save_ms = bool(self._reached()), None
-
-    def _save_or_retry(self, now_ms: int) -> None:
-        """Save now, or when the store has been flushed."""
-        if self._aside is None:
-            self._saved_or_told(lambda: self.save(now_ms))
-            return
-        reached = self._reached()
-
-        def flushed(error: Exception | None) -> int | None:
-            self._is_flushing = False
-
-            def save() -> None:
-                if error is not None:
-                    raise error
-                self._save(reached, self._last_ms)
-
-            try:
-                self._saved_or_told(save)
-            except StoreError as told:  # no caller waits for this: the next look meets it too
-                _log.error("the progress of the delay levels can't be saved any more: %s", told)
-                return None
-            if self._unsaved and self._save_ms is None and self._save_every_ms is not None:
-                self._save_ms = self._last_ms + self._save_every_ms
-            return self._save_ms
-
-        self._is_flushing = True
-        self._aside(self._store.flush, flushed)
-
-    def _saved_or_told(self, save: Callable[[], None]) -> None:
-        try:
-            save()
-        except LASTING:
-            raise
-        except StoreError as error:
-            _log.error("the progress of the delay levels could not be saved: %s", error)
-            self._save_ms = self._last_ms + self._retry_ms
+        for level, queue_offset in reached:
+            self._offsets.set_delay_offset(level.level, queue_offset)
+        self._offsets.persist(self._last_ms)
+        for level, queue_offset in reached:
+            level.saved_offset = queue_offset
+        self._unsaved = bool(self._reached())
 
     def _look_for(self, due_ms: int) -> int:
         """The first look at or after a time."""

@@ -43,7 +43,7 @@ from librmq.scheduling.transaction_check import CheckPass
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 
-__all__ = ["CheckBack", "Checked", "Delivered", "TransactionConfig", "Transactions"]
+__all__ = ["CheckBack", "Checked", "FinalMessage", "TransactionConfig", "Transactions"]
 
 _RESERVED_HOURS: Final = 72
 _log = logging.getLogger("librmq.txn")
@@ -111,7 +111,7 @@ class Checked(NamedTuple):
     """The halves that were given up, with how often they had been checked."""
 
 
-class Delivered(NamedTuple):
+class FinalMessage(NamedTuple):
     """A final message that stands in the log."""
 
     topic: str
@@ -157,7 +157,7 @@ class Transactions:
         *,
         ask: Callable[[CheckBack], None] = lambda question: None,
         discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
-        delivered: Callable[[Delivered], None] = lambda final: None,
+        delivered: Callable[[FinalMessage], None] = lambda final: None,
         make_topic: Callable[[str], None] = lambda topic: None,
         is_reachable: Callable[[str], bool] | None = None,
         original: bool = False,
@@ -299,7 +299,7 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)
-        self._delivered(Delivered(message.topic, recent.queue_id, properties, result))
+        self._delivered(FinalMessage(message.topic, recent.queue_id, properties, result))
         return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
@@ -408,7 +408,7 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(place)
-        self._delivered(Delivered(topic, queue_id, properties, result))
+        self._delivered(FinalMessage(topic, queue_id, properties, result))
         return result
 
     def _write_op(self, half: StoredMessage) -> None:

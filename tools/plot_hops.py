@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from librmq.scheduling.relay import best_level, route, simple_level
+from librmq.scheduling.relay import best_level, hop_plan, simple_level
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "hops.svg"
 
@@ -18,7 +18,7 @@ def main() -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     for name, choose in (("simple", simple_level), ("best", best_level)):
-        routes = [route(delay_ms, choose=choose) for delay_ms in delays_ms]
+        routes = [hop_plan(delay_ms, choose=choose) for delay_ms in delays_ms]
         seconds = [delay_ms / 1000 for delay_ms in delays_ms]
         above.plot(seconds, [one.hops for one in routes], label=name)
         below.plot(seconds, [one.overshoot_ms for one in routes], ".", markersize=3, label=name)

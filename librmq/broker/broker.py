@@ -35,7 +35,7 @@ from librmq.broker.locks import QueueLocks
 from librmq.broker.long_polling import Holds
 from librmq.broker.persistence import DelayProgress, Saving, Writing
 from librmq.broker.progress import Progress
-from librmq.broker.pulling import Pulling
+from librmq.broker.pulling import PullHandler
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
@@ -383,7 +383,7 @@ class Broker:
             self.store.levels, self.runner.now_ms, self._timers, has_relay=self._proxy is not None
         )
         sending = self._sending = Sending(context, self._arrivals, delayed_sends, self._writing.write)
-        pulling = Pulling(context, sending)
+        pulling = PullHandler(context, sending)
         locks = QueueLocks(round(1000 * self.config.lock_expiry_s))
         clients = Clients(context, locks, self._saving.filters_changed)
         progress = self._progress = Progress(context)

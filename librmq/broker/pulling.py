@@ -31,14 +31,14 @@ from librmq.store import AppendResult, GetStatus, ReadResult
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Pulling"]
+__all__ = ["PullHandler"]
 
 _log = logging.getLogger("librmq.broker")
 
 _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
 
 
-class Pulling:
+class PullHandler:
     """The reading side of one broker. Thread-safe."""
 
     def __init__(self, context: BrokerContext, sending: Sending) -> None:

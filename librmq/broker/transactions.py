@@ -19,7 +19,7 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime.runner import Aside, Step, Work
-from librmq.txn import CheckBack, Delivered, Transactions
+from librmq.txn import CheckBack, FinalMessage, Transactions
 
 __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
 
@@ -52,7 +52,7 @@ class BrokerTransactions:
         self._turns: dict[str, int] = {}
         self._unasked: set[str] = set()  # groups of which the log tells that they can't be asked
         self._questions: list[CheckBack] = []
-        self._finals: deque[Delivered] = deque()  # not announced yet
+        self._finals: deque[FinalMessage] = deque()  # not announced yet
         self._lock = threading.Lock()  # of an end and of the check
         self._waits = store.config.durability == "sync"
         self._transactions = Transactions(

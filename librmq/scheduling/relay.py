@@ -26,6 +26,7 @@ from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
+from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.scheduling.half_messages import TransactionOffsets
 from librmq.store import AppendResult, MessageStore
@@ -34,11 +35,11 @@ from librmq.store.engine.read import GetStatus
 __all__ = [
     "HOP_GROUP",
     "HOP_TOPIC",
+    "HopPlan",
     "HopProxy",
-    "Route",
     "best_level",
+    "hop_plan",
     "hops",
-    "route",
     "send_at",
     "simple_level",
 ]
@@ -70,7 +71,7 @@ Choose = Callable[[int, DelayLevels], int]
 """From the milliseconds that remain, above 0, to the level of the next hop."""
 
 
-class Route(NamedTuple):
+class HopPlan(NamedTuple):
     """What a way of choosing levels makes of a delay."""
 
     hops: int
@@ -103,7 +104,7 @@ def hops(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = b
         remaining_ms -= levels.delay_ms(level)
 
 
-def route(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> Route:
+def hop_plan(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> HopPlan:
     """How many hops a delay takes, and by how much they are longer. Costs by the levels for a long delay too."""
     remaining_ms, count = delay_ms, 0
     while remaining_ms > 0:
@@ -112,7 +113,7 @@ def route(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = 
         times = max(1, remaining_ms // level_ms)
         count += times
         remaining_ms -= times * level_ms
-    return Route(count, -remaining_ms if delay_ms > 0 else 0)
+    return HopPlan(count, -remaining_ms if delay_ms > 0 else 0)
 
 
 def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
@@ -169,12 +170,17 @@ class HopProxy:
         self._offsets = offsets
         self._choose = choose
         self._delivered = delivered
-        self._aside = aside
-        self._is_flushing = False
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
-        self._save_every_ms = None if save_every_s is None else round(1000 * save_every_s)
-        self._save_ms: int | None = None
+        self._saver = FlushAside(
+            "how far the relay has come",
+            flush=lambda: store.flush(),
+            reached=lambda: self._next_offset if self._next_offset != self._saved_offset else None,
+            note=self._note,
+            now_ms=store.clock.now_ms,
+            save_every_s=save_every_s,
+            aside=aside,
+        )
 
     def run_due(self, now_ms: int) -> int | None:
         """Send on all that has come; returns when to call at the latest (ms), None if only what comes calls for it.
@@ -183,24 +189,12 @@ class HopProxy:
         """
         try:
             self._send_all(now_ms)
-            return self._save_due(now_ms)
+            return self._saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
             _log.error("what is carried by levels goes on in %d ms: %s", _RETRY_MS, error)
             return now_ms + _RETRY_MS
-
-    def _save_due(self, now_ms: int) -> int | None:
-        if self._next_offset == self._saved_offset or self._save_every_ms is None or self._is_flushing:
-            return None
-        if self._save_ms is None or self._save_ms > now_ms + self._save_every_ms:  # the clock was put back
-            self._save_ms = now_ms + self._save_every_ms
-        if self._save_ms <= now_ms:
-            if self._aside is None:
-                self.save()
-            else:
-                self._save_aside(self._aside)
-        return self._save_ms
 
     def _send_all(self, now_ms: int) -> None:
         while True:
@@ -216,33 +210,13 @@ class HopProxy:
 
     def save(self) -> None:
         """Note the progress where it is kept, after a flush of the store. Raises what the flush does."""
-        if self._next_offset != self._saved_offset:
-            self._store.flush()
-            self._note(self._next_offset)
-        self._save_ms = None
-
-    def _save_aside(self, aside: Aside) -> None:
-        reached = self._next_offset
-
-        def flushed(error: Exception | None) -> int | None:
-            self._is_flushing = False
-            if error is None:
-                self._note(max(reached, self._saved_offset))
-                return self._save_due(self._store.clock.now_ms())
-            if isinstance(error, LASTING) or not isinstance(error, StoreError):
-                _log.error("how far what is carried by levels has come can't be saved any more: %s", error)
-                return None
-            _log.error("how far what is carried by levels has come is saved in %d ms: %s", _RETRY_MS, error)
-            self._save_ms = self._store.clock.now_ms() + _RETRY_MS
-            return self._save_ms
-
-        self._is_flushing, self._save_ms = True, None
-        aside(self._store.flush, flushed)
+        self._saver.save()
 
     def _note(self, reached: int) -> None:
         """Tell of progress that the device has the messages of."""
-        self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
-        self._saved_offset = reached
+        if reached > self._saved_offset:
+            self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
+            self._saved_offset = reached
 
     def _send_on(self, message: StoredMessage, now_ms: int) -> None:
         properties = message.properties

@@ -251,7 +251,7 @@ def note_soon(broker: Broker, gate: Gate) -> None:
     """Let the progress of hops be noted at once, behind a flush that waits at the gate."""
     flush_behind(broker, gate)
     assert broker._proxy is not None
-    broker._proxy._save_every_ms = 1
+    broker._proxy._saver._every_ms = broker._proxy._saver._retry_ms = 1
 
 
 def test_the_progress_of_hops_is_noted_while_others_go_on() -> None:
@@ -269,7 +269,6 @@ def test_the_progress_of_hops_is_noted_while_others_go_on() -> None:
 def test_a_flush_for_hops_that_fails_is_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("librmq.scheduling.relay._RETRY_MS", 1)
     gate = Gate()
     with opened(MemoryFiles(), hops=True) as broker:
         note_soon(broker, gate)
@@ -277,7 +276,7 @@ def test_a_flush_for_hops_that_fails_is_tried_again(
             carried(broker)
             assert gate.come.acquire(timeout=WAIT_S)
             gate.failures.append(StoreIOError("flush", "commitlog", OSError(errno.EIO, "no")))
-        assert eventually(broker, lambda: "has come is saved in" in caplog.text)
+        assert eventually(broker, lambda: "the relay has come could not be saved" in caplog.text)
         assert eventually(broker, lambda: broker.consumer_offset(HOP_GROUP, HOP_TOPIC) == 1)
 
 

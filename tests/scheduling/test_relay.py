@@ -14,7 +14,7 @@ from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, Store
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
-from librmq.scheduling.relay import HOP_TOPIC, HopProxy, Route, best_level, hops, route, send_at, simple_level
+from librmq.scheduling.relay import HOP_TOPIC, HopPlan, HopProxy, best_level, hop_plan, hops, send_at, simple_level
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from tests.stores import ROOT, SMALL, START_MS, died
@@ -24,8 +24,8 @@ HOUR = 3_600_000
 
 def test_ten_hours_and_a_second() -> None:
     delay_ms = 10 * HOUR + 1_000
-    assert route(delay_ms, choose=simple_level) == Route(36_001, 0)
-    assert route(delay_ms, choose=best_level) == Route(6, 0)
+    assert hop_plan(delay_ms, choose=simple_level) == HopPlan(36_001, 0)
+    assert hop_plan(delay_ms, choose=best_level) == HopPlan(6, 0)
     assert list(hops(delay_ms)) == [18] * 5 + [1]
 
 
@@ -35,8 +35,8 @@ def test_ten_hours_and_a_second() -> None:
      (59_999, (60, 1), (9, 1)), (60_000, (60, 0), (1, 0)), (7_199_999, (7_200, 1), (13, 1))],
 )  # fmt: skip
 def test_hops_and_overshoot(delay_ms: int, simple: tuple[int, int], best: tuple[int, int]) -> None:
-    assert route(delay_ms, choose=simple_level) == simple
-    assert route(delay_ms, choose=best_level) == best
+    assert hop_plan(delay_ms, choose=simple_level) == simple
+    assert hop_plan(delay_ms, choose=best_level) == best
 
 
 levels = st.builds(
@@ -47,21 +47,21 @@ levels = st.builds(
 @given(delay_ms=st.integers(-5, 2 * 10**6), levels=levels, best=st.booleans())
 def test_a_route_is_its_hops(delay_ms: int, levels: DelayLevels, best: bool) -> None:
     choose = best_level if best else simple_level
-    count, overshoot = route(delay_ms, levels, choose)
+    count, overshoot = hop_plan(delay_ms, levels, choose)
     if count <= 2_000:
         chosen = list(hops(delay_ms, levels, choose))
         assert len(chosen) == count
         assert sum(map(levels.delay_ms, chosen)) == max(delay_ms, 0) + overshoot
     assert 0 <= overshoot < levels.delay_ms(1)
     if best:
-        assert count <= route(delay_ms, levels, simple_level).hops or min(
+        assert count <= hop_plan(delay_ms, levels, simple_level).hops or min(
             filter(None, levels.delays_ms)
         ) < levels.delay_ms(1)
 
 
 def test_a_year_costs_no_more_than_a_day() -> None:
-    assert route(365 * 24 * HOUR, choose=simple_level).hops == 365 * 86_400
-    assert route(365 * 24 * HOUR).hops == 365 * 12
+    assert hop_plan(365 * 24 * HOUR, choose=simple_level).hops == 365 * 86_400
+    assert hop_plan(365 * 24 * HOUR).hops == 365 * 12
 
 
 def test_levels_that_do_not_wait() -> None:
