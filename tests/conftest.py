@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.reference import (
     ABSENT,
@@ -214,13 +214,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"skipped {number}: {reason}")
 
 
-# --- several processes
+# --- kinds of tests, and several processes
+
+KINDS = ("golden", "crash", "fuzz", "replay")
+"""Folders whose tests have a mark of the same name."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a Spark session go to one process."""
+    """Mark tests by kind; send those that share a Spark session to one process."""
     for item in items:
+        for kind in KINDS:
+            if kind in item.path.parts:
+                item.add_marker(kind)
+        function = getattr(item, "function", None)
+        if is_hypothesis_test(function) or item.path.stem.endswith("_machine"):
+            item.add_marker("property")
         if item.get_closest_marker("spark"):
             item.add_marker(pytest.mark.xdist_group("spark"))
 

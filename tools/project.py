@@ -205,9 +205,10 @@ def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown
         log = place.logs / "tests.txt"
         log.write_text(printed, "utf-8")
         step.finish(progress.summary(printed), failed=status != 0)
-    for line in re.findall(r"^skipped \d+: .*$", printed, re.MULTILINE):
-        screen.line(line)
-    if status:
+    if status == 0:
+        for line in re.findall(r"^skipped \d+: .*$", printed, re.MULTILINE):
+            screen.line(line)
+    else:
         screen.line(progress.failures(printed))
         screen.line(f"All that pytest printed: {log}")
         if first := re.search(r"^(?:FAILED|ERROR) (tests/[^\s@]+)", printed, re.MULTILINE):

@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             name = next((name for name in STARTERS if name in item.name), "memory")
+            if name != "memory":
+                item.add_marker("servers")
             item.add_marker(pytest.mark.xdist_group(f"dedup-{name}"))
 
 
