@@ -268,7 +268,8 @@ class MessageStore(Appends):
             raise self._unusable()
         if self._following is not None:
             return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
-        self._write_what_fits()
+        if self._dispatcher.lanes:
+            self._write_what_fits()
         return read_queue(
             self.log, self._queues.find((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
         )
@@ -705,10 +706,12 @@ class MessageStore(Appends):
 
     def _write_entries(self) -> None:
         """Write what readers of queues look into."""
-        if self._dispatcher.lanes:
+        dispatcher = self._dispatcher
+        if dispatcher.lanes:
             with self._lock:
-                self._mend()
-                self._dispatcher.write_entries()
+                if dispatcher.writing_at >= 0:
+                    self._mend()
+                dispatcher.write_entries()
 
     def _write_what_fits(self) -> None:
         """`_write_entries`; those for which the disk has no room are not seen yet."""
