@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from librmq.clock import Clock
+from librmq.runtime.critical import critical
 
 __all__ = ["Background"]
 
@@ -29,14 +30,16 @@ class Background:
     def wake(self) -> None:
         """Let the step run now."""
         if not self._event.is_set():  # to set it again would cost more than to look
-            self._event.set()
+            with critical:  # Python's events keep a lock that a signal in the middle leaves held
+                self._event.set()
 
     def stop(self) -> None:
         """Return when the step that runs has ended; no other follows."""
-        self._stopping = True
-        self._event.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        with critical:
+            self._stopping = True
+            self._event.set()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
 
     def _run(self) -> None:
         while True:

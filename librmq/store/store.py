@@ -620,9 +620,8 @@ class MessageStore(Appends):
         with self._lock:
             if self._closed is not None:
                 raise self._unusable()
-            with critical:
-                self._mend()
-                self._dispatcher.drain()
+            self._mend()
+            self._dispatcher.drain()
             return verify_parts(self.path, self.config, self.files)
 
     def close(self) -> None:
@@ -725,7 +724,7 @@ class MessageStore(Appends):
     def _drain(self) -> None:
         """Write what readers of queues and of the index look into."""
         if self._dispatcher.records:
-            with critical, self._lock:
+            with self._lock:
                 self._mend()
                 self._dispatcher.drain()
 

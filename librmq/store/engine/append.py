@@ -411,7 +411,7 @@ class Appends:
     def _write_full_batch(self) -> None:
         """Write what follows from the records, where they are many."""
         if len(self._dispatcher.records) >= _BATCH:
-            with critical, suppress(StoreIOError):  # the messages stand in the log; the next append is told
+            with suppress(StoreIOError):  # the messages stand in the log; the next append is told
                 self._dispatcher.drain()
 
     def append_batch(
@@ -511,17 +511,15 @@ class Appends:
         if not self._accepts:
             raise self._refusal()
         if len(self._dispatcher.records) >= _BATCH or self._dispatcher.writing_at >= 0:
-            with critical:
-                self._mend()
-                self._dispatcher.drain()
+            self._mend()
+            self._dispatcher.drain()
         return self._now_ms()
 
     def _catch_up(self) -> None:
         """Before one record is written: repair what an interrupted append has left, write entries that are due."""
-        with critical:
-            self._mend()
-            if len(self._dispatcher.records) >= _BATCH:
-                self._dispatcher.advance()
+        self._mend()
+        if len(self._dispatcher.records) >= _BATCH:
+            self._dispatcher.advance()
 
     def _mend(self) -> None:
         """Repair what an interrupted append has left, under the lock; whoever uses what is derived calls it first."""

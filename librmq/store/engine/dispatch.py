@@ -207,12 +207,16 @@ class Dispatcher:
             self.write_entries()
             self._block = key_block(self.records)
         else:
-            self._put_block(self._block)
+            with critical:
+                self._put_block(self._block)
 
     def drain(self) -> None:
         """Write whatever was collected; after an error (a full disk) the next call goes on where this one ended."""
-        if not self.records:
-            return
+        if self.records:
+            with critical:
+                self._drain()
+
+    def _drain(self) -> None:
         self.write_entries()
         if self._indexing:
             self._resume()
