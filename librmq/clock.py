@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "wait_async"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "moves_by_itself", "wait_async"]
 
 
 class Clock(Protocol):
@@ -45,8 +45,10 @@ class SystemClock:
 class ManualClock:
     """A clock that stands still until it is moved, and never goes backwards.
 
-    Not thread-safe: whoever moves it decides when.
+    Not thread-safe: the caller who moves it decides when.
     """
+
+    moves_by_itself = False
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self._now_ms = now_ms
@@ -74,13 +76,21 @@ class ManualClock:
         self.move_to(self._now_ms + ms + round(1000 * (seconds + 60 * (minutes + 60 * (hours + 24 * days)))))
 
 
-async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
-    """As `Clock.wait`, and others in the event loop go on meanwhile."""
-    import asyncio  # of no use to those who only open a store, and slow to load
+def moves_by_itself(clock: Clock) -> bool:
+    """Return whether time passes without a caller who moves it; a clock says no by an attribute of this name.
 
-    if isinstance(clock, ManualClock):
-        await asyncio.sleep(0)
-    else:
+    Where it does not, waiting is of no use, and nothing happens between two moments.
+    """
+    return getattr(clock, "moves_by_itself", True)
+
+
+async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
+    """Wait as `Clock.wait` does, while the event loop goes on."""
+    import asyncio  # slow to load, and of no use to a store alone
+
+    if moves_by_itself(clock):
         with suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), seconds)
+    else:
+        await asyncio.sleep(0)
     return event.is_set()

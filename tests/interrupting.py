@@ -18,7 +18,7 @@ from typing import Any
 
 import librmq
 
-__all__ = ["at_each_line", "interrupted_at", "interruptions"]
+__all__ = ["at_each_call", "interrupted_at", "interruptions"]
 
 _LOOKING = ("RESUME", "CALL", "JUMP_BACKWARD")
 
@@ -78,41 +78,41 @@ def interruptions(functions: tuple[Callable[..., Any], ...], act: Callable[[int]
     raise AssertionError
 
 
-def at_each_line(
+def at_each_call(
     act: Callable[[], object],
     number: int = signal.SIGINT,
     error: type[BaseException] = KeyboardInterrupt,
     first: int = 0,
 ) -> Iterator[bool]:
-    """Call ``act()`` again and again; a signal comes at one line of librmq that it runs, then at the next.
+    """Call ``act()`` again and again; a signal comes with one call that librmq makes, then with the next.
 
-    They begin with line ``first``.
-
-    Yields after each call whether the signal came; the last time it did not. ``error`` is what its handler raises.
+    That is where Python looks for signals: as a function begins, and as one that is written in C returns. They begin
+    with call ``first``. Yields after each ``act()`` whether the signal came; the last time it did not. ``error`` is
+    what its handler raises.
     """
     folder = os.path.dirname(librmq.__file__)
     for place in itertools.count(first):
         left, came = place, False
 
-        def trace(frame: FrameType, event: str, _: object) -> Any:
+        def look(frame: FrameType, event: str, _: object) -> None:
             nonlocal left, came
-            if not frame.f_code.co_filename.startswith(folder) or frame.f_code.co_name == "__del__":
-                return None
-            if event == "line":
+            code = frame.f_code
+            if event not in ("call", "c_return") or not code.co_filename.startswith(folder):
+                return
+            if code.co_name != "__del__":  # what is raised there goes nowhere
                 left -= 1
                 if left < 0 and not came:
                     came = True
                     signal.raise_signal(number)
-            return trace
 
-        before = sys.gettrace()
-        sys.settrace(trace)
+        before = sys.getprofile()
+        sys.setprofile(look)
         try:
             act()
         except error:
             assert came
         finally:
-            sys.settrace(before)
+            sys.setprofile(before)
         yield came
         if not came:
             return

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from librmq.clock import Clock, ManualClock
+from librmq.clock import Clock, ManualClock, moves_by_itself
 
 __all__ = ["NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
 
@@ -212,7 +212,7 @@ def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], Non
 
     None where time is moved by hand: nobody else would go on meanwhile.
     """
-    if isinstance(runner.clock, ManualClock):
+    if not moves_by_itself(runner.clock):
         return None
 
     def aside(wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:

@@ -16,11 +16,12 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Self
 
-from librmq.clock import Clock, ManualClock, SystemClock
+from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, to_seconds
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import (
     FlushFailedError,
@@ -62,6 +63,9 @@ __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadRe
 
 _log = logging.getLogger("librmq.store")
 
+_LOOK_AGAIN_S: Final = 0.05
+"""How often a lock is tried that another writer holds."""
+
 
 class MessageStore(Appends):
     """A store directory, opened.
@@ -83,7 +87,7 @@ class MessageStore(Appends):
         raise TypeError("use MessageStore.open(path)")
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 (each is a choice of its own, by name)
         cls,
         path: str | os.PathLike[str],
         config: StoreConfig | None = None,
@@ -94,26 +98,40 @@ class MessageStore(Appends):
         clock: Clock | None = None,
         background: bool | None = None,
         filters: Registrations | None = None,
+        wait: float | timedelta = 0,
     ) -> Self:
-        """Open the store in ``path``; a new one is made where there is nothing, unless ``read_only``.
+        """Open the store in ``path``; make a new one where there is nothing, unless ``read_only``.
 
-        ``config`` None takes the sizes from the files that are there, 4.9's where there are none. A store that was not
-        closed cleanly is recovered as the broker would; ``thorough`` looks at all of the log and makes again what
-        `recover` does. `recovered` lists what was cut. ``background`` lets a thread of the store flush and expire by
-        time, from the first append on; None does so unless ``clock`` is given, else `run_due` is the caller's to call.
-        ``read_only`` takes no lock and changes no byte: beside a writer it sees what is written (`refresh`), else what
-        a recovery would give, in memory. ``filters`` are the groups' SQL filters, by which messages get their bitmaps
-        where the store has extension files; they may change while it is open.
+        A store that was not closed cleanly is recovered as RocketMQ 4.9 does it; `recovered` lists what was cut.
 
-        `NotAStoreError` for a directory that holds something else or another kind of store, `ConfigError` for a
-        configuration that disagrees with the files, `StoreLockedError` if somebody else writes to it,
-        `CorruptionError` for names, lengths and damage that no crash explains: where sound records follow, they are
-        cut (and kept aside, `librmq.store.recovery.salvage`) only if ``thorough``.
+        Args:
+            config: None takes the sizes from the files that are there, `StoreConfig()` for a new store.
+            read_only: Take no lock and change no byte. Beside a writer the handle sees what is written (`refresh`);
+                else it sees what a recovery would give, in memory.
+            thorough: Look at all of the log, and make again what `recover` does.
+            background: Let a thread of the store flush and expire by time, from the first append on. None does so
+                unless ``clock`` is given; without it the caller calls `run_due`.
+            filters: The groups' SQL filters, by which messages get their bitmaps where the store has extension files.
+                They may change while it is open.
+            wait: Seconds to wait for another writer to let go of the store.
+
+        Raises:
+            NotAStoreError: The directory holds something else, or another kind of store.
+            ConfigError: The configuration disagrees with the files, or ``wait`` is no duration.
+            StoreLockedError: Another handle writes to the store; the message names its process.
+            CorruptionError: Names, lengths or damage that no crash explains. Where sound records follow a damage, they
+                are cut (and kept, see `librmq.store.recovery.salvage`) only if ``thorough``.
         """
+        if config is not None and not isinstance(config, StoreConfig):
+            raise TypeError(
+                f"config: expected a StoreConfig, found {config!r:.80}: write StoreConfig(…) or leave it out"
+            )
+        seconds = to_seconds("wait", wait)
         store = object.__new__(cls)
         store.filters = filters
         store._in_background = not read_only and (clock is None if background is None else background)
-        store._open(os.fspath(path), config, read_only, thorough, files or DiskFiles(), clock or SystemClock())
+        opened_by = files or DiskFiles()
+        store._open(os.fspath(path), config, read_only, thorough, opened_by, clock or SystemClock(), seconds)
         return store
 
     @classmethod
@@ -128,7 +146,14 @@ class MessageStore(Appends):
         return store
 
     def _open(
-        self, path: str, config: StoreConfig | None, read_only: bool, thorough: bool, files: Files, clock: Clock
+        self,
+        path: str,
+        config: StoreConfig | None,
+        read_only: bool,
+        thorough: bool,
+        files: Files,
+        clock: Clock,
+        wait_s: float,
     ) -> None:
         self.path = path
         self.read_only = read_only
@@ -146,14 +171,15 @@ class MessageStore(Appends):
         self._following: Following | None = None
         self._temporary: TemporaryFolder | None = None
         self._is_thread_missed = False
+        self._is_deleting = False
         kind = directory.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         try:
             if not read_only:
-                with critical:
-                    if kind is directory.StoreKind.NEW:
+                if kind is directory.StoreKind.NEW:
+                    with critical:
                         make_folders(files, path)
-                    self._file_lock = _lock(self, files)
+                self._take_lock(wait_s)
                 if thorough or has_abort(files, path):
                     leftovers = clear_leftovers(path, files)
             if config is not None:
@@ -171,6 +197,24 @@ class MessageStore(Appends):
         self._closed = None
         self._accepts = not read_only
         _open_stores.add(self)
+
+    def _take_lock(self, wait_s: float) -> None:
+        """Lock the store, waiting for another writer as long as that: in real time, as that one is elsewhere."""
+        clock, never = SystemClock(), threading.Event()
+        deadline = clock.monotonic() + wait_s
+        while True:
+            try:
+                with critical:
+                    self._file_lock = _lock(self, self.files)
+                return
+            except StoreLockedError as error:
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    raise StoreLockedError(
+                        f"{error}; one process at a time writes to a store (docs/processes.md): close it there, wait "
+                        f"for it by wait=seconds, or open it here with read_only=True"
+                    ) from None
+            clock.wait(never, min(left, _LOOK_AGAIN_S))
 
     def _set_config(self, config: StoreConfig) -> None:
         self.config = config
@@ -232,9 +276,9 @@ class MessageStore(Appends):
             self.config,
             self.files,
             self.path,
-            lock=self._lock,
+            lock=_Deleting(self),
             settled=lambda: self._settled,
-            watch_disk=not isinstance(self.clock, ManualClock),
+            watch_disk=moves_by_itself(self.clock),
         )
         self._housekeeping = Housekeeping(
             self.config,
@@ -440,6 +484,8 @@ class MessageStore(Appends):
     def _flush_derived(self) -> None:
         """Flush the log, then what is derived from it, then the checkpoint that vouches for both."""
         with self._deriving:
+            if self._file_lock is not None:
+                self._file_lock.check()
             with self._lock:
                 if self._parts is None:
                     raise self._unusable()
@@ -750,11 +796,30 @@ class MessageStore(Appends):
             return StoreClosedError(f"{self.path}: this handle {self._closed}")
         return ReadOnlyError(f"{self.path}: this handle only reads")
 
+    def __repr__(self) -> str:
+        state = self._closed or ("is open for reading" if self.read_only else "is open for writing")
+        return f"<MessageStore {self.path!r}: {state}>"
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Deleting:
+    """The writers' lock as retention takes it: appends wait for a file that goes; `is_writing` does not count it."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        self._store._lock.acquire()
+        self._store._is_deleting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._store._is_deleting = False
+        self._store._lock.release()
 
 
 _locks: dict[FileLock, weakref.ref[MessageStore]] = {}
@@ -771,10 +836,10 @@ def _lock(store: MessageStore, files: Files) -> FileLock:
         lost = [lock for lock, holder in list(_locks.items()) if holder() is None]
         if not lost:
             raise
-        for lock in lost:
-            _unlock(lock)
+        for each in lost:
+            _unlock(each)
         lock = files.lock(path)
-    _locks[lock] = weakref.ref(store, lambda _: _unlock(lock))
+    _locks[lock] = weakref.ref(store)
     return lock
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from librmq.runtime.critical import critical
-from tests.interrupting import at_each_line
+from tests.interrupting import at_each_call
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals of POSIX")
 
@@ -83,8 +83,8 @@ def test_handlers_are_the_applications_again(handlers: list[int]) -> None:
         signal.raise_signal(signal.SIGUSR2)
 
 
-def test_a_signal_at_any_line_is_neither_lost_nor_early(handlers: list[int]) -> None:
-    """Entering and leaving are interrupted at each line: the stretch is run whole or not at all."""
+def test_a_signal_at_any_call_is_neither_lost_nor_early(handlers: list[int]) -> None:
+    """Entering and leaving are interrupted at each call: the stretch is run whole or not at all."""
     stretches: list[str] = []
 
     def run() -> None:
@@ -93,7 +93,7 @@ def test_a_signal_at_any_line_is_neither_lost_nor_early(handlers: list[int]) -> 
             stretches.append("ended")
 
     before = signal.getsignal(signal.SIGUSR1)
-    for was_raised in at_each_line(run, signal.SIGUSR1, Taken):
+    for was_raised in at_each_call(run, signal.SIGUSR1, Taken):
         assert stretches in ([], ["begun", "ended"])
         assert len(handlers) == was_raised
         stretches.clear()

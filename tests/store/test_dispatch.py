@@ -16,7 +16,7 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.format.indexfile import IndexFile
-from tests.interrupting import at_each_line
+from tests.interrupting import at_each_call
 
 BATCH = Dispatcher.BATCH
 ROOT = "/store"
@@ -97,7 +97,7 @@ def test_a_full_disk_in_either_part_loses_nothing(
 
 
 def test_an_interrupted_wait_for_the_writer_frees_the_lock(store: MessageStore) -> None:
-    for _ in at_each_line(lambda: store.is_free_within(0)):
+    for _ in at_each_call(lambda: store.is_free_within(0)):
         assert not store.is_writing()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 from librmq.store.engine.group_commit import Acknowledgement, GroupCommit
-from tests.interrupting import at_each_line
+from tests.interrupting import at_each_call
 
 
 def no_space() -> StoreIOError:
@@ -316,7 +316,7 @@ def test_those_who_wait_when_the_log_is_let_go_are_told(
 
 
 def test_an_interrupted_wait_holds_no_other_up(device: Device) -> None:
-    for _ in at_each_line(lambda: device.commit.reach(device.append())):
+    for _ in at_each_call(lambda: device.commit.reach(device.append())):
         waiters = Waiters(device.commit)
         waiters.start(device.append())
         assert waiters.join(timeout=30) == [device.end]

@@ -1,4 +1,4 @@
-"""A signal whose handler raises, at each line of a call of the store; random moments are in ``tests/crash``."""
+"""A signal whose handler raises, at each call that the store makes; random moments are in ``tests/crash``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Dispatcher
-from tests.interrupting import at_each_line
+from tests.interrupting import at_each_call
 
 numbers = count()
 
@@ -35,7 +35,10 @@ CALLS: dict[str, Callable[[MessageStore], object]] = {
     "append a delayed message": lambda store: store.append(delayed()),
     "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
     "append_copies": lambda store: store.append_copies(
-        [store.prepare_again(one, "copies", 1, one.properties_raw, one.unique_key, None, "a") for one in taken(store)]
+        [
+            store.prepare_again(one, "copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a")
+            for one in taken(store)
+        ]
     ),
     "flush": lambda store: store.flush(),
     "read": lambda store: store.read("T", 0, 0),
@@ -59,7 +62,7 @@ def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
         store = MessageStore.open("/s", config, files=files, background=False)
         for _ in range(Dispatcher.BATCH if "full" in name else 5):
             store.append(message())
-        came = next(at_each_line(partial(CALLS[name], store), first=number))
+        came = next(at_each_call(partial(CALLS[name], store), first=number))
         for _ in range(2):
             if not store.is_closed:
                 store.append(message())
@@ -82,33 +85,8 @@ def test_an_interrupted_open_leaves_no_lock() -> None:
     number, came = 0, True
     while came:
         act = lambda: opened.append(MessageStore.open("/s", StoreConfig.tiny(), files=files))  # noqa: E731
-        came = next(at_each_line(act, first=number))
+        came = next(at_each_call(act, first=number))
         if came:
             MessageStore.open("/s", files=files).close()
         number += 1 + number // 10
     opened.pop().close()
-
-
-def test_append_succeeds_where_no_thread_can_be_started(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
-        with monkeypatch.context() as full:
-            full.setattr("librmq.store.store.Background", refuse)
-            results = [store.append(message()) for _ in range(50)]
-        assert [result.queue_offset for result in results] == list(range(50))
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "no thread can be started" in caplog.text
-        assert len(list(store.messages("T"))) == 50
-
-
-def test_queues_of_a_live_store_have_what_was_appended() -> None:
-    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
-        for _ in range(5):
-            store.append(message())
-        assert store.queues["T", 0].max_offset == 5
-        store.append(message())
-        assert {name: queue.max_offset for name, queue in store.queues.items()} == {("T", 0): 6}

@@ -107,6 +107,7 @@ class Appends:
     _dispatcher: Dispatcher
     _host: bytes
     _housekeeping: Housekeeping
+    _is_deleting: bool
     _lanes: dict[tuple[str, int], Lane]
     _largest_body: int
     _lock: threading.Lock
@@ -542,8 +543,8 @@ class Appends:
         self._commit.reach(result.physical_offset + result.size)
 
     def is_writing(self) -> bool:
-        """Whether somebody appends at this moment."""
-        return self._lock.locked()
+        """Whether a call appends at this moment; retention that deletes a file is none."""
+        return self._lock.locked() and not self._is_deleting
 
     def is_free_within(self, seconds: float) -> bool:
         """Wait until no call appends, or for ``seconds``; return whether none did."""

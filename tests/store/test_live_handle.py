@@ -1,0 +1,123 @@
+"""What a handle says and does beside other writers, threads that can't be started, and retention."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError, StoreIOError, StoreLockedError
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message
+from librmq.store import MessageStore
+
+
+def message() -> Message:
+    return Message("T", bytes(100))
+
+
+def test_append_succeeds_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
+        with monkeypatch.context() as full:
+            full.setattr("librmq.store.store.Background", refuse)
+            results = [store.append(message()) for _ in range(50)]
+        assert [result.queue_offset for result in results] == list(range(50))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "no thread can be started" in caplog.text
+        assert len(list(store.messages("T"))) == 50
+
+
+def test_queues_of_a_live_store_have_what_was_appended() -> None:
+    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
+        for _ in range(5):
+            store.append(message())
+        assert store.queues["T", 0].max_offset == 5
+        store.append(message())
+        assert {name: queue.max_offset for name, queue in store.queues.items()} == {("T", 0): 6}
+
+
+def test_a_second_writer_is_told_what_to_do(tmp_path: Path) -> None:
+    with (
+        MessageStore.open(tmp_path / "s", StoreConfig.tiny()),
+        pytest.raises(
+            StoreLockedError, match=r"by this process \(pid \d+\); one process .*docs/processes.md.*read_only"
+        ),
+    ):
+        MessageStore.open(tmp_path / "s", wait=0.001)
+
+
+def test_open_waits_for_another_writer(tmp_path: Path) -> None:
+    first = MessageStore.open(tmp_path / "s", StoreConfig.tiny())
+    closing = threading.Thread(target=first.close)
+    tried = MessageStore._take_lock
+
+    def take_lock(self: MessageStore, wait_s: float) -> None:
+        closing.start()  # only now: the lock is held when it is first tried, or just given back
+        tried(self, wait_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MessageStore, "_take_lock", take_lock)
+        MessageStore.open(tmp_path / "s", wait=60).close()
+    closing.join()
+
+
+@pytest.mark.parametrize("wait", [-1, "soon", float("nan"), None])
+def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path, wait: Any) -> None:
+    with pytest.raises(ConfigError, match="wait: expected seconds"):
+        MessageStore.open(tmp_path / "s", wait=wait)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_config_of_another_type_is_named() -> None:
+    with pytest.raises(TypeError, match=r"config: expected a StoreConfig, found {'max_message_size': 5}"):
+        MessageStore.open("/s", {"max_message_size": 5}, files=MemoryFiles())  # type: ignore[arg-type]
+
+
+def test_the_repr_says_what_a_handle_is_good_for() -> None:
+    files = MemoryFiles()
+    with MessageStore.open("/s", StoreConfig.tiny(), files=files) as store:
+        assert repr(store) == "<MessageStore '/s': is open for writing>"
+        with MessageStore.open("/s", files=files, read_only=True) as reader:
+            assert repr(reader) == "<MessageStore '/s': is open for reading>"
+    assert repr(store) == "<MessageStore '/s': is closed>"
+
+
+def test_a_deletion_by_retention_is_no_write() -> None:
+    """A producer that comes meanwhile waits for the file that goes; a broker does not take the store for stuck."""
+    seen: list[bool] = []
+
+    class Watched(MemoryFiles):
+        def delete(self, path: str) -> None:
+            if "commitlog" in path:
+                seen.append(store.is_writing())
+            super().delete(path)
+
+    clock = ManualClock()
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_total_size=8192)
+    with MessageStore.open("/s", config, files=Watched(), clock=clock) as store:
+        for _ in range(100):
+            store.append(message())
+        store.flush()
+        clock.advance(hours=1)
+        store.run_due(clock.now_ms())
+        assert seen
+        assert not any(seen)
+        assert not store.is_writing()
+
+
+def test_a_replaced_lock_file_is_noticed_by_the_next_flush(tmp_path: Path) -> None:
+    store = MessageStore.open(tmp_path / "s", StoreConfig.tiny(), background=False)
+    store.append(message())
+    (tmp_path / "s" / "lock").unlink()
+    with pytest.raises(StoreIOError, match="the lock file was deleted or replaced"):
+        store.flush()
+    store.abandon()
