@@ -64,7 +64,7 @@ def _timed(count: int, prefix: str, both: Two) -> float:
 
 def _delivered(count: int, prefix: str, store: DedupStore) -> float:
     guard = DedupListener(lambda message: None, store, group="billing", application="shop", clock=SystemClock())
-    messages = [Delivery("orders", tags="paid", unique_key=f"{prefix}{number:08d}") for number in range(count)]
+    messages = [Delivery("orders", b"x", tags="paid", unique_key=f"{prefix}{number:08d}") for number in range(count)]
     with Stopwatch() as watch:
         for message in messages:
             guard(message)
@@ -76,7 +76,7 @@ def _delivered_in_lists(count: int, prefix: str, store: DedupStore) -> float:
     guard = DedupListener(
         lambda messages: None, store, group="lists", application="shop", clock=SystemClock(), batch=True
     )
-    messages = [Delivery("orders", tags="paid", unique_key=f"{prefix}{number:08d}") for number in range(count)]
+    messages = [Delivery("orders", b"x", tags="paid", unique_key=f"{prefix}{number:08d}") for number in range(count)]
     with Stopwatch() as watch:
         for begin in range(0, count, LIST):
             guard(messages[begin : begin + LIST])

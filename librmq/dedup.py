@@ -7,9 +7,9 @@
       ├────release──────┘                     │           expired, either: as none
       └────────────────expiry────────────────-┘
 
-A record stands for one message of one group. Whoever claims it holds it for ``consuming_timeout`` under a token of its
-own; finishing and releasing ask for that token and that time, so that a holder that slept through its claim changes
-nothing of its successor's. What this guarantees, and where it can't, stands in ``docs/dedup.md``.
+A record stands for one message of one group. A claim holds it for ``consuming_timeout`` under a token of its own.
+Finishing and releasing ask for that token and that time, so that a holder that slept through its claim changes nothing
+of its successor's. ``docs/dedup.md`` says what this guarantees, and where it can't.
 
 `MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.idempotence.dedup_sql` and
 `librmq.idempotence.dedup_redis` have stores on servers. `librmq.idempotence.inbox` is the strongest form, where the
@@ -27,12 +27,13 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
 
 from librmq.clock import Clock, SystemClock
+from librmq.config import Config, Seconds, to_seconds
 from librmq.consumer import OrderlyResult
 from librmq.errors import ConfigError, DedupStoreError
-from librmq.idempotence.keep import KEEP_CONSUMED, milliseconds
+from librmq.idempotence.keep import KEEP_CONSUMED, LONGEST
 from librmq.idempotence.stores import (
     Claim,
     DedupStore,
@@ -41,43 +42,40 @@ from librmq.idempotence.stores import (
     renew_lock_after_fork,
     unique_id,
 )
-from librmq.listener import ReconsumeLater
+from librmq.listener import Delivered, ReconsumeLater
 from librmq.metrics import Metrics
 
-__all__ = ["DedupCounts", "DedupListener", "deduplicated"]
+__all__ = ["DedupConfig", "DedupCounts", "DedupListener", "DedupSettings", "deduplicated"]
 
 _log = logging.getLogger("librmq.dedup")
-
-CONSUMING_TIMEOUT: Final = 600.0
-"""Seconds after which a claim that was neither finished nor released may be taken over."""
 
 
 @dataclass
 class DedupCounts:
-    """How often what happened, since the listener was made."""
+    """Counts of what happened since the guard was made."""
 
     consumed: int = 0
     """Messages that the listener consumed under a claim."""
     duplicates: int = 0
-    """Messages that had been consumed: acknowledged without the listener."""
+    """Messages that had been consumed before: acknowledged without the listener."""
     busy: int = 0
-    """Messages that somebody else held: delivered again later."""
+    """Messages that another consumer held: delivered again later."""
     taken_over: int = 0
     """Claims of holders that did not end in time."""
     released: int = 0
-    """Claims given up since the listener failed."""
+    """Claims given up because the listener failed."""
     lost: int = 0
     """Claims that had expired when the listener ended: another may have consumed the message too."""
     unguarded: int = 0
-    """Messages consumed without a claim, since the store could not be asked."""
+    """Messages consumed without a claim because the store could not be asked."""
     postponed: int = 0
-    """Messages delivered again later, since the store could not be asked."""
+    """Messages delivered again later because the store could not be asked."""
     unmarked: int = 0
-    """Claims of which the store could not be told how they ended: they expire."""
+    """Claims whose end the store could not be told: they expire."""
 
 
 class _Ask(NamedTuple):
-    """A call that a flow wants made: of the store, or of the listener."""
+    """A call that a flow asks for: of the store, or of the listener."""
 
     call: Callable[[], Any]
     of_store: bool
@@ -89,7 +87,7 @@ _Flow = Generator[_Ask, Any, Any]
 
 
 class _Claimed(NamedTuple):
-    """A message of which the listener may do what it does: under a claim, or, ``owner`` being empty, without."""
+    """A message for the listener, under a claim or, with an empty ``owner``, without one."""
 
     key: str
     owner: str
@@ -104,61 +102,85 @@ _OUTCOMES: Final = {
     "unguarded": "no store",
     "postponed": "no store",
 }
-"""What `Metrics` calls what is counted."""
+"""The outcomes in `Metrics` of what is counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DedupConfig(Config):
+    """Settings of a guard. Durations are seconds, or a `timedelta` as keywords."""
+
+    application: str = ""
+    """Part of every record's scope, with topic, group and tag."""
+    consuming_timeout: Annotated[float, Seconds(0.001, LONGEST)] = 600.0
+    """A claim that was neither finished nor released may be taken over after this; longer than the listener takes."""
+    keep_consumed: Annotated[float, Seconds(0.001, LONGEST)] = KEEP_CONSUMED
+    """A consumed message is remembered this long."""
+    when_store_fails: Literal["consume", "retry"] = "consume"
+    """Consume a message without a guard, at least once, or have it delivered again later."""
+    batch: bool = False
+    """The listener takes a list of messages."""
+    must_return: bool = False
+    """Only a listener that returns True has consumed, as for `librmq.consumer.PushConsumer.subscribe`."""
+
+
+class DedupSettings(TypedDict, total=False):
+    """Keywords of a `DedupListener`: the settings of `DedupConfig`, and what it works with."""
+
+    application: str
+    consuming_timeout: float | timedelta
+    keep_consumed: float | timedelta
+    when_store_fails: Literal["consume", "retry"]
+    batch: bool
+    must_return: bool
+    key: Callable[[Any], str | None]
+    metrics: Metrics | None
+    clock: Clock | None
 
 
 class DedupListener:
     """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
 
-    ``listener`` is concurrent or orderly, sync or async, of one message; with ``batch`` it takes a list, and with
-    ``must_return`` only True means consumed, as for `librmq.consumer.PushConsumer.subscribe`. Called with a list, a
-    listener of one message gets them one by one, up to the first failure. `ReconsumeLater`, or the index that is
-    returned, then tells how many were consumed.
-
-    ``key`` gives what a message is known by (its unique id; better a business key), None or "" for no guard. A record
-    is scoped by ``application``, topic, ``group`` and tag. A claim not ended after ``consuming_timeout`` may be taken
-    over: it has to be longer than the listener ever takes. Consumed messages are remembered for ``keep_consumed``.
-    Both are seconds or a ``timedelta``.
-
-    Where the store can't be asked, ``when_store_fails`` decides: "consume" all the same (at least once), or "retry"
-    later. Either is counted in `counts` (and in ``metrics``) and logged. Without a ``clock`` of the caller's, a thread
-    purges the store; with one, `purge_step` is for whoever moves the clock.
+    ``listener`` is concurrent or orderly, sync or async. Given a list, a listener of one message gets the messages one
+    by one up to the first failure; `ReconsumeLater`, or the index that is returned, tells how many were consumed.
     """
 
     def __init__(
-        self,
-        listener: Callable[..., Any],
-        store: DedupStore,
-        *,
-        group: str,
-        application: str = "",
-        key: Callable[[Any], str | None] = unique_id,
-        consuming_timeout: float | timedelta = CONSUMING_TIMEOUT,
-        keep_consumed: float | timedelta = KEEP_CONSUMED,
-        when_store_fails: Literal["consume", "retry"] = "consume",
-        batch: bool = False,
-        must_return: bool = False,
-        metrics: Metrics | None = None,
-        clock: Clock | None = None,
+        self, listener: Callable[..., object], store: DedupStore, *, group: str, **settings: Unpack[DedupSettings]
     ) -> None:
-        """`ConfigError` for settings that make no sense."""
+        """Put a guard in front of ``listener``.
+
+        Args:
+            listener: Called for new messages.
+            store: Keeps the records. A store that cannot be asked is counted in `counts` and logged.
+            group: The consumer group.
+            settings: Those of `DedupConfig`. Further ``key``: returns what a message is known by (its unique id;
+                better a business key), None or "" for no guard; ``metrics``: counts what the guard does; ``clock``:
+                without one a thread purges the store, with one `purge_step` is the caller's to call.
+
+        Raises:
+            ConfigError: There is no such setting, or its value is refused.
+        """
+        given: dict[str, Any] = dict(settings)
+        key, metrics, clock = given.pop("key", unique_id), given.pop("metrics", None), given.pop("clock", None)
+        for name in ("consuming_timeout", "keep_consumed"):
+            if isinstance(given.get(name), timedelta):
+                given[name] = to_seconds(name, given[name])
+        self.config = DedupConfig().with_settings(given)
         if not group:
             raise ConfigError("group: expected the consumer group's name, found none")
-        if when_store_fails not in ("consume", "retry"):
-            raise ConfigError(f"when_store_fails: expected 'consume' or 'retry', found {when_store_fails!r}")
         self.listener = listener
         self.store = store
         self.counts = DedupCounts()
         self._group = group
-        self._application = application
-        self._key = key
-        self._consuming_ms = milliseconds("consuming_timeout", consuming_timeout)
-        self._keep_ms = milliseconds("keep_consumed", keep_consumed)
-        self._consumes_unguarded = when_store_fails == "consume"
-        self._batch = batch
-        self._must_return = must_return
-        self._metrics = metrics
-        self._clock = clock or SystemClock()
+        self._application = self.config.application
+        self._key: Callable[[Any], object] = key
+        self._consuming_ms = round(1000 * self.config.consuming_timeout)
+        self._keep_ms = round(1000 * self.config.keep_consumed)
+        self._consumes_unguarded = self.config.when_store_fails == "consume"
+        self._batch = self.config.batch
+        self._must_return = self.config.must_return
+        self._metrics: Metrics | None = metrics
+        self._clock: Clock = clock or SystemClock()
         self._purges = clock is None
         self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
             getattr(listener, "__call__", None)  # noqa: B004 (an object whose call is a coroutine)
@@ -166,10 +188,11 @@ class DedupListener:
         self._lock = threading.Lock()
         renew_lock_after_fork(self)
 
-    def __call__(self, message: Any) -> Any:
-        """Consume ``message``, or a list of them; a coroutine if the listener is one.
+    def __call__(self, message: Any) -> Any:  # noqa: ANN401 (a message or a list; what the listener returns)
+        """Consume a message, or a list of them; a coroutine if the listener is one.
 
-        Raises what the listener raises, and `ReconsumeLater` where somebody else holds the message.
+        Raises:
+            ReconsumeLater: Another consumer holds the message. What the listener raises goes through.
         """
         if self._purges:
             purge_in_background(self.store, self._clock)
@@ -181,14 +204,14 @@ class DedupListener:
 
     # ---- what happens to one message
 
-    def _one(self, message: Any) -> _Flow:
+    def _one(self, message: Delivered) -> _Flow:
         held = yield from self._claim(message)
         if held is None:
             return True
         try:
             result = yield _Ask(lambda: self.listener(message), False)
             if result is OrderlyResult.HOLD:
-                raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
+                raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         except (Exception, asyncio.CancelledError):
             yield from self._release(held)
             raise
@@ -199,8 +222,8 @@ class DedupListener:
             yield from self._finish(held)
         return result
 
-    def _claim(self, message: Any) -> Generator[_Ask, Any, _Claimed | None]:
-        """None for a message that was consumed."""
+    def _claim(self, message: Delivered) -> Generator[_Ask, Any, _Claimed | None]:
+        """Return the claim, None for a message that was consumed before."""
         business_key = self._key(message)
         if business_key is None or business_key == "":
             return _UNGUARDED
@@ -214,10 +237,10 @@ class DedupListener:
         except DedupStoreError as error:
             if self._consumes_unguarded:
                 self._count("unguarded", message.topic)
-                _log.warning("%s: consumed without a guard: %s", key, error)
+                _log.warning("%s: consumed without a guard, the dedup store could not be asked: %s", key, error)
                 return _UNGUARDED
             self._count("postponed", message.topic)
-            _log.warning("%s: delivered again later: %s", key, error)
+            _log.warning("%s: delivered again later, the dedup store could not be asked: %s", key, error)
             raise ReconsumeLater(f"the dedup store could not be asked: {error}") from error
         if claim is Claim.CONSUMED:
             self._count("duplicates", message.topic)
@@ -227,7 +250,7 @@ class DedupListener:
             raise ReconsumeLater(f"{key}: is being consumed")
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over", message.topic)
-            _log.warning("%s: taken over from a holder that did not end in time", key)
+            _log.warning("%s: taken over from a consumer that did not end in time", key)
         return _Claimed(key, owner)
 
     def _finish(self, held: _Claimed) -> Generator[_Ask, Any, None]:
@@ -240,7 +263,7 @@ class DedupListener:
         yield from self._end(held, ask, "released", "failed", "released")
 
     def _end(self, held: _Claimed, ask: _Ask, counted: str, how: str, aim: str) -> Generator[_Ask, Any, None]:
-        """Tell the store how the consumption of what was claimed has ended."""
+        """Tell the store how a claim has ended."""
         if not held.owner:
             return
         try:
@@ -259,18 +282,18 @@ class DedupListener:
         try:
             record = yield self._ask("look", held.key, self._clock.now_ms())
         except DedupStoreError:
-            now = "what became of it is not known"
+            now = "the store does not say what became of it"
         else:
             if record is None:
-                now = "nobody has taken it over so far"
+                now = "no other consumer has taken it over so far"
             else:
                 now = "another has consumed it too" if record.consumed else "another is consuming it"
-        _log.warning("%s: %s, but not within %d ms of its claim: %s", held.key, how, self._consuming_ms, now)
+        _log.warning("%s: %s, but later than %d ms after its claim: %s", held.key, how, self._consuming_ms, now)
 
     # ---- and to several
 
     def _each(self, messages: Sequence[Any]) -> _Flow:
-        """One after the other; those before the first failure stay consumed."""
+        """Consume one message after the other; those before the first failure stay consumed."""
         for index, message in enumerate(messages):
             try:
                 result = yield from self._one(message)
@@ -284,7 +307,7 @@ class DedupListener:
         return True
 
     def _list(self, messages: Sequence[Any]) -> _Flow:
-        """All that can be claimed at once, up to the first that can't."""
+        """Consume all messages that can be claimed, up to the first that can't."""
         claims = yield from self._together([self._claim(message) for message in messages])
         until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
         passed: list[tuple[int, Any, _Claimed]] = []
@@ -325,7 +348,7 @@ class DedupListener:
         raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
 
     def _together(self, flows: Sequence[Generator[_Ask, Any, Any]]) -> Generator[_Ask, Any, list[Any]]:
-        """Run flows side by side, their calls of the store together; what each came to, or raised."""
+        """Run flows side by side, with their calls of the store together; return each one's result or error."""
         ends: list[Any] = [None] * len(flows)
         asks: dict[int, _Ask] = {}
 
@@ -350,7 +373,7 @@ class DedupListener:
         return ends
 
     def _answers(self, asks: Sequence[_Ask]) -> list[Any]:
-        """What the store gives, in one round trip if it can; errors in their places."""
+        """Return what the store answers, in one round trip if it can; errors in their places."""
         operations = [ask.operation for ask in asks]
         many = getattr(self.store, "many", None)
         if many is not None and len(asks) > 1:
@@ -366,17 +389,17 @@ class DedupListener:
                 answers.append(error)
         return answers
 
-    def _ask(self, name: str, *arguments: Any) -> _Ask:
+    def _ask(self, name: str, *arguments: str | int) -> _Ask:
         return _Ask(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
 
     def _consumed(self, result: object, count: int) -> int:
-        """How many of ``count`` messages are consumed by what a listener of lists returned."""
+        """Return how many of ``count`` messages a listener of lists has consumed by what it returned."""
         if isinstance(result, int) and not isinstance(result, bool):
             if result < -1:
                 raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
             return min(result + 1, count)
         if result is OrderlyResult.HOLD:
-            raise ConfigError("a guard marks each message by itself: a listener behind it can't hold several")
+            raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
 
     def _count(self, what: str, topic: str = "") -> None:
@@ -386,17 +409,22 @@ class DedupListener:
             self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
-def deduplicated(store: DedupStore, *, group: str, **settings: Any) -> Callable[[Callable[..., Any]], DedupListener]:
-    """`DedupListener` as a decorator: ``@deduplicated(store, group="billing", key=order_of)``; its other arguments."""
+def deduplicated(
+    store: DedupStore, *, group: str, **settings: Unpack[DedupSettings]
+) -> Callable[[Callable[..., object]], DedupListener]:
+    """Return a decorator that makes a function a `DedupListener`, whose other arguments these are.
 
-    def decorate(listener: Callable[..., Any]) -> DedupListener:
+    For example ``@deduplicated(store, group="billing", key=order_of)``.
+    """
+
+    def decorate(listener: Callable[..., object]) -> DedupListener:
         return DedupListener(listener, store, group=group, **settings)
 
     return decorate
 
 
-def _run(flow: _Flow) -> Any:
-    """Make the calls that ``flow`` wants made; a coroutine that goes on with it if the listener gave one."""
+def _run(flow: _Flow) -> object:
+    """Make the calls that ``flow`` asks for; return a coroutine that goes on if the listener gave one."""
     try:
         ask = next(flow)
         while True:
@@ -412,8 +440,8 @@ def _run(flow: _Flow) -> Any:
         return end.value
 
 
-async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> Any:
-    """As `_run`; calls of a store that may wait are made in a thread."""
+async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> object:
+    """Do as `_run`, with a thread for calls of a store that may wait."""
     try:
         ask = next(flow) if pending is None else None
         while True:

@@ -10,6 +10,8 @@ server; the server's own expiry, a minute later, only clears away. The layout th
 messages.
 """
 
+# ruff: noqa: D102 (the methods of a store are described at DedupStore)
+
 from __future__ import annotations
 
 import re
@@ -132,7 +134,7 @@ class RedisDedupStore:
         given = iter(answers)
         return [self._answer(name, arguments, given) for name, arguments in operations]
 
-    def _answer(self, name: str, arguments: tuple[Any, ...], given: Iterator[Any]) -> Any:
+    def _answer(self, name: str, arguments: tuple[Any, ...], given: Iterator[Any]) -> object:
         answer: Any = None if name == "look" else next(given)
         if name == "look" or isinstance(answer, NoScriptError):
             try:

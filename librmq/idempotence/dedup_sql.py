@@ -4,6 +4,8 @@ On PostgreSQL, MySQL, MariaDB and SQLite each call is one statement, committed b
 an INSERT, and where that finds a row an UPDATE and a SELECT: each decides by itself, nothing is held between them.
 """
 
+# ruff: noqa: D102 (the methods of a store are described at DedupStore)
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -159,7 +161,7 @@ class SqlDedupStore:
         # None: released or expired since. Somebody had it a moment ago, so the message comes again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
-    def _execute(self, statement: str, **parameters: Any) -> StatementResult:
+    def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
         for _ in range(_ATTEMPTS - 1):
             with suppress(_InTheWayError):
                 return self._try(statement, parameters)

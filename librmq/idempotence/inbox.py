@@ -1,4 +1,4 @@
-"""The transactional message table: the record of a message and what the message changes, in one transaction.
+"""The transactional message table: the record of a message and its effect, in one transaction.
 
 ::
 
@@ -6,10 +6,12 @@
         if first:
             session.execute(...)        # commits with the record, or not at all
 
-The record is inserted first. A second delivery that comes meanwhile waits at that row; when the first commits, it finds
-the message consumed, and when the first is undone or dies, it goes on itself. So the effect happens once, on this one
-database, as long as the record is kept. ``docs/dedup.md`` tells the conditions.
+The record is inserted first. A second delivery waits at that row: when the first one commits, the second finds the
+message consumed; when the first is undone or dies, the second goes on. So the effect happens once, in this one
+database, as long as the record is kept. ``docs/dedup.md`` has the conditions.
 """
+
+# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from typing import Any
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import ConfigError
-from librmq.idempotence.keep import KEEP_CONSUMED, milliseconds
+from librmq.idempotence.keep import KEEP_CONSUMED, to_milliseconds
 from librmq.idempotence.sqltables import Link, check_name, is_integrity_error, linked
 from librmq.idempotence.stores import dedup_key, unique_id
 
@@ -38,7 +40,7 @@ def transactional(
     keep: float | timedelta = KEEP_CONSUMED,
     clock: Clock | None = None,
 ) -> Transactional:
-    """A transaction that is told whether ``message`` comes for the first time: to be entered by ``with``.
+    """Return a transaction, to be entered by ``with``, that says whether ``message`` comes for the first time.
 
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
     ``AsyncSession`` or ``AsyncConnection``, in which nothing has begun. Leaving the block commits, an exception undoes
@@ -46,8 +48,10 @@ def transactional(
     key every delivery is a first one. ``table`` is made by `librmq.idempotence.sqltables.upgrade_tables`, and kept
     small by `purge_messages`, which deletes records that are older than ``keep``.
 
-    What the database's driver raises goes through, and the message comes again. `ConfigError` where the session has
-    begun something, or commits each statement by itself. As thread-safe as the session.
+    What the database's driver raises goes through, and the message comes again. As thread-safe as the session.
+
+    Raises:
+        ConfigError: The session has begun something, or commits each statement by itself.
     """
     if not group:
         raise ConfigError("group: expected the consumer group's name, found none")
@@ -56,12 +60,12 @@ def transactional(
     record = None
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)
-    expires_at_ms = (clock or SystemClock()).now_ms() + milliseconds("keep", keep)
+    expires_at_ms = (clock or SystemClock()).now_ms() + to_milliseconds("keep", keep)
     return Transactional(session, table, record, expires_at_ms)
 
 
 class Transactional:
-    """One transaction of `transactional`. What ``with`` gives is true for a message that comes for the first time."""
+    """One transaction of `transactional`; ``with`` gives true for a message that comes for the first time."""
 
     def __init__(self, session: Any, table: str, key: str | None, expires_at_ms: int) -> None:
         self._session = session
@@ -99,7 +103,9 @@ class Transactional:
             raise ConfigError(f"{type(session).__name__} is entered by `async with`, not by `with`")
         link = Link(session)
         if link.in_transaction:
-            raise ConfigError("the session has begun something: the record comes first, so commit or undo that before")
+            raise ConfigError(
+                "the session has begun something: commit or undo that first, since the record has to come before it"
+            )
         link.check_transactions()
         if self._key is None:
             return True
@@ -118,7 +124,7 @@ class Transactional:
 
 
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
-    """Delete the records of ``table`` that have expired, and commit; how many there were.
+    """Delete the records of ``table`` that have expired, and commit; return their number.
 
     ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
     """

@@ -1,19 +1,24 @@
-"""How long results are kept."""
+"""How long records are kept, and durations in milliseconds."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Final
 
-from librmq.errors import ConfigError
+from librmq.config import to_seconds
 
-__all__ = []
+__all__ = ["KEEP_CONSUMED", "LONGEST", "to_milliseconds"]
+
 KEEP_CONSUMED: Final = 72 * 3600.0
 """Seconds for which a consumed message is remembered: as long as a broker keeps it."""
+LONGEST: Final = 1e10
+"""The longest duration, in seconds."""
 
 
-def milliseconds(what: str, value: float | timedelta) -> int:
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not 0.001 <= seconds <= 1e10:
-        raise ConfigError(f"{what}: expected seconds above 0, found {value!r}")
-    return round(1000 * seconds)
+def to_milliseconds(name: str, value: float | timedelta) -> int:
+    """Return a duration of at least a millisecond, given in seconds or as a `timedelta`, in milliseconds.
+
+    Raises:
+        ConfigError: It is neither, or out of range.
+    """
+    return round(1000 * to_seconds(name, value, 0.001, LONGEST))

@@ -15,6 +15,8 @@ transactions, as far as these exclude each other (by a lock on the row that the 
 `add`).
 """
 
+# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
+
 from __future__ import annotations
 
 import inspect
@@ -23,12 +25,14 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
 
 from librmq.clock import Clock, SystemClock
+from librmq.config import Config, Seconds, to_seconds
 from librmq.errors import ConfigError, MessageIllegalError, RmqError
-from librmq.idempotence.keep import milliseconds
+from librmq.idempotence.keep import LONGEST
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, check_name, is_passing_error, linked
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
@@ -48,10 +52,10 @@ _SENT: Final = frozenset({"SEND_OK", "OK"})
 
 
 class MessageSender(Protocol):
-    """Whatever sends a message, waits for the answer, and raises where there is none."""
+    """Sends a message, waits for the answer, and raises where there is none."""
 
     def send(self, message: Message, /) -> Any:
-        """Send; a result with a ``status`` (or ``send_status``) other than SEND_OK counts as not sent."""
+        """Send a message; a result with a ``status`` (or ``send_status``) other than SEND_OK counts as not sent."""
         ...
 
 
@@ -69,7 +73,10 @@ class Outbox:
         """Write ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
 
         ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection. Rows with the same
-        ``order_key`` are sent one after the other. `MessageIllegalError` for what no broker would take.
+        ``order_key`` are sent one after the other.
+
+        Raises:
+            MessageIllegalError: No broker would take the message.
         """
         validate_client_topic(message.topic)
         if message.topic in NOT_FOR_SENDING:
@@ -92,12 +99,12 @@ class Outbox:
         )
 
     async def add_async(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
-        """As `add`, in a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``."""
+        """Do as `add`, in a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``."""
         await connection.run_sync(lambda inner: self.add(inner, message, order_key=order_key))
 
 
 class _Row(NamedTuple):
-    """A row that may be sent, as it was seen."""
+    """A row that may be sent, as it was read."""
 
     id: int
     order_key: str | None
@@ -116,19 +123,34 @@ class _Row(NamedTuple):
         return message
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxConfig(Config):
+    """Settings of a sender. Durations are seconds, or a `timedelta` as keywords."""
+
+    claim_timeout: Annotated[float, Seconds(0.001, LONGEST)] = 60.0
+    """Another sender may send a row that was claimed this long ago; longer than a send takes."""
+    poll_interval: Annotated[float, Seconds(0.001, LONGEST)] = 1.0
+    """Time between two looks for rows."""
+    keep_sent: Annotated[float, Seconds(0.001, LONGEST)] = 3600.0
+    """Rows that were sent are kept this long."""
+
+
+class OutboxSettings(TypedDict, total=False):
+    """Keywords of an `OutboxSender`: the settings of `OutboxConfig`, for type checkers."""
+
+    claim_timeout: float | timedelta
+    poll_interval: float | timedelta
+    keep_sent: float | timedelta
+
+
 _COLUMNS: Final = ", ".join(_Row._fields)
 
 
 class OutboxSender:
     """Sends what lies in an outbox, oldest first. One sender belongs to one thread; any number share a table.
 
-    ``database`` is a SQLAlchemy ``Engine``, or what gives a DB-API connection when it is called. ``producer`` has
-    ``send(message)``; ``send_ordered(message, order_key)``, if given, is for rows with an order key, to choose their
-    queue by it. A row claimed by a sender that does not end is sent by another after ``claim_timeout``, which has to be
-    longer than a send ever takes; one that was refused is tried again after 1 s, 2 s, … up to a minute, without end.
-    Rows sent are kept for ``keep_sent``. Durations are seconds or a ``timedelta``.
-
-    `start` lets a thread do this; without it, `run_due` is a step for whoever moves the clock.
+    A row that was refused is tried again after 1 s, 2 s, … up to a minute, without end. `start` lets a thread send;
+    without it the caller calls `run_due`.
     """
 
     def __init__(
@@ -137,13 +159,28 @@ class OutboxSender:
         producer: MessageSender,
         *,
         table: str = "rmq_outbox",
-        send_ordered: Callable[[Message, str], Any] | None = None,
-        claim_timeout: float | timedelta = 60.0,
-        poll_interval: float | timedelta = 1.0,
-        keep_sent: float | timedelta = 3600.0,
+        send_ordered: Callable[[Message, str], object] | None = None,
         clock: Clock | None = None,
+        **settings: Unpack[OutboxSettings],
     ) -> None:
-        """`ConfigError` for settings that make no sense."""
+        """Prepare a sender, which asks nothing of the database yet.
+
+        Args:
+            database: A SQLAlchemy ``Engine``, or a function that opens a DB-API connection.
+            producer: Its ``send(message)`` waits, and raises or returns a result with a status.
+            table: The outbox's table.
+            send_ordered: Called with message and order key for rows that have one, to choose their queue by it.
+            clock: The time; the machine's by default.
+            settings: Those of `OutboxConfig`.
+
+        Raises:
+            ConfigError: A setting is refused, or an argument is not what it should be.
+        """
+        given: dict[str, Any] = dict(settings)
+        for name, value in given.items():
+            if isinstance(value, timedelta):
+                given[name] = to_seconds(name, value)
+        self.config = OutboxConfig().with_settings(given)
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
         self.table = check_name(table)
@@ -158,9 +195,9 @@ class OutboxSender:
         self._connection: Any = None
         self._producer = producer
         self._send_ordered = send_ordered
-        self._claim_ms = milliseconds("claim_timeout", claim_timeout)
-        self._poll_ms = milliseconds("poll_interval", poll_interval)
-        self._keep_ms = milliseconds("keep_sent", keep_sent)
+        self._claim_ms = round(1000 * self.config.claim_timeout)
+        self._poll_ms = round(1000 * self.config.poll_interval)
+        self._keep_ms = round(1000 * self.config.keep_sent)
         self._clock = clock or SystemClock()
         self._purge_at_ms = self._next_purge_ms()
         self._background: Background | None = None
@@ -243,12 +280,12 @@ class OutboxSender:
             return None
 
     def wake(self) -> None:
-        """Let the thread look now; to be called after a commit, by whoever does not want to wait."""
+        """Let the thread look now instead of at its next poll, for example after a commit."""
         if self._background is not None:
             self._background.wake()
 
     def close(self) -> None:
-        """End the thread after the send that runs; rows claimed and not sent are given back."""
+        """End the thread after the send that runs, and give back rows that were claimed and not sent."""
         background, self._background = self._background, None
         self._closing = True
         if background is not None:
@@ -263,7 +300,7 @@ class OutboxSender:
     # ---- a round
 
     def _send_some(self) -> bool:
-        """Send some rows; false if there are none to send."""
+        """Send some rows; return False if there are none to send."""
         owner = secrets.token_hex(12)
         rows, until_ms = self._claim(owner)
         for row in rows:
@@ -281,7 +318,7 @@ class OutboxSender:
         return False
 
     def _claim(self, owner: str) -> tuple[list[_Row], int]:
-        """Take rows that are due and first of their order key; until when they are ours."""
+        """Claim rows that are due and first of their order key; return them and the end of the claim."""
         now_ms = self._clock.now_ms()
         until_ms = now_ms + self._claim_ms
         with self._link() as link:
@@ -297,7 +334,7 @@ class OutboxSender:
         if not rows:
             return [], until_ms
         with self._link() as link:
-            # Compare and set: of several senders that saw the row so, one changes it.
+            # Compare and set: of several senders that read the row, one changes it.
             return [
                 row
                 for row in rows
@@ -325,7 +362,7 @@ class OutboxSender:
         self._mark(row, owner, problem)
 
     def _mark(self, row: _Row, owner: str, problem: str | None) -> None:
-        """Note that a row was sent, or why it was not."""
+        """Mark a row as sent, or note why it was not."""
         now_ms = self._clock.now_ms()
         if problem is None:
             change, due_ms = "state = 1", now_ms
@@ -352,7 +389,7 @@ class OutboxSender:
             _log.warning("%s: row %d was sent after its claim had expired: it may be sent twice", self.table, row.id)
 
     def _purge(self) -> None:
-        """Rows that were sent long enough ago; their time is that of their mark. Once a minute: it locks rows."""
+        """Delete rows that were sent long enough ago by their mark; once a minute, since it locks rows."""
         if self._clock.now_ms() < self._purge_at_ms:
             return
         self._purge_at_ms = self._next_purge_ms()
@@ -369,7 +406,7 @@ class OutboxSender:
 
     @contextmanager
     def _link(self) -> Iterator[Link]:
-        """One transaction on a connection of this round's own, or on one of the engine's."""
+        """Run one transaction on this round's own connection, or on one of the engine's."""
         if callable(self._database) and self._connection is None:
             self._connection = self._database()
         with linked(self._database if self._connection is None else self._connection) as link:
@@ -403,7 +440,7 @@ def _check_database(database: Any) -> None:
 
 
 def _problem(result: Any) -> str | None:
-    """What is wrong with what a producer gave; None if the message was sent."""
+    """Return why a producer's result counts as not sent, None if the message was sent."""
     if inspect.isawaitable(result):
         close = getattr(result, "close", None)
         if callable(close):

@@ -1,4 +1,4 @@
-"""Keys that were seen, approximately and in bounded memory: extra ``bloom``.
+"""Remember keys approximately, in bounded memory: extra ``bloom``.
 
 A Bloom filter says "surely new here" or "perhaps seen". In front of a dedup store it can decide nothing, since other
 processes have keys of their own, and a restart forgets; it can only choose which question to ask the store first.
@@ -34,7 +34,7 @@ class SeenKeys:
         self._new: Any = self._filter()
         self._old: Any = self._filter()
 
-    def _filter(self) -> Any:
+    def _filter(self) -> Any:  # noqa: ANN401 (the library has no types)
         # Grows from small; two halves of the error, since two filters are asked.
         return ScalableBloomFilter(min(self._capacity, 1000), self._error_rate / 2)
 

@@ -32,6 +32,8 @@ Names are the user's choice. A connection may be a SQLAlchemy ``Session`` or ``C
 driver; SQLAlchemy is loaded only where it already is.
 """
 
+# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
+
 from __future__ import annotations
 
 import re

@@ -1,7 +1,9 @@
-"""Where the records of a dedup guard are: what a store must do, what its keys look like, two stores without a server.
+"""Stores of a dedup guard's records: what they must do, their keys, and two stores without a server.
 
 `librmq.dedup` has the guard itself, and the states of a record.
 """
+
+# ruff: noqa: D102 (the methods of a store are described at DedupStore)
 
 from __future__ import annotations
 
@@ -54,10 +56,10 @@ _SAFE_CHARACTERS: Final = "".join(map(chr, range(33, 127))).replace("%", "").rep
 
 
 def dedup_key(application: str, topic: str, group: str, tag: str | None, key: str, *, limit: int = KEY_LIMIT) -> str:
-    """The key of a record: ``application:topic:group:tag:key`` in printable ASCII, at most ``limit`` characters.
+    """Return the key of a record, ``application:topic:group:tag:key`` in printable ASCII, ``limit`` characters at most.
 
-    Two that differ in any part have different keys: other characters are percent-encoded, and a text that would be
-    longer ends in ``#`` and the SHA-256 of all of it.
+    Records that differ in any part have different keys: other characters are percent-encoded, and a longer text ends in
+    ``#`` and the SHA-256 of all of it.
     """
     text = _scope(application, topic, group, tag) + (
         quote(key, safe=_SAFE_CHARACTERS, errors="surrogatepass") if _UNSAFE.search(key) else key
@@ -77,9 +79,9 @@ def _scope(application: str, topic: str, group: str, tag: str | None) -> str:
 
 
 def unique_id(message: Delivered) -> str:
-    """What tells a message from all others, whatever became of it: the producer's unique id, else the broker's first.
+    """Return what tells a message from all others: the producer's unique id, else the broker's first id.
 
-    The same for all deliveries of a message that was sent once. One that was sent twice has two: use a business key.
+    It is the same for all deliveries of one send. A message that was sent twice has two: use a business key.
     """
     return message.unique_key or message.properties.get("ORIGIN_MESSAGE_ID") or message.message_id
 
@@ -88,14 +90,14 @@ def unique_id(message: Delivered) -> str:
 
 
 class Claim(enum.IntEnum):
-    """What a claim came to."""
+    """The result of a claim."""
 
     NEW = 0
-    """It is ours; nobody has had it."""
+    """It is the caller's; there was no record."""
     TAKEN_OVER = 1
-    """It is ours; somebody had it and did not end in time."""
+    """It is the caller's; another one had it and did not end in time."""
     CONSUMING = 2
-    """Somebody else has it."""
+    """Another one has it."""
     CONSUMED = 3
     """The message was consumed."""
 
@@ -104,7 +106,7 @@ CLAIMS: Final[tuple[Claim, ...]] = tuple(Claim)
 
 
 class DedupRecord(NamedTuple):
-    """What a store knows of a key."""
+    """The record of a key."""
 
     consumed: bool
     owner: str
@@ -112,39 +114,39 @@ class DedupRecord(NamedTuple):
 
 
 class DedupStore(Protocol):
-    """Where records are. Each call is atomic whoever else calls, and thread-safe; `DedupStoreError` where it fails.
+    """Keeps records. Each call is atomic and thread-safe, and raises `DedupStoreError` where it fails.
 
     Keys are those of `dedup_key`. ``owner`` is a token that was never used before; a call that is repeated with the
-    same token, since its answer was lost, gives what it gave. Times are milliseconds since 1970, of the caller's
-    clock: the clocks of those who share a store have to agree to well within the time of a claim.
+    same token, because its answer was lost, returns the same. Times are milliseconds since 1970 by the caller's clock:
+    the clocks of all callers have to agree to well within the time of a claim.
     """
 
     blocking: bool
-    """Whether a call may wait for a disk or a network, and so has no place on an event loop."""
+    """Whether a call may wait for a disk or a network, so that it must not run on an event loop."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         """Take ``key`` until ``expires_at_ms`` if there is no record, or one that has expired."""
         ...
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        """Mark ``key`` as consumed until ``expires_at_ms``; false if the claim is no longer ``owner``'s, or expired."""
+        """Mark ``key`` as consumed until ``expires_at_ms``; return False for a claim of another or an expired one."""
         ...
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        """Remove the record; false if the claim is no longer ``owner``'s, or expired."""
+        """Remove the record; return False if the claim is not ``owner``'s or has expired."""
         ...
 
     def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        """The record, unless it has expired. Tells people what happened; nothing is decided by it."""
+        """Return the record unless it has expired, for logs; no decision rests on it."""
         ...
 
     def purge(self, now_ms: int, limit: int) -> int:
-        """Delete at most ``limit`` records that have expired; how many there were."""
+        """Delete at most ``limit`` records that have expired, and return their number."""
         ...
 
 
 class MemoryDedupStore:
-    """Records in memory: for tests, and for one process whose effects die with it. Thread-safe."""
+    """Records in memory, for tests and for effects that die with the process. Thread-safe."""
 
     blocking = False
 
@@ -190,7 +192,7 @@ class MemoryDedupStore:
         return purged
 
     def __len__(self) -> int:
-        """How many records are kept, expired ones included."""
+        """Return the number of records, expired ones included."""
         return len(self._records)
 
     def _put(self, key: str, record: DedupRecord) -> None:
@@ -214,7 +216,7 @@ class DedupStatements:
     def __init__(self, table: str) -> None:
         check_name(table)
         free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
-        # One statement that decides and tells: what is not free is set to what it was.
+        # One statement decides and answers: what is not free is set to its old value.
         self.claim = (
             f"INSERT INTO {table} AS held (dedup_key, state, owner, claims, expires_timestamp_ms) "
             "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON CONFLICT (dedup_key) DO UPDATE SET "
@@ -231,7 +233,7 @@ class DedupStatements:
             f"SELECT state, owner, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
-        # Asked twice: a row may be claimed anew between being found and being deleted.
+        # The time is asked twice: a row may be claimed again between being found and being deleted.
         self.purge = (
             f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms AND dedup_key IN "
             f"(SELECT dedup_key FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit)"
@@ -241,9 +243,9 @@ class DedupStatements:
 class SqliteDedupStore:
     """Records in a SQLite file, for the processes of one machine: no server, write-ahead log. Thread-safe.
 
-    ``durability`` "async": a record survives the process at once, the machine after SQLite's next checkpoint; "sync":
-    the machine too, for a flush of the disk a call. `DedupStoreError` where the file is locked for ``timeout`` seconds.
-    Of no use in a child process after a fork. A context manager.
+    With ``durability`` "async" a record survives the process at once, and the machine after SQLite's next checkpoint;
+    with "sync" it survives both, for a flush of the disk a call. Where the file is locked for ``timeout`` seconds, a
+    call raises `DedupStoreError`. After a fork a child has to open another one. A context manager.
     """
 
     blocking = True
@@ -257,7 +259,9 @@ class SqliteDedupStore:
         timeout: float = 5.0,
     ) -> None:
         if sqlite3.sqlite_version_info < (3, 35):
-            raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 tells what a statement returned")
+            raise ConfigError(
+                f"SQLite {sqlite3.sqlite_version} is too old: expected 3.35, whose statements return rows"
+            )
         if durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
         self._statements = DedupStatements(table)
@@ -340,9 +344,9 @@ class SqliteDedupStore:
 
 
 def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[int], int]:
-    """A step ``run_due(now_ms) -> next_due_ms`` that deletes what has expired in ``store``, every ``every`` seconds.
+    """Return a step ``run_due(now_ms) -> next_due_ms`` that deletes expired records every ``every`` seconds.
 
-    At most 1,000 records a statement, so that nobody waits long; as long as there are more it is due at once.
+    It deletes at most 1,000 records a statement, so that no caller waits long, and is due at once while there are more.
     """
 
     def run_due(now_ms: int) -> int:
@@ -361,7 +365,7 @@ _purging_lock = threading.Lock()
 
 
 def purge_in_background(store: DedupStore, clock: Clock) -> None:
-    """Let one thread purge ``store`` from now on, as long as anybody uses it."""
+    """Let one thread purge ``store`` from now on, as long as it is in use."""
     if store in _purging:
         return
     with _purging_lock:
@@ -383,7 +387,7 @@ def purge_in_background(store: DedupStore, clock: Clock) -> None:
 _with_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def renew_lock_after_fork(owner: Any) -> None:
+def renew_lock_after_fork(owner: object) -> None:
     """Give a forked child a ``_lock`` of its own: a thread of the parent may hold the one that ``owner`` has."""
     _with_locks.add(owner)
 

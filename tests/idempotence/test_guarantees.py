@@ -136,7 +136,7 @@ class GuardedWorld:
             clock=clock,
             when_store_fails=self.when_store_fails,  # type: ignore[arg-type]
         )
-        guard(Delivery("orders", unique_key=self.unique_key, keys=self.name))
+        guard(Delivery("orders", b"x", unique_key=self.unique_key, keys=self.name))
 
     def forget(self) -> None:
         self.forgotten += 1  # no record of that scope is there
@@ -161,7 +161,7 @@ class TransactionalWorld:
             raise Died
         if fault == "unreachable":
             raise ConnectionRefusedError
-        message = Delivery("orders", unique_key=self.unique_key, keys=self.name)
+        message = Delivery("orders", b"x", unique_key=self.unique_key, keys=self.name)
         clock = ManualClock(self.clock.now_ms() + round(1000 * ahead)) if ahead else self.clock
         with closing(self.place.connect()) as connection:
             purge_messages(connection, clock.now_ms())

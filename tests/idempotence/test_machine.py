@@ -106,7 +106,7 @@ class GuardMachine(RuleBasedStateMachine):
     def deliver(self, key: int) -> None:
         worker = next(worker for worker in range(WORKERS) if worker not in self.flows)
         self.key_of[worker], self.did[worker], self.claimed_at[worker] = key, False, None
-        self.flows[worker] = self.guards[worker]._one(Delivery("orders", unique_key=str(key)))
+        self.flows[worker] = self.guards[worker]._one(Delivery("orders", b"x", unique_key=str(key)))
         self._go_on(worker, next)
 
     @precondition(lambda self: bool(self.flows))
@@ -318,7 +318,7 @@ class TransactionalMachine(RuleBasedStateMachine):
             return
         connection = self._connect()
         block = transactional(
-            connection, Delivery("orders", unique_key=self._name(key)), group="machine", clock=self.clock
+            connection, Delivery("orders", b"x", unique_key=self._name(key)), group="machine", clock=self.clock
         )
         try:
             first = block.__enter__()

@@ -123,7 +123,7 @@ def test_a_listener_that_is_paused_until_its_claim_has_expired_fails_its_mark(
         assert successor(delivery(1)) is True  # its mark stands
         assert successor.counts.duplicates == 1
     else:
-        assert "nobody has taken it over so far" in caplog.text
+        assert "no other consumer has taken it over so far" in caplog.text
 
 
 def test_a_call_that_is_repeated_since_its_answer_was_lost_gives_the_same(store: DedupStore, key: str) -> None:

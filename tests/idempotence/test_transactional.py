@@ -28,7 +28,7 @@ KINDS = ("driver", "session", "connection")
 
 
 def message_of(name: str) -> Delivery:
-    return Delivery("orders", unique_key=name)
+    return Delivery("orders", b"x", unique_key=name)
 
 
 def insert(session: Any, name: str) -> None:

@@ -70,7 +70,7 @@ class Guarded:
         )
 
     def deliver(self, name: str) -> None:
-        self.guard(Delivery("orders", unique_key=name))
+        self.guard(Delivery("orders", b"x", unique_key=name))
 
     def close(self) -> None:
         store: Any = self.guard.store
@@ -85,7 +85,7 @@ class Transactional:
         self.group = group
 
     def deliver(self, name: str) -> None:
-        message = Delivery("orders", unique_key=name)
+        message = Delivery("orders", b"x", unique_key=name)
         with self.engine.connect() as connection, transactional(connection, message, group=self.group) as first:
             if first:
                 insert = sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)")
