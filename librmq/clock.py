@@ -45,7 +45,7 @@ class SystemClock:
 class ManualClock:
     """A clock that stands still until it is moved, and never goes backwards.
 
-    Not thread-safe: the caller who moves it decides when.
+    Not thread-safe: one thread moves it.
     """
 
     moves_by_itself = False

@@ -229,7 +229,7 @@ class CommitLog:
         if start is None:
             return
         # In few large parts: behind each this thread has a busy producer wait until it has had the interpreter. While
-        # one is under way nobody in the process gets new memory, though.
+        # one is under way no thread of the process gets new memory, though.
         at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < upto:
             start = at - at % self.file_size
@@ -299,7 +299,7 @@ class CommitLog:
         return self._sequence.delete_before(min(physical_offset, last))
 
     def close(self) -> None:
-        """Let go of the files; whoever holds a part of one keeps it."""
+        """Let go of the files; a part of one that is still referenced stays."""
         self._buffer = None
         self._file_start = self._file_end = -1
         self._sequence.unmap_all()

@@ -236,11 +236,11 @@ class ConsumeQueue:
         return queue_offset - queue_offset % per_file + per_file
 
     def ext_unit(self, tags_code: int) -> ExtUnit | None:
-        """The unit that an entry's ``tags_code`` is the address of; None if it is a code proper.
+        """Return the unit that an entry's ``tags_code`` is the address of; None if it is a code proper.
 
-        None too where the unit can't be had: the queue was opened without extension (as when it is switched
-        off later), or its file is missing or damaged. Then the original takes the message as a candidate, for
-        which itself has to be looked at. `ConsumeQueueExt.get` says what is wrong.
+        None too where the unit can't be had: the queue was opened without extension (as when it is switched off later),
+        or its file is missing or damaged. Then RocketMQ takes the message as a candidate, and looks at the message
+        itself. `ConsumeQueueExt.get` says what is wrong.
         """
         if self.ext is None or not is_ext_address(tags_code):
             return None
@@ -250,10 +250,10 @@ class ConsumeQueue:
             return None
 
     def offset_at(self, timestamp_ms: int, store_timestamp_of: Callable[[int, int], int | None]) -> int:
-        """The queue offset of the entry stored at ``timestamp_ms``, or nearest to it (the earlier on a tie).
+        """Return the queue offset of the entry stored at ``timestamp_ms``, or nearest to it (the earlier on a tie).
 
         ``store_timestamp_of(physical_offset, size)`` gives the store time of a message in ms, None if it is
-        gone with the begin of the log. As the original's, this looks only into the first file whose last
+        gone with the begin of the log. As in RocketMQ, only the first file is searched whose last
         entry was stored at ``timestamp_ms`` or later, else the last. `min_offset` for an empty queue, or if
         all messages are gone. Asks for one time a file, and then some 18.
         """
@@ -521,15 +521,14 @@ class ConsumeQueue:
     def truncate_to(self, queue_offset: int) -> None:
         """Keep the entries below ``queue_offset``; what is dropped is cleared, and files without an entry go.
 
-        A queue whose first file starts above 0 keeps that file and with it its offsets; other queues start
-        anew.
+        A queue whose first file starts above 0 keeps that file and with it its offsets; others are empty again.
         """
         self._check_writable()
         if queue_offset < self.max_offset:
             self._cut(max(queue_offset, self.stored_begin))
 
     def clear(self) -> None:
-        """Drop all entries, files and offsets: the queue starts anew wherever its next append says."""
+        """Drop all entries, files and offsets: the next append says where the queue starts."""
         self._check_writable()
         self._sure = self.max_offset = self.min_offset = 0
         self.max_physic_offset = -1
@@ -594,7 +593,7 @@ class ConsumeQueue:
     def serve_from(self, min_physical_offset: int) -> None:
         """Move `min_offset` to the first message at or behind ``min_physical_offset``, where the log begins.
 
-        As the original, this looks at one file, that of `min_offset`: where all of its messages are gone it
+        As in RocketMQ, only one file is looked at, that of `min_offset`: where all of its messages are gone it
         changes nothing, until `trim` deletes the file. A queue that is open for reading can do it too.
         """
         low = self.min_offset
@@ -633,8 +632,8 @@ class ConsumeQueue:
     def write_again(self, queue_offset: int) -> None:
         """Write the entries from ``queue_offset`` on, and their units, once more, so that `flush` takes them along.
 
-        For recovery: whoever wrote them may have died before a flush. Units of no entry may lie before those of the
-        first one: hence from the unit of the entry before it.
+        For recovery: the writer may have died before a flush. Units of no entry may lie before those of the first one:
+        hence from the unit of the entry before it.
         """
         self._files.write_again(queue_offset * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         if self.ext is not None:
@@ -678,6 +677,6 @@ def _counts(buffer: Buffer, at: int) -> bool:
 
 
 def _ends(block: Entries) -> _Mask:
-    """Which entries are none: where the original takes the queue to end."""
+    """Return which entries are none: where RocketMQ takes the queue to end."""
     mask: _Mask = (block["size"] <= 0) | (block["physical_offset"] < 0)
     return mask

@@ -34,11 +34,11 @@
         │   └── BodyCompressionError  its compressed body cannot be restored within its bound
         ├── CorruptionError         a file of a store is damaged; says which, where, what
         ├── NotAStoreError          the path holds no store, or one of a kind that is not read
-        ├── StoreLockedError        somebody else writes to the store
+        ├── StoreLockedError        another writer has the store open
         ├── DiskFullError           the disk is too full for more messages; nothing was written
         ├── StoreClosedError        a handle was used after it was closed, or after a fork
         ├── ReadOnlyError           a write was asked of a handle that only reads
-        ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is opened anew
+        ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is reopened
         └── StoreIOError            the operating system refused a call; names call and file    (OSError)
 """
 
@@ -128,7 +128,7 @@ class MissingExtraError(RmqError, ImportError):
 
 
 class AllocationError(RmqError, ValueError):
-    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what the original throws."""
+    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what RocketMQ throws."""
 
     def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
         super().__init__(reason)
@@ -223,7 +223,7 @@ class BrokerError(ClientError):
 
 
 class BrokerBusyError(BrokerError):
-    """The broker can't keep up; the message was not stored, and nobody sends it again by itself."""
+    """The broker can't keep up; the message was not stored, and the producer does not send it again by itself."""
 
 
 class RunnerError(RmqError):
@@ -283,7 +283,7 @@ class NotAStoreError(StoreError):
 
 
 class StoreLockedError(StoreError):
-    """Somebody else has the store open for writing; the message names the holder where it can be known."""
+    """Another writer has the store open; the message names the process where it can be known."""
 
 
 class DiskFullError(StoreError):
@@ -299,14 +299,14 @@ class ReadOnlyError(StoreError):
 
 
 class FlushFailedError(StoreError):
-    """A flush of the log has failed: what was not flushed before it is not known to survive the machine.
+    """A flush of the log has failed: what was not flushed before it may not survive the machine.
 
-    The kernel may have dropped what it could not write and call the next flush good, so nothing is acknowledged, and
-    nothing more is taken, until the store is opened anew. ``cause`` is what the operating system said.
+    The kernel may have dropped what it could not write and call the next flush good. So the store acknowledges nothing
+    and takes nothing more until it is reopened. ``cause`` is the operating system's error.
     """
 
     def __init__(self, cause: Exception) -> None:
-        super().__init__(f"a flush has failed ({cause}); open the store anew")
+        super().__init__(f"a flush has failed ({cause}); close the store and open it again")
         self.cause = cause
 
 
@@ -322,4 +322,4 @@ class StoreIOError(StoreError, OSError):
 
 
 LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
-"""After these a store takes nothing more until it is opened anew; what else fails in it may succeed later."""
+"""After these a store takes nothing more until it is reopened; other calls that failed may succeed later."""

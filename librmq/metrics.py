@@ -102,8 +102,8 @@ class Metrics:
     ) -> None:
         """Set a gauge to a number, or to a function that tells it when asked; None takes the gauge away.
 
-        ``of`` tells who sets it: what several set is added up. A function is called by whoever takes a `snapshot`, in
-        any thread. `ConfigError` as in `count`.
+        ``of`` tells who sets it: what several set is added up. A function is called by `snapshot`, in any thread.
+        `ConfigError` as in `count`.
         """
         series = (name, tuple(sorted(labels.items())))
         _check(series, "gauge")

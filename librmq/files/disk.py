@@ -32,12 +32,12 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 
 @cache
 def _advise() -> Callable[[Any, int, int, int], None]:
-    """``advise(mapping, begin, size, advice)``: tell the kernel what is to become of a mapping's pages.
+    """Return ``advise(mapping, begin, size, advice)``, which tells the kernel what is to become of a mapping's pages.
 
-    Not by the mapping's own method, which stops all threads of the interpreter meanwhile. It is advice: a kernel that
-    does not know it does nothing, and what follows is slower.
+    The mapping's own method would stop all threads of the interpreter meanwhile. A kernel that does not know the
+    advice does nothing, and what follows is slower.
     """
-    import ctypes  # whoever opens no store for writing does without
+    import ctypes  # only writers need it
 
     call = ctypes.CDLL(None).madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

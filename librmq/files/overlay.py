@@ -42,7 +42,7 @@ class _PrivateBuffer(mmap.mmap):
 class OverlayFiles(MemoryFiles):
     """The files of the disk with changes of its own, which are gone with the object. Thread-safe.
 
-    Only pages that are changed take memory. The lock of a store is refused while somebody else holds it, and taken
+    Only pages that are changed take memory. The lock of a store is refused while another writer holds it, and taken
     within this object only. A folder of the disk can't be renamed.
     """
 

@@ -38,7 +38,7 @@ def file_name(position: int) -> str:
 class MappingPool:
     """Bounds how many files several sequences keep mapped together; the one mapped longest ago goes first.
 
-    A file that is let go stays mapped for whoever still holds it, and is mapped again when it is next asked for.
+    A file that is let go stays mapped while a reader holds it, and is mapped again when it is next asked for.
     Thread-safe.
     """
 
@@ -220,7 +220,7 @@ class MappedFileQueue:
         except StoreIOError as error:
             if error.errno != errno.EEXIST:
                 raise
-            self._files.delete(path)  # there is one writer: whoever made it was interrupted before it was known
+            self._files.delete(path)  # there is one writer: it was interrupted before it knew of the file
             file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
         with self._guard:
             self._changed_folders |= changed
@@ -290,8 +290,8 @@ class MappedFileQueue:
     def write_again(self, begin: int, end: int) -> None:
         """Write what stands from ``begin`` to ``end`` once more, so that the next flush takes it along, and the names.
 
-        For what is found after whoever wrote it died: perhaps before a flush, perhaps after one that failed, behind
-        which the kernel takes what it could not write for written.
+        For what a writer that died left behind: perhaps before a flush, perhaps after one that failed, behind which the
+        kernel takes what it could not write for written.
         """
         self._check_writable()
         for start in self.starts:
@@ -394,7 +394,7 @@ class MappedFileQueue:
     def _delete(self, start: int) -> str:
         path = self.path(start)
         before = self.starts
-        with self._guard:  # off the list first: nobody shall look for a file that is being deleted
+        with self._guard:  # off the list first: no reader is to look for a file that is being deleted
             self.starts = [other for other in before if other != start]
             self.mapped.pop(start, None)
             self._reserved.pop(start, None)

@@ -7,8 +7,8 @@ stores use anonymous memory (`MemoryFiles`); wrappers that record or fail stand 
 
 Rules of use:
 
-* Nobody closes a mapping. Whoever drops the last reference to a `File` (or to a view of its buffer) unmaps it, so that
-  a reader who holds one never sees it vanish, whatever is deleted or rolled meanwhile.
+* A mapping is never closed. It goes with the last reference to its `File`, or to a view of its buffer, so that it
+  stays for a reader whatever is deleted or rolled meanwhile.
 * A store to a mapped page without a block behind it kills the process when the disk is full: `reserve` a range before
   writing to it.
 * Errors of the operating system leave as `StoreIOError`, which names the call and the file.
@@ -188,7 +188,7 @@ class Files(Protocol):
         ...
 
     def lock_holder(self, path: str) -> str | None:
-        """Who holds the lock, None for nobody; changes nothing."""
+        """Return what holds the lock, None where nothing does; changes nothing."""
         ...
 
     def flush_all(self, path: str) -> bool:

@@ -22,7 +22,7 @@ _ZSTD_PIECE: Final = 128
 
 
 def compress_body(body: bytes, level: int = 5) -> bytes:
-    """``body`` as clients of the original do; goes with sys flag ``COMPRESSED | COMPRESSION_ZLIB``."""
+    """Compress ``body`` as RocketMQ's clients do, for the sys flag ``COMPRESSED | COMPRESSION_ZLIB``."""
     return zlib.compress(body, level)
 
 

@@ -326,7 +326,7 @@ class StoredMessage:
 
     Two are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
 
-    Whoever reads the log checks records first; of one that was not, an attribute may raise `RecordError`.
+    Readers of the log check records first; of one that was not checked, an attribute may raise `RecordError`.
     """
 
     __slots__ = ("_frame", "_properties", "raw")
@@ -568,7 +568,7 @@ class StoredMessage:
 
 
 class MessageQueue(NamedTuple):
-    """One queue of a topic on one broker. Sorts as in the original: texts by UTF-16 units."""
+    """One queue of a topic on one broker. Sorts as in RocketMQ: texts by UTF-16 units."""
 
     topic: str
     broker_name: str
@@ -576,14 +576,14 @@ class MessageQueue(NamedTuple):
 
     @property
     def java_hash(self) -> int:
-        """``hashCode()`` of the original's class."""
+        """``hashCode()`` of RocketMQ's class."""
         code = 31 + string_hash(self.broker_name)
         code = 31 * code + self.queue_id
         code = 31 * code + string_hash(self.topic)
         return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
     def __str__(self) -> str:
-        """The original's text, which consistent hashing depends on."""
+        """Return RocketMQ's text, which consistent hashing depends on."""
         return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
 
     def sort_key(self) -> tuple[str, str, int]:

@@ -274,7 +274,7 @@ def _is_in_order(names: tuple[str, ...]) -> bool:
 
 _Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]]]
 # For one set of names in one order: what stands before each value, with room for the values between, and what takes
-# the values in the order in which they are stored. An application has few; one that makes up names begins anew.
+# the values in the order in which they are stored. An application has few; names that are made up empty the cache.
 _shapes: dict[tuple[str, ...], _Shape] = {}
 _SHAPES_KEPT: Final = 1024
 _LARGEST_SHAPE_KEPT: Final = 64
@@ -484,13 +484,16 @@ def encode_record(record: Record) -> bytes:
 
 
 def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int, int]:
-    """Where the parts of the record at ``position`` of ``raw`` lie, which ends at or before ``limit``.
+    """Return where the parts of the record at ``position`` of ``raw`` lie, which ends at or before ``limit``.
 
-    Begin and end of the body, begin and end of the topic, begin of the properties, end of the record. No
-    length is believed that does not agree with the others, and nothing lies outside of the record; what the
-    parts contain is not looked at. A negative length of body or properties counts as 0, as in the original.
+    No length is believed that does not agree with the others, and nothing lies outside of the record. What the parts
+    contain is not checked. A negative length of body or properties counts as 0, as in RocketMQ.
 
-    Raises `RecordError`, which names the field.
+    Returns:
+        Begin and end of the body, begin and end of the topic, begin of the properties, end of the record.
+
+    Raises:
+        RecordError: it is no record; the error names the field.
     """
     if limit - position < FIXED_SIZE:
         raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {limit - position} bytes")
@@ -541,13 +544,15 @@ def host_ends(sys_flag: int) -> tuple[int, int]:
 
 
 def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> int:
-    """The size of the sound record at ``position``, 0 for the blank that ends a file.
+    """Return the size of the sound record at ``position``, 0 for the blank that ends a file.
 
-    Sound is what the original's recovery goes on behind: a frame without contradictions, a body that matches
-    its checksum (if ``check_body``), and in the schedule topic a DELAY that is a number. The other fields,
-    topic and properties have no checksum. The file ends at ``limit``, which is at most ``len(raw)``.
+    A sound record is one behind which RocketMQ's recovery goes on: a frame without contradictions, a body that matches
+    its checksum (if ``check_body``), and in the schedule topic a DELAY that is a number. The other fields, topic and
+    properties have no checksum. The file ends at ``limit``, which is at most ``len(raw)``.
 
-    Raises `RecordError`; `BodyChecksumError` if only the body is wrong.
+    Raises:
+        RecordError: the record is not sound; the error names the field.
+        BodyChecksumError: only the body is wrong.
     """
     if limit - position >= FIXED_SIZE:
         # The usual record at once: IPv4 hosts, no length out of its bounds. Whatever else goes the careful way.

@@ -1,4 +1,4 @@
-"""Names of topics: what is allowed, and which the original keeps for itself.
+"""Names of topics: what is allowed, and which RocketMQ keeps for itself.
 
 Mirrors ``TopicValidator``, ``MixAll.getRetryTopic`` and ``MixAll.getDLQTopic``.
 """
@@ -36,7 +36,7 @@ _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 def validate_topic(topic: str) -> None:
     """Refuse with `MessageIllegalError` what cannot be a topic of a store.
 
-    The original counts characters instead of bytes, and loses the log's tail where both differ much.
+    RocketMQ counts characters instead of bytes, and loses the log's tail where both differ much.
     """
     if not isinstance(topic, str):
         raise MessageIllegalError(f"topic: expected text, found {type(topic).__name__}")
@@ -60,7 +60,7 @@ def validate_queue(topic: str, queue_id: int) -> None:
 
 
 def validate_client_topic(topic: str) -> None:
-    """Refuse with `MessageIllegalError` what clients of the original do; stricter than `validate_topic`."""
+    """Refuse with `MessageIllegalError` what RocketMQ's clients refuse; stricter than `validate_topic`."""
     validate_topic(topic)
     if not _CLIENT_PATTERN.fullmatch(topic):
         raise MessageIllegalError(f"topic {topic!r} may only contain letters, digits, '%', '|', '_' and '-'")
@@ -75,7 +75,7 @@ def validate_group(group: str) -> None:
 
 
 def is_system_topic(topic: str) -> bool:
-    """Whether the original keeps the name for itself: no user creates such a topic."""
+    """Return whether RocketMQ keeps the name for itself: no user creates such a topic."""
     return topic in _SYSTEM or topic.startswith(_SYSTEM_PREFIX)
 
 
