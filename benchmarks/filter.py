@@ -159,7 +159,15 @@ def compiling(bench: Bench) -> list[Row]:
     middle = sorted(seconds["at first"])[len(seconds["at first"]) // 2]
     return [
         Row("filter, compiling", "", "", middle * 1000, " ms", Target(1, at_most=True)),
-        compare("filter, compiling", "from the cache", "at first", seconds["again"], seconds["at first"], unit="s", limit=True),
+        compare(
+            "filter, compiling",
+            "from the cache",
+            "at first",
+            seconds["again"],
+            seconds["at first"],
+            unit="s",
+            limit=True,
+        ),
     ]
 
 
