@@ -1,29 +1,38 @@
 """Consumers: messages brought to listeners, or fetched; mirrors ``org.apache.rocketmq.client.consumer``."""
 
-from librmq.consumer.config import ConsumerConfig, PullConsumerConfig
-from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.delivery import BlockedQueue, ConsumerCounts
-from librmq.consumer.instance import ConsumeContext, ConsumeHook
-from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
-from librmq.consumer.orderly import OrderlyResult
-from librmq.consumer.processqueue import ProcessQueue
-from librmq.consumer.pull import PullConsumer
-from librmq.consumer.push import PushConsumer
+from __future__ import annotations
 
-__all__ = [
-    "BlockedQueue",
-    "ConsumeContext",
-    "ConsumeHook",
-    "ConsumerConfig",
-    "ConsumerCounts",
-    "DeliveredMessage",
-    "MessageTrack",
-    "OrderlyResult",
-    "ProcessQueue",
-    "PullConsumer",
-    "PullConsumerConfig",
-    "PushConsumer",
-    "TrackType",
-    "message_tracks",
-    "resend_dead_letters",
-]
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.consumer.config import ConsumerConfig as ConsumerConfig
+    from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
+    from librmq.consumer.delivered import DeliveredMessage as DeliveredMessage
+    from librmq.consumer.delivery import BlockedQueue as BlockedQueue
+    from librmq.consumer.delivery import ConsumerCounts as ConsumerCounts
+    from librmq.consumer.instance import ConsumeContext as ConsumeContext
+    from librmq.consumer.instance import ConsumeHook as ConsumeHook
+    from librmq.consumer.message_track import MessageTrack as MessageTrack
+    from librmq.consumer.message_track import TrackType as TrackType
+    from librmq.consumer.message_track import message_tracks as message_tracks
+    from librmq.consumer.message_track import resend_dead_letters as resend_dead_letters
+    from librmq.consumer.orderly import OrderlyResult as OrderlyResult
+    from librmq.consumer.processqueue import ProcessQueue as ProcessQueue
+    from librmq.consumer.pull import PullConsumer as PullConsumer
+    from librmq.consumer.push import PushConsumer as PushConsumer
+
+_MODULES = {
+    "config": ("ConsumerConfig", "PullConsumerConfig"),
+    "delivered": ("DeliveredMessage",),
+    "delivery": ("BlockedQueue", "ConsumerCounts"),
+    "instance": ("ConsumeContext", "ConsumeHook"),
+    "message_track": ("MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"),
+    "orderly": ("OrderlyResult",),
+    "processqueue": ("ProcessQueue",),
+    "pull": ("PullConsumer",),
+    "push": ("PushConsumer",),
+}
+if not TYPE_CHECKING:  # else a checker would take any name for granted
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -7,6 +7,34 @@ from importlib import import_module
 import pytest
 
 EXPORTS = {
+    "client": [
+        "CheckedMessage",
+        "Client",
+        "Producer",
+        "ProducerConfig",
+        "SendResult",
+        "TransactionProducer",
+        "TransactionResult",
+        "select_by_hash",
+        "select_by_remainder",
+    ],
+    "consumer": [
+        "BlockedQueue",
+        "ConsumeContext",
+        "ConsumeHook",
+        "ConsumerConfig",
+        "ConsumerCounts",
+        "DeliveredMessage",
+        "MessageTrack",
+        "OrderlyResult",
+        "ProcessQueue",
+        "PullConsumer",
+        "PullConsumerConfig",
+        "PushConsumer",
+        "TrackType",
+        "message_tracks",
+        "resend_dead_letters",
+    ],
     "diagnosis": ["PendingMessage", "pending_messages"],
     "idempotence": [
         "Claim",
