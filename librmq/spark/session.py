@@ -46,7 +46,7 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
     Workers run this interpreter. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` of this
-    process, where Spark looks for them. A session that this function started is stopped when the process exits.
+    process, where Spark looks for them.
 
     Raises:
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
@@ -69,18 +69,12 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
     if master.startswith("local"):
         # A host name that does not resolve, as on many laptops, must not keep Spark from talking to itself.
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    if master.startswith("local["):  # where workers run this interpreter with this environment
+        settings["spark.python.daemon.module"] = "librmq.spark.daemon"
     builder = SparkSession.builder.appName(app_name).master(master)
     for name, value in (settings | (config or {})).items():
         builder = builder.config(name, value)
-    made = builder.getOrCreate()
-    atexit.register(_stop, made)
-    return made
-
-
-def _stop(session: SparkSession) -> None:
-    """Stop Spark before its JVM exits: else idle Python workers print a traceback about a broken pipe."""
-    if session.sparkContext._jsc is not None:  # none where the application has stopped the session
-        session.stop()
+    return builder.getOrCreate()
 
 
 def register(spark: SparkSession) -> None:

@@ -106,7 +106,8 @@ steps(spark, sys.argv[1])
 """
 
 
-def run(tmp_path: Path, script: str, *arguments: str) -> None:
+def run(tmp_path: Path, script: str, *arguments: str) -> str:
+    """Run a script in a process of its own, and return what it wrote to standard error."""
     done = subprocess.run(
         [sys.executable, "-c", STEPS + script, str(tmp_path), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
@@ -116,6 +117,21 @@ def run(tmp_path: Path, script: str, *arguments: str) -> None:
         check=False,
     )
     assert not done.returncode, done.stderr[-4000:]
+    return done.stderr
+
+
+QUIET = """
+from librmq.spark import session
+spark = session("librmq", "local[2]")
+frame = spark.range(100_000, numPartitions=4).mapInArrow(lambda batches: batches, "id long")
+assert len(frame.limit(3).collect()) == 3
+assert frame.count() == 100_000
+"""
+
+
+def test_workers_that_are_not_read_to_the_end_say_nothing(tmp_path: Path) -> None:
+    """Neither where a LIMIT ends a task early nor where the process ends."""
+    assert "Traceback" not in run(tmp_path, QUIET)
 
 
 def test_through_spark_connect(tmp_path: Path) -> None:
