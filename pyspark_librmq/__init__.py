@@ -28,16 +28,21 @@ class DefaultSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
+        """Return the name of the format."""
         return "rocketmq"
 
     def schema(self) -> StructType:
+        """Return the columns of a read without a schema."""
         return self._source.schema()
 
     def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a batch."""
         return self._source.reader(schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
+        """Return the reader of a stream."""
         return self._source.streamReader(schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Return the writer of a job."""
         return self._source.writer(schema, overwrite)

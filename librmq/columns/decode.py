@@ -52,7 +52,7 @@ LAST_MS: Final = ((1 << 63) - 1) // 1000
 
 
 def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
-    """The values of type ``dtype`` that stand at ``positions`` of ``raw``, which may lie anywhere in it."""
+    """Return the values of type ``dtype`` that stand at ``positions`` of ``raw``, which may lie anywhere in it."""
     kind = np.dtype(dtype)
     if len(raw) < kind.itemsize:
         return np.zeros(len(positions), kind)
@@ -60,7 +60,7 @@ def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
 
 
 def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
-    """Numbers as an Arrow array on the same memory, null where not ``present``.
+    """Return numbers as an Arrow array on the same memory, null where not ``present``.
 
     `pyarrow.array` does that too, but loads pandas, some 20 MiB that no reader needs.
     """
@@ -70,14 +70,14 @@ def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
 
 
 def strings(values: Sequence[str]) -> pa.StringArray:
-    """Some texts as an Arrow array."""
+    """Return texts as an Arrow array."""
     raws = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, raws)]).astype(np.int32)
     return pa.Array.from_buffers(pa.string(), len(raws), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(raws))])
 
 
 def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
-    """The bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
+    """Return the bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
     count = len(begins)
     if not count:
         return pa.nulls(0, pa.binary())
@@ -91,7 +91,7 @@ def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
 
 
 def _parts(array: pa.BinaryArray) -> tuple[npt.NDArray[np.int32], Bytes]:
-    """Offsets and bytes of a binary or text array that is no slice of another."""
+    """Return offsets and bytes of a binary or text array that is no slice of another."""
     _, offsets, data = array.buffers()
     count = len(array)
     ends = np.frombuffer(offsets, np.int32, count + 1) if count else np.zeros(1, np.int32)
@@ -99,7 +99,7 @@ def _parts(array: pa.BinaryArray) -> tuple[npt.NDArray[np.int32], Bytes]:
 
 
 def _not_utf8(array: pa.BinaryArray) -> Mask:
-    """Which rows are no UTF-8; rows are looked at one by one only if the whole is none."""
+    """Return which rows are no UTF-8; single rows are decoded only if the whole is none."""
     offsets, data = _parts(array)
     bad = np.zeros(len(array), np.bool_)
     data = data[: int(offsets[-1])]
@@ -122,7 +122,7 @@ def _not_utf8(array: pa.BinaryArray) -> Mask:
 
 
 def texts(array: pa.BinaryArray) -> pa.StringArray:
-    """Bytes as texts, malformed ones as Java reads them."""
+    """Return bytes as texts, malformed ones as Java reads them."""
     bad = _not_utf8(array)
     if bad.any():
         array = _replaced(array, np.flatnonzero(bad), [java_decode(array[int(row)].as_py()).encode() for row in
@@ -131,7 +131,7 @@ def texts(array: pa.BinaryArray) -> pa.StringArray:
 
 
 def _replaced(array: pa.BinaryArray, rows: Ints, values: Sequence[bytes | None]) -> pa.BinaryArray:
-    """``array`` with other values in some rows."""
+    """Return ``array`` with other values in some rows."""
     if not len(rows):
         return array
     where = np.arange(len(array))
@@ -143,7 +143,7 @@ class Block:
     """Some records of one file. Rows whose frame is not sound (`sound`) must not be asked for values."""
 
     def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None, *, frames: bool = True) -> None:
-        """``places`` are positions in ``raw`` (at least `record.FIXED_SIZE` bytes), wherever they may point.
+        """Look at the records at ``places`` in ``raw`` (of `record.FIXED_SIZE` bytes or more); a place may be anything.
 
         With ``sizes`` a record of another length is not sound. Without ``frames`` only size and magic are looked at,
         for those who want nothing but fields of the fixed part.
@@ -217,7 +217,7 @@ class Block:
         return window[at].view(HEADER)
 
     def reason(self, row: int) -> RecordError:
-        """What is wrong with a row that is not sound."""
+        """Return what is wrong with a row that is not sound."""
         place = int(self.places[row])
         if not 0 <= place <= len(self._raw) - record.FIXED_SIZE:
             return RecordError("expected a record, found the end of the file")
@@ -229,14 +229,14 @@ class Block:
         return RecordError(f"expected a record of {self._sizes[row]} bytes, found {self._head['size'][row]}")
 
     def take(self, rows: Ints) -> Block:
-        """The block of these rows only."""
+        """Return the block of these rows only."""
         sizes = None if self._sizes is None else self._sizes[rows]
         return Block(self._raw, self.places[rows], sizes, frames=self._frames)
 
     # ----------------------------------------------------------------------------------------- numbers, texts, bodies
 
     def field(self, name: str) -> npt.NDArray[Any]:
-        """A field of the fixed part, in this machine's order of bytes."""
+        """Return a field of the fixed part, in this machine's order of bytes."""
         shift = self._born_shift if name == "store_timestamp" else self._store_shift
         if name in ("store_timestamp", "reconsume_times", "prepared_offset") and shift is not None:
             kind, at = HEADER.fields[name][:2]  # type: ignore[index]
@@ -246,7 +246,7 @@ class Block:
         return values.astype(values.dtype.newbyteorder("="))
 
     def host(self, name: str) -> pa.StringArray:
-        """``born_host`` or ``store_host`` as texts."""
+        """Return ``born_host`` or ``store_host`` as texts."""
         at = self._at + (record.BORN_HOST_AT if name == "born_host" else record.STORE_HOST_AT)
         bit = record.BORN_HOST_V6 if name == "born_host" else record.STORE_HOST_V6
         if name == "store_host" and self._born_shift is not None:
@@ -265,15 +265,15 @@ class Block:
         return pa.array(found, pa.string())
 
     def topic(self) -> pa.StringArray:
-        """The topics in the records."""
+        """Return the topics in the records."""
         return texts(self._slices(*self._topic))
 
     def stored_body(self) -> pa.BinaryArray:
-        """The bodies as they are stored."""
+        """Return the bodies as they are stored."""
         return self._slices(*self._body)
 
     def body(self) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
-        """The bodies as they were sent, and which can't be had, with the reason (they are null)."""
+        """Return the bodies as they were sent, and which can't be had, with the reason (they are null)."""
         stored = self.stored_body()
         packed = np.flatnonzero(self.sound & ((self._head["sys_flag"] & record.COMPRESSED) != 0))
         bad: dict[int, RecordError] = {}
@@ -288,7 +288,7 @@ class Block:
         return _replaced(stored, packed, values), bad
 
     def bad_checksums(self) -> dict[int, RecordError]:
-        """The rows whose stored body does not match its checksum."""
+        """Return the rows whose stored body does not match its checksum."""
         begins, ends = self._body
         expected = self._head["body_crc"].tolist()
         view, crc32 = self._raw.data, zlib.crc32
@@ -301,7 +301,7 @@ class Block:
 
     @cached_property
     def properties(self) -> Properties:
-        """The properties."""
+        """Return the properties."""
         return Properties(self._raw, *self._sound_only(*self._properties_at))
 
     def _sound_only(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
@@ -313,7 +313,7 @@ class Block:
         return slices(self._raw, *self._sound_only(begins, ends))
 
     def column(self, name: str) -> pa.Array:
-        """A column by its name in `COLUMNS`."""
+        """Return a column by its name in `COLUMNS`."""
         return COLUMNS[name][1](self)
 
 
@@ -321,7 +321,7 @@ class Properties:
     """The stored properties of many messages."""
 
     def __init__(self, raw: Bytes, begins: Ints, ends: Ints) -> None:
-        """Those that stand from each of ``begins`` to its end in ``raw``."""
+        """Read the properties that stand from each of ``begins`` to its end in ``raw``."""
         self.rows = rows = len(begins)
         if rows and int(ends.max()) == len(raw):
             raw = np.append(raw, np.uint8(0))
@@ -349,11 +349,11 @@ class Properties:
         return slices(self._text, self._row_begins, self._row_ends)
 
     def _plain(self, row: int) -> dict[str, str]:
-        """A row read by the plain code."""
+        """Return a row read by the plain code."""
         return record.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
 
     def value(self, name: str) -> pa.StringArray:
-        """The values of one property, null where a message has none."""
+        """Return the values of one property, null where a message has none."""
         needle = name.encode("utf-8", "replace") + b"\1"
         if name and not {1, 2} & set(needle[:-1]):
             rows, begins, ends = self._find(needle)
@@ -376,7 +376,7 @@ class Properties:
         return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(numbers(where))
 
     def _find(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
-        """Row, begin and end of every value that is not empty behind ``needle`` at a segment's start."""
+        """Return row, begin and end of every value that is not empty behind ``needle`` at a segment's start."""
         if self._words is None:
             self._words = gather(self._text, self._begins, ">u8").astype(np.uint64)
         head, size = needle[:8], len(needle)
@@ -390,17 +390,17 @@ class Properties:
 
     @cached_property
     def _unusual_names(self) -> Ints:
-        """Rows that are no UTF-8: what their names are is seen only once they are decoded."""
+        """Return rows that are no UTF-8: what their names are is seen only once they are decoded."""
         if not len(self._text) or int(self._text.max()) < 0x80:
             return np.zeros(0, np.int64)
         return np.flatnonzero(_not_utf8(self._stored))
 
     def stored(self) -> pa.StringArray:
-        """The properties as one text each, as they are stored."""
+        """Return the properties as one text each, as they are stored."""
         return texts(self._stored)
 
     def map(self) -> pa.MapArray:
-        """All properties of each message, in stored order."""
+        """Return all properties of each message, in stored order."""
         text, begins, ends, split, row = self._text, self._begins, self._ends, self._splits, self._row
         kept = (split > begins) & (split < ends - 1)
         begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
@@ -434,7 +434,7 @@ class Properties:
         return pa.MapArray.from_arrays(numbers(offsets), names, values)
 
     def _repeated(self, begins: Ints, split: Ints, row: Ints) -> Ints:
-        """Rows in which a name may be there twice, or that have very many."""
+        """Return rows in which a name may be there twice, or that have very many."""
         if not len(begins):
             return begins
         lengths = split - begins
@@ -453,7 +453,7 @@ class Properties:
 
 
 def _as_text(array: pa.BinaryArray) -> pa.StringArray:
-    """Bytes that are known to be UTF-8."""
+    """Return bytes that are known to be UTF-8."""
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
 
 

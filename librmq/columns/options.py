@@ -23,7 +23,7 @@ LARGEST_OFFSET: Final = (1 << 63) - 1
 
 
 def nearest(name: str, known: Any) -> str:
-    """A hint at the known name that looks most like ``name``, or at all of them."""
+    """Return a hint at the known name that looks most like ``name``, or at all of them."""
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), lower, 1, 0.5)
     return f"did you mean {lower[found[0]]}?" if found else f"known are {', '.join(sorted(known))}"
@@ -46,7 +46,7 @@ class Wanted:
     """Whether topics that the broker keeps for itself are wanted without being named."""
 
     def queue(self, topic: str, queue_id: int) -> bool:
-        """Whether messages of the queue may be wanted."""
+        """Return whether messages of the queue may be wanted."""
         if self.queue_ids is not None and queue_id not in self.queue_ids:
             return False
         return self.topic(topic)
@@ -60,7 +60,7 @@ class Wanted:
 
     @property
     def takes_all(self) -> bool:
-        """Whether a record need not be looked at to know that it is wanted, in a log read whole."""
+        """Return whether a record need not be looked at to know that it is wanted, in a log read whole."""
         return self == Wanted(internal=True)
 
 

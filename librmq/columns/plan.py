@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.options import EARLIEST, LATEST, Mode, Offsets, Wanted, nearest
+from librmq.columns.options import EARLIEST, LATEST, Mode, Offsets, ReadOptions, Wanted, nearest
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
@@ -30,7 +30,7 @@ from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
-__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice"]
+__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice", "plan"]
 
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
@@ -40,7 +40,7 @@ _LOOKED_AT: Final = 8
 
 
 class DataLossError(StoreError):
-    """Messages that were asked for are no longer there (or not there anew); ``failOnDataLoss`` false reads the rest."""
+    """Wanted messages are no longer there; with ``failOnDataLoss`` false the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class QueueRange:
     """To look entries up in."""
 
     def place(self, queue_offset: int) -> int:
-        """Where in the log the message of an entry is."""
+        """Return where in the log the message of an entry is."""
         entry = self.entries.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
@@ -99,7 +99,7 @@ class PlannedStore:
 
     @classmethod
     def open(cls, path: str, wanted: Wanted, mode: Mode) -> PlannedStore:
-        """Look at the store in ``path``; only queues that may be wanted.
+        """Look at the store in ``path``, and in it at the queues that may be wanted.
 
         `NotAStoreError` where there is none; with ``FAILFAST`` `CorruptionError` for damage that shows.
         """
@@ -118,7 +118,7 @@ class PlannedStore:
         return planned
 
     def refresh(self, wanted: Wanted, mode: Mode) -> None:
-        """Look again at what somebody else has done to the store meanwhile."""
+        """Look again at what the store's writer has done meanwhile."""
         if self._store is not None:
             self._store.refresh()
         self._look(wanted, mode)
@@ -204,7 +204,7 @@ class PlannedStore:
     # ------------------------------------------------------------------------------------------------ where to begin
 
     def offset_of(self, name: QueueName, offsets: Offsets, usual: int) -> int:
-        """The queue offset that ``startingOffsets`` or ``endingOffsets`` name for a queue."""
+        """Return the queue offset that ``startingOffsets`` or ``endingOffsets`` name for a queue."""
         queue = self.queues[name]
         asked: Any = usual
         if offsets == "earliest":
@@ -216,13 +216,13 @@ class PlannedStore:
         return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
 
     def _own(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of offsets that is for this store: of those by store its own, else all."""
+        """Return the part of offsets that is for this store: of those by store its own, else all."""
         by_store = any(isinstance(below, Mapping) for ids in offsets.values() for below in ids.values())
         found: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
         return found
 
     def first_at(self, name: QueueName, timestamp_ms: int) -> int:
-        """The first queue offset whose message was stored at ``timestamp_ms`` or later."""
+        """Return the first queue offset whose message was stored at ``timestamp_ms`` or later."""
         queue = self.queues[name]
         if self._store is None:
             return queue.begin
@@ -236,7 +236,7 @@ class PlannedStore:
         return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
 
     def narrowed(self, wanted: Wanted, starting: Offsets, ending: Offsets, *, strict: bool) -> dict[QueueName, range]:
-        """The wanted offsets of each wanted queue; ``strict``: `DataLossError` for those that are gone."""
+        """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` for those that are gone."""
         found: dict[QueueName, range] = {}
         for name, queue in self.queues.items():
             begin = self.offset_of(name, starting, EARLIEST)
@@ -255,7 +255,7 @@ class PlannedStore:
         return found
 
     def check_loss(self, name: QueueName, begin: int, end: int) -> None:
-        """`DataLossError` if offsets from ``begin`` to ``end`` are not all there."""
+        """Raise `DataLossError` if offsets from ``begin`` to ``end`` are not all there."""
         queue = self.queues[name]
         if begin < queue.begin or max(begin, end) > queue.end:
             raise DataLossError(
@@ -264,7 +264,7 @@ class PlannedStore:
             )
 
     def check_names(self, offsets: Offsets, option: str) -> None:
-        """`ConfigError` for a topic in ``offsets`` of which the store knows no queue that is wanted."""
+        """Raise `ConfigError` for a topic in ``offsets`` of which the store knows no queue that is wanted."""
         if isinstance(offsets, str):
             return
         for topic, ids in self._own(offsets).items():
@@ -279,7 +279,7 @@ class PlannedStore:
     # -------------------------------------------------------------------------------------------------------- parts
 
     def parts(self, ranges: Mapping[QueueName, range], least: int, *, entries_only: bool = False) -> list[Part]:
-        """The entries in ``ranges`` cut into tasks: at least ``least`` where there is as much.
+        """Cut the entries in ``ranges`` into tasks: at least ``least`` where there is enough.
 
         With ``entries_only`` the messages that they lead to are not looked at, and more of them go into a task.
         """
@@ -304,7 +304,7 @@ class PlannedStore:
         return [self._part(tuple(slices)) for slices in parts if slices]
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
-        """The whole log cut into tasks, each beginning with a record."""
+        """Cut the whole log into tasks, each beginning with a record."""
         ranges = {name: range(queue.begin, queue.end) for name, queue in self.queues.items() if queue.begin < queue.end}
         samples, weights, rows = self._samples(ranges)
         count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
@@ -330,7 +330,7 @@ class PlannedStore:
         return Part(self.path, self.config.commitlog_file_size, self.config.consumequeue_file_size, slices)
 
     def damage_parts(self) -> list[Part]:
-        """A task that tells of what was found to be wrong, if anything was."""
+        """Return a part that reports the damage, if any was found."""
         return [replace(self._part(()), damage=tuple(self.damage))] if self.damage else []
 
     def _slice(self, name: QueueName, begin: int, end: int) -> Slice:
@@ -341,7 +341,7 @@ class PlannedStore:
         return Slice(*name, begin, end, late_from, late)
 
     def _samples(self, ranges: Mapping[QueueName, range]) -> tuple[list[tuple[int, int]], list[float], int]:
-        """Places and sizes of some wanted entries, for how many each stands, and the number of all."""
+        """Return places and sizes of sampled entries, the weight of each, and the number of all entries."""
         samples, weights, rows = [], [], 0
         for name, wanted in ranges.items():
             rows += len(wanted)
@@ -353,12 +353,38 @@ class PlannedStore:
         return samples or [(0, 0)], weights or [0.0], rows
 
 
+def plan(options: ReadOptions) -> list[Part]:
+    """Look at the stores that ``options`` name, one after the other, and cut the read into parts.
+
+    Raises:
+        ConfigError: An offset names a queue that there is not.
+        DataLossError: Wanted messages are gone, and ``options`` want that to be an error.
+        CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
+    """
+    parts: list[Part] = []
+    least = -(-options.min_partitions // len(options.paths))
+    wanted = options.wanted
+    # All entries help to find the records between them.
+    looked_at = Wanted(internal=True) if options.view == "log" else wanted
+    for path in options.paths:
+        with PlannedStore.open(path, looked_at, options.mode) as store:
+            parts += store.damage_parts()
+            if options.view == "log":
+                parts += store.log_parts(least)
+                continue
+            store.check_names(options.starting, "startingOffsets")
+            store.check_names(options.ending, "endingOffsets")
+            ranges = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
+            parts += store.parts(ranges, least, entries_only=options.view == "queues")
+    return parts
+
+
 def _damage_of(error: CorruptionError) -> Damage:
     return Damage(error.file, error.offset, error.kind, error.what)
 
 
 def _quantiles(places: list[tuple[int, float]], count: int) -> list[int]:
-    """Where to cut weighted places so that there are ``count`` shares of a weight."""
+    """Return where to cut weighted places into ``count`` shares of equal weight."""
     total = sum(weight for _, weight in places)
     bounds: list[int] = []
     reached = 0.0
@@ -370,7 +396,7 @@ def _quantiles(places: list[tuple[int, float]], count: int) -> list[int]:
 
 
 def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bool) -> int:
-    """From which queue offset on the files lack what ``queue`` has."""
+    """Return the queue offset from which on the files lack what ``queue`` has."""
     end = min(queue.max_offset, stored.max_offset)
     found = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
     while end > queue.min_offset:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
 from librmq.columns.options import ReadOptions
-from librmq.columns.plan import DataLossError, Part, Slice
+from librmq.columns.plan import DataLossError, Part, Slice, plan
 from librmq.columns.starts import record_starts
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from librmq.filter import TagFilter
     from librmq.filter.logic import Question
 
-__all__ = ["CORRUPT", "TYPES", "Reading", "default_columns"]
+__all__ = ["CORRUPT", "TYPES", "Reading", "default_columns", "scan"]
 
 CORRUPT: Final = "_corrupt_record"
 
@@ -60,7 +60,7 @@ _MOST_TOLD: Final = 1000
 
 
 def default_columns(options: ReadOptions) -> list[str]:
-    """The columns of a read for which no schema was given."""
+    """Return the columns of a read for which no schema was given."""
     columns = list(_ENTRY_COLUMNS if options.view == "queues" else _DEFAULT)
     if options.several:
         columns.append("store")
@@ -88,6 +88,17 @@ class _Rows:
         )
 
 
+def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield what ``options`` choose of their stores as record batches, in this process, one part after the other.
+
+    ``columns`` are names of `TYPES`; `default_columns` unless given. What they do not name is not decoded.
+    """
+    names = default_columns(options) if columns is None else columns
+    schema = pa.schema([(name, TYPES[name]) for name in names])
+    for part in plan(options):
+        yield from Reading(options, schema).read(part)
+
+
 class Reading:
     """Reads parts as ``options`` ask, into batches of ``schema``, whose names are all in `TYPES`. Picklable."""
 
@@ -96,7 +107,7 @@ class Reading:
         self._schema = schema
 
     def read(self, part: Part) -> Iterator[pa.RecordBatch]:
-        """The rows of ``part``. `CorruptionError`, `DataLossError` as the options say."""
+        """Return the rows of ``part``. `CorruptionError`, `DataLossError` as the options say."""
         return _Task(self._options, self._schema, part).batches()
 
 
@@ -171,7 +182,7 @@ class _Task:
             yield self._batch(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None)
 
     def _messages(self, rows: _Rows, start: int) -> Iterator[pa.RecordBatch]:
-        """The rows of one chunk, all of one file of the log."""
+        """Return the rows of one chunk, all of one file of the log."""
         raw = self._log_file(start)
         if raw is None:
             if self._options.fail_on_data_loss:
@@ -211,7 +222,7 @@ class _Task:
             yield self._batch(rows, block, bodies)
 
     def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
-        """Which rows pass, None for all; what costs least is asked first."""
+        """Return which rows pass, None for all; what costs least is asked first."""
         wanted = self._options.wanted
         keep: Mask | None = None
         if wanted.begin_ms is not None or wanted.end_ms is not None:
@@ -281,7 +292,7 @@ class _Task:
         return block.column(name)
 
     def _told(self, found: list[tuple[_Rows | None, Damage]]) -> Iterator[pa.RecordBatch]:
-        """What to do about rows that can't be had."""
+        """Raise, report or drop rows that can't be read, as the mode says."""
         mode = self._options.mode
         if mode == "FAILFAST":
             damage = found[0][1]
@@ -331,13 +342,13 @@ class _Task:
         return self._file[2]
 
     def _forget(self) -> None:
-        """Give back the pages of the log that were read so far: what is mapped stays bounded."""
+        """Release the pages of the log that were read so far, so that a task's memory stays bounded."""
         if self._file is not None and isinstance(buffer := self._file[1].buffer, mmap.mmap):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # where there is no such call
                 buffer.madvise(mmap.MADV_DONTNEED)
 
     def _entries(self) -> tuple[_Rows, list[str]]:
-        """The entries of all slices in the order of the log, and the files that are no longer there."""
+        """Return the entries of all slices in the order of the log, and the files that are no longer there."""
         gone: list[str] = []
         found, queues, offsets = [], [], []
         for number, one in enumerate(self._part.slices):
@@ -383,7 +394,7 @@ class _Task:
     # -------------------------------------------------------------------------------------------------- the log, whole
 
     def _walk(self, known: _Rows, begin: int, end: int) -> tuple[_Rows, list[tuple[int, str]]]:
-        """Every record from ``begin`` to ``end``: those that entries lead to, and by walking what lies between them."""
+        """Return every record from ``begin`` to ``end``: those that entries lead to, and those between them."""
         inside = (known.places >= begin) & (known.places < end) & (known.sizes > 0)
         places, first = np.unique(known.places[inside], return_index=True)
         ends = places + known.sizes[inside][first]
@@ -402,7 +413,7 @@ class _Task:
         return _Rows(every, empty, empty, empty.astype(np.int32), empty), bad
 
     def _chain(self, at: int, upto: int, bad: list[tuple[int, str]]) -> list[Ints]:
-        """The records from ``at`` to ``upto``, found in the log alone."""
+        """Return the records from ``at`` to ``upto``, found in the log alone."""
         found: list[Ints] = []
         size = self._part.log_file_size
         while at < upto:
@@ -430,14 +441,14 @@ def _in(values: pa.Array, wanted: list[str]) -> Mask:
 
 
 def _candidates(codes: Ints, tags: TagFilter) -> Mask:
-    """Which entries may have one of the tags: by hash; an address of an extension unit tells nothing."""
+    """Return which entries may have one of the tags: by hash; an address of an extension unit tells nothing."""
     known = np.array(sorted(tags.codes), np.int64)
     found: Mask = np.isin(codes.astype(np.int32), known) | (codes <= LAST_EXT_ADDRESS)
     return found
 
 
 def _chunks(rows: _Rows, file_size: int, most: int) -> Iterator[_Rows]:
-    """Rows cut where a file ends, or where a batch has rows or bytes enough."""
+    """Cut rows where a file ends, or where a batch has rows or bytes enough."""
     if not len(rows):
         return
     starts = rows.places // file_size

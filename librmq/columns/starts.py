@@ -30,7 +30,7 @@ _SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",
 
 
 def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list[tuple[int, str]]]]:
-    """Where records begin in ``raw``, a file of the log, from the one at ``begin`` up to ``end``, some MiB at a time.
+    """Yield where records begin in ``raw``, a log file, from ``begin`` to ``end``, some MiB at a time.
 
     With it the places where none could be read, and why; what lies between there and ``end`` is left out.
     """
@@ -54,7 +54,7 @@ def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list
 def _plain(
     raw: Bytes, place: int, upto: int, end: int, known: dict[int, int], bad: list[tuple[int, str]]
 ) -> tuple[Ints, int]:
-    """The records from ``place`` on one by one, up to ``upto`` or one that is ``known``; and where that is.
+    """Walk the records from ``place`` to ``upto`` or to one that is ``known``; return them and where that is.
 
     What is no record ends all: it leads to ``end``.
     """
@@ -143,7 +143,7 @@ class _Chains(NamedTuple):
         return cls(known, places[order], firsts, ends, broken)
 
     def linked(self, at: int) -> tuple[Ints, int] | None:
-        """The records from ``at`` through all chains that follow one on another, if one begins there, and their end."""
+        """Return the records from ``at`` through all linked chains, and their end; None if no chain begins there."""
         first = self.known.get(at)
         if first is None:
             return None
@@ -152,7 +152,7 @@ class _Chains(NamedTuple):
 
 
 def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
-    """``begin``, and behind every so many bytes the first place that looks like a record."""
+    """Return ``begin``, and behind every so many bytes the first place that looks like a record."""
     guesses = [begin]
     for at in range(begin + _STRETCH, end - record.FIXED_SIZE, _STRETCH):
         for first, upto in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):

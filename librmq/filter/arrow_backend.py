@@ -47,7 +47,7 @@ FEW: Final = 4
 
 
 def match_arrow(question: Question, properties: Any) -> Any:
-    """Where ``question`` is TRUE, a boolean array without nulls; ``TypeError`` for columns not of texts."""
+    """Return where ``question`` is TRUE, a boolean array without nulls; ``TypeError`` for columns not of texts."""
     if isinstance(properties, pa.RecordBatch):
         rows, at_a_time = properties.num_rows, COLUMN_ROWS_AT_A_TIME
     else:
@@ -80,13 +80,13 @@ class _MapColumns:
         return np.repeat(np.arange(self.rows, dtype=np.int32), np.diff(self._begins))
 
     def _one_a_row(self, entries: Places) -> bool:
-        """Whether these entries are one of each row, and none of them is null."""
+        """Return whether these entries are one of each row, and none of them is null."""
         if len(entries) != self.rows or self._null_rows is not None or self._values.null_count:
             return False
         return bool((entries >= self._begins[:-1]).all() and (entries < self._begins[1:]).all())
 
     def _places(self, name: str) -> tuple[Places, Any]:
-        """Where in the values each row's property lies (anywhere where it has none), and which rows have it.
+        """Return where in the values each row's property lies (anywhere where it has none), and which rows have it.
 
         None is all of them.
         """
@@ -101,7 +101,7 @@ class _MapColumns:
         places[rows] = entries  # a name twice in a row: the later value counts
         present = np.zeros(self.rows, np.bool_)
         present[rows] = True
-        if self._null_rows is not None:  # what lies under a null of the map is nobody's
+        if self._null_rows is not None:  # what lies under a null of the map belongs to no row
             present &= ~self._null_rows
         if self._values.null_count:
             present[present] = self._values.is_valid().to_numpy(zero_copy_only=False)[places[present]]
@@ -179,14 +179,14 @@ _NEGATED: Final = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 
 
 def _compared(operator: str, numbers: Any, number: int | float) -> Any:
-    """Numbers compared with one, several times as fast as by Arrow's kernels; nulls count as false."""
+    """Return numbers compared with one, several times as fast as by Arrow's kernels; nulls count as false."""
     values = _values(numbers)
     found = booleans(_COMPARE[operator](values, values.dtype.type(number)))
     return pc.and_(found, numbers.is_valid()) if numbers.null_count else found
 
 
 def _values(numbers: Any) -> Any:
-    """A column of numbers as numpy sees it; what stands under a null means nothing."""
+    """Return a column of numbers as numpy sees it; what stands under a null means nothing."""
     kind = np.dtype(numbers.type.to_pandas_dtype())
     if not len(numbers):
         return np.empty(0, kind)
@@ -205,7 +205,7 @@ class _Arrow(ColumnBackend[Any]):
         self._numbers: dict[tuple[str, type], tuple[Any, Any]] = {}
 
     def array(self, condition: Any) -> Any:
-        """A condition as an array without nulls."""
+        """Return a condition as an array without nulls."""
         if isinstance(condition, bool):
             return pa.repeat(pa.scalar(condition), self._columns.rows)
         return condition.fill_null(False) if condition.null_count else condition
@@ -300,7 +300,7 @@ class _Arrow(ColumnBackend[Any]):
         return _compared(operator, numbers, question.number)
 
     def _number(self, name: str, kind: type) -> tuple[Any, Any]:
-        """A property as numbers, null where missing or none; and where it is none, False for nowhere."""
+        """Return a property as numbers, null where missing or none; and where it is none, False for nowhere."""
         if (name, kind) not in self._numbers:
             self._numbers[name, kind] = _doubles(self.text(name)) if kind is float else _integers(self.text(name), kind)
         return self._numbers[name, kind]
@@ -347,19 +347,19 @@ _TRIMMED: Final = "".join(map(chr, range(0x21)))
 
 
 def _where(mask: Any, column: Any) -> Any:
-    """A column with nulls where ``mask`` does not hold."""
+    """Return a column with nulls where ``mask`` does not hold."""
     return pc.if_else(mask, column, pa.scalar(None, column.type))
 
 
 def _patched(text: Any, plain: Any, numbers: Any, read: Any) -> tuple[Any, Any]:
-    """``numbers``, cast from the plain texts, with the other texts read by ``read``; and what failed."""
+    """Return ``numbers``, cast from the plain texts, with the other texts read by ``read``; and what failed."""
     others = pc.invert(plain).fill_null(False)
     numbers = pc.replace_with_mask(numbers, others, read(text.filter(others)))
     return numbers, pc.and_(text.is_valid(), numbers.is_null())
 
 
 def _usual(text: Any, target: Any) -> Any:
-    """Texts of digits, minus signs and points as numbers, null where null; None if there are others, or no numbers.
+    """Return texts of digits, minus signs and points as numbers; None if there are others, or no numbers.
 
     Of such texts Arrow's cast takes those that Java takes, no others as it does of those with letters.
     """
@@ -372,7 +372,7 @@ def _usual(text: Any, target: Any) -> Any:
 
 
 def _all_between(text: Any, first: str, last: str) -> bool:
-    """Whether all bytes of all texts lie between two of ASCII."""
+    """Return whether all bytes of all texts lie between two of ASCII."""
     kind = np.int64 if pa.types.is_large_string(text.type) else np.int32
     offsets, data = text.buffers()[1:]
     if not len(text) or data is None:
@@ -394,7 +394,7 @@ def _integers(text: Any, kind: type) -> tuple[Any, Any]:
 
 
 def _other_integers(text: Any, kind: type) -> Any:
-    """Texts that are not just a few digits, as integers; null where Java takes none for one."""
+    """Return texts that are not just a few digits, as integers; null where Java takes none for one."""
     text = _where(pc.match_substring_regex(text, _INTEGER), text)
     negative = pc.starts_with(text, "-")
     digits = pc.utf8_ltrim(text, "+-")
@@ -425,7 +425,7 @@ def _doubles(text: Any) -> tuple[Any, Any]:
 
 
 def _other_doubles(text: Any) -> Any:
-    """Texts that are not just digits, as doubles; null where Java takes none for one."""
+    """Return texts that are not just digits, as doubles; null where Java takes none for one."""
     text = pc.utf8_trim(text, _TRIMMED)
     decimal = pc.match_substring_regex(text, _DECIMAL)
     # What follows the number falls away, and a plus sign, which not every version takes. "Infinity" and "NaN"
@@ -438,7 +438,7 @@ def _other_doubles(text: Any) -> Any:
 
 
 def _hexadecimal(text: Any) -> Any:
-    """Hexadecimal doubles, rounded once, to the nearest, ties to even; null for what is none."""
+    """Return hexadecimal doubles, rounded once, to the nearest, ties to even; null for what is none."""
     parts = pc.extract_regex(text, _HEXADECIMAL)
     sign, whole, front, back, exponent = (pc.struct_field(parts, i) for i in range(5))
     blank = pa.scalar("", sign.type)
@@ -474,7 +474,7 @@ def _hexadecimal(text: Any) -> Any:
 
 
 def _halved(number: Any, times: Any) -> Any:
-    """A number without its last bits, rounded to the nearest, ties to even."""
+    """Return a number without its last bits, rounded to the nearest, ties to even."""
     kept = pc.shift_right(number, times)
     lost = pc.subtract(number, pc.shift_left(kept, times))
     half = pc.shift_right(pc.shift_left(pa.scalar(1, pa.int64()), times), 1)
@@ -485,7 +485,7 @@ def _halved(number: Any, times: Any) -> Any:
 
 
 def _sort_key(numbers: Any) -> Any:
-    """Integers in Java's order of doubles: -0.0 below 0.0, all NaNs equal and above all."""
+    """Return integers in Java's order of doubles: -0.0 below 0.0, all NaNs equal and above all."""
     numbers = pc.if_else(pc.is_nan(numbers), float("nan"), numbers)
     bits = numbers.view(pa.int64())
     return pc.if_else(pc.less(bits, 0), pc.bit_wise_xor(bits, pa.scalar(2**63 - 1, pa.int64())), bits)

@@ -25,7 +25,7 @@ SHORT: Final = 8
 
 
 def _scratch(count: int, kind: npt.DTypeLike) -> Any:
-    """An array of anything for what is worked out on the way.
+    """Return an array of anything for what is worked out on the way.
 
     Arrow's allocator keeps the memory for the next; the one that numpy uses may give it back to the system each time,
     and getting it again, page by page, then costs more than all the rest.
@@ -34,7 +34,7 @@ def _scratch(count: int, kind: npt.DTypeLike) -> Any:
 
 
 def booleans(mask: npt.NDArray[np.bool_]) -> Any:
-    """A boolean array without nulls."""
+    """Return a boolean array without nulls."""
     bits = pa.py_buffer(np.packbits(mask, bitorder="little"))
     return pa.BooleanArray.from_buffers(pa.bool_(), len(mask), [None, bits])
 
@@ -48,11 +48,11 @@ class Texts:
         self._of: Final = of
 
     def at(self, places: Places) -> Texts:
-        """The texts at ``places``, in that order."""
+        """Return the texts at ``places``, in that order."""
         return Texts(self._array, places, self)
 
     def equal(self, text: str) -> npt.NDArray[np.bool_]:
-        """Where a text is ``text``; what it says of a null means nothing."""
+        """Return where a text is ``text``; what it says of a null means nothing."""
         data = text.encode("utf-8", "surrogatepass")
         found: npt.NDArray[np.bool_] = self._lengths == len(data)
         head = data[:_WORD]
@@ -87,7 +87,7 @@ class Texts:
 
     @cached_property
     def _anywhere(self) -> npt.NDArray[np.uint64]:
-        """The eight bytes from each byte of the texts on; zeros after the last."""
+        """Return the eight bytes from each byte of the texts on; zeros after the last."""
         if self._of is not None:
             return self._of._anywhere
         first, last = int(self._offsets[0]), int(self._offsets[-1])
@@ -104,7 +104,7 @@ class Texts:
 
     @cached_property
     def _words(self) -> npt.NDArray[np.uint64]:
-        """The eight bytes from where each text begins, those of the next texts among them."""
+        """Return the eight bytes from where each text begins, those of the next texts among them."""
         first = int(self._offsets[0])
         starts = self._starts - first if first else self._starts
         if not self._anywhere.flags.c_contiguous:  # take() would copy it, all of it

@@ -64,7 +64,7 @@ class BloomFilter:
         object.__setattr__(self, "bit_count", min(8 * math.ceil(bits / 8), _INT_MAX))
 
     def positions(self, text: str) -> tuple[int, ...]:
-        """The bits that stand for ``text``, some of them possibly equal."""
+        """Return the bits that stand for ``text``, some of them possibly equal."""
         data = text.encode("utf-8", "replace")
         hash64 = mmh3.hash64(data, 0, True, signed=False)[0]
         low, high = hash64 & 0xFFFFFFFF, hash64 >> 32
@@ -77,15 +77,15 @@ class BloomFilter:
         return tuple(found)
 
     def of(self, text: str) -> BloomPositions:
-        """The bits that stand for ``text``, with the length of the bitmaps that they belong to."""
+        """Return the bits that stand for ``text``, with the length of the bitmaps that they belong to."""
         return BloomPositions(self.positions(text), self.bit_count)
 
     def fits(self, data: BloomPositions | None) -> bool:
-        """Whether positions were made with settings like these."""
+        """Return whether positions were made with settings like these."""
         return data is not None and data.bit_count == self.bit_count and len(data.positions) == self.hash_count
 
     def bitmap(self, *texts: str) -> bytearray:
-        """A new bitmap with the bits of ``texts`` set."""
+        """Return a new bitmap with the bits of ``texts`` set."""
         made = bytearray((self.bit_count + 7) // 8)
         for text in texts:
             self.add(made, self.positions(text))
@@ -99,7 +99,7 @@ class BloomFilter:
 
     @staticmethod
     def hit(bitmap: bytes | bytearray | memoryview, positions: Iterable[int]) -> bool:
-        """Whether all of the bits are set: false means that the text was certainly not added."""
+        """Return whether all of the bits are set: false means that the text was certainly not added."""
         return all(bitmap[position >> 3] >> (position & 7) & 1 for position in positions)
 
 

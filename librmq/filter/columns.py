@@ -62,7 +62,7 @@ class ColumnBackend(ABC, Generic[C]):
 
     @abstractmethod
     def first(self, branches: Sequence[tuple[C, bool]]) -> C:
-        """The value beside the first condition that holds; false where none does."""
+        """Return the value beside the first condition that holds; false where none does."""
 
     @abstractmethod
     def ask(self, question: Question, condition: Condition) -> C:
@@ -71,7 +71,7 @@ class ColumnBackend(ABC, Generic[C]):
     # --- the rules, written once
 
     def condition(self, question: Question, condition: Condition) -> C:
-        """The condition of a whole question. Does not recurse: a tree may be deeper than Python's stack."""
+        """Return the condition of a whole question. Does not recurse: a tree may be deeper than Python's stack."""
         waiting: list[tuple[tuple[int, Condition], _Steps[C]]] = []
         wanted: _Wanted = (question, condition)
         while True:

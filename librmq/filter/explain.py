@@ -83,7 +83,7 @@ def _verdict(outcome: _Outcome) -> str:
 
 
 def _decisive(node: Node, seen: dict[int, _Outcome]) -> Node:
-    """The innermost term that alone gave the whole its verdict; the first one where several did."""
+    """Return the innermost term that alone gave the whole its verdict; the first one where several did."""
     while True:
         outcome = seen[id(node)]
         match node:
@@ -118,7 +118,7 @@ def _why(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
 
 
 def _saw(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
-    """The values that a term looked at, constants apart."""
+    """Return the values that a term looked at, constants apart."""
     parts = []
     for child in children(node):
         if id(child) not in seen or isinstance(child, Constant):

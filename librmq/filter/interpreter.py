@@ -43,7 +43,7 @@ _Steps: TypeAlias = Generator[Node, Value, Value]
 
 
 def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: Seen | None = None) -> bool | None:
-    """TRUE, FALSE or UNKNOWN (None); ``FilterEvaluationError`` with the term that failed."""
+    """Return TRUE, FALSE or UNKNOWN (None); ``FilterEvaluationError`` names the term that failed."""
     waiting: list[tuple[Node, _Steps]] = []
     node, steps = selector.root, _steps(selector, selector.root, properties or {})
     answer: Value = None
@@ -112,7 +112,7 @@ def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _St
 
 
 def _until(decisive: bool, terms: tuple[Node, ...]) -> _Steps:
-    """The first term that decides ends it; an UNKNOWN does not, nor does it hide an error after it."""
+    """Ask terms until one decides; an UNKNOWN does not end it, nor hide an error after it."""
     result: bool | None = not decisive
     for term in terms:
         value = yield term
@@ -124,14 +124,14 @@ def _until(decisive: bool, terms: tuple[Node, ...]) -> _Steps:
 
 
 def negated(value: Value) -> Value:
-    """Unary minus: null for anything but a number; an integer stays of its kind."""
+    """Negate a number; null for anything else; an integer stays of its kind."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return JavaLong(-value) if isinstance(value, JavaLong) else -value
 
 
 class JavaError(Exception):
-    """What the original's evaluation raises: the class name of the exception, and what is wrong."""
+    """An error of the broker's evaluation: the class name of its exception, and what is wrong."""
 
     def __init__(self, java_name: str, reason: str) -> None:
         super().__init__(reason)
@@ -140,7 +140,7 @@ class JavaError(Exception):
 
 
 def equal(left: Value, right: Value) -> bool | None:
-    """``left = right``; ``JavaError`` where the original raises."""
+    """Return ``left = right``; ``JavaError`` where the broker raises."""
     if left is None and right is None:
         return True
     if left is None:
@@ -153,7 +153,7 @@ def equal(left: Value, right: Value) -> bool | None:
 
 
 def ordered(operator: Order, left: Value, right: Value) -> bool | None:
-    """``left < right`` and its like; ``JavaError`` where the original raises."""
+    """Return ``left < right`` and its like; ``JavaError`` where the broker raises."""
     if left is None or right is None:
         return None
     if isinstance(left, str) and isinstance(right, str):
@@ -162,7 +162,7 @@ def ordered(operator: Order, left: Value, right: Value) -> bool | None:
 
 
 def _compare(operator: Order, left: Value, right: Value) -> bool:
-    """Values that are not both texts: a text becomes what the other side is; other mixtures count as less."""
+    """Compare values that are not both texts: a text becomes what the other side is; other mixtures count as less."""
     if isinstance(left, bool) and isinstance(right, str):
         raise JavaError("ClassCastException", "a boolean on the left can't be compared with a text on the right")
     if isinstance(left, str):
@@ -198,19 +198,19 @@ def _double(text: str) -> float:
 
 
 def is_true(text: str) -> bool:
-    """``Boolean.valueOf``."""
+    """Return what ``Boolean.valueOf`` says."""
     return text.lower() == "true"
 
 
 def searched(kind: SearchKind, text: str, part: str) -> bool:
-    """Whether ``text`` contains, starts with or ends with ``part``."""
+    """Return whether ``text`` contains, starts with or ends with ``part``."""
     if kind == "CONTAINS":
         return part in text
     return text.startswith(part) if kind == "STARTSWITH" else text.endswith(part)
 
 
 def in_order(operator: Order, left: float, right: float) -> bool:
-    """Java's order of doubles, which is total: NaN equals NaN and is above all, -0.0 is below 0.0."""
+    """Compare in Java's order of doubles, which is total: NaN equals NaN and is above all, -0.0 is below 0.0."""
     a, b = _sort_key(left), _sort_key(right)
     match operator:
         case "=":

@@ -41,7 +41,7 @@ class Lint:
 
 
 def lint(selector: Selector, dialect: Dialect) -> list[Lint]:
-    """All findings, from left to right."""
+    """Return all findings, from left to right."""
     found = [finding for node in postorder(selector.root) for finding in _findings(selector, node)]
     if selector.ignored_from is not None:
         rest = selector.expression[selector.ignored_from :]
@@ -99,7 +99,7 @@ def _loose_not(selector: Selector, node: Node, left: Node) -> Iterator[Lint]:
 
 
 def _known(node: Node) -> tuple[Value] | None:
-    """The value of an operand without properties, in a tuple."""
+    """Return the value of an operand without properties, in a tuple."""
     signs = 0
     while isinstance(node, Negate):
         signs += 1

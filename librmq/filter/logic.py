@@ -229,7 +229,7 @@ class SameAnswer(Question):
 
 
 def below(question: Question) -> tuple[Question, ...]:
-    """The questions right below, in the order in which they are asked."""
+    """Return the questions right below, in the order in which they are asked."""
     match question:
         case All() | AnyOf():
             return question.of
@@ -242,7 +242,7 @@ def below(question: Question) -> tuple[Question, ...]:
 
 
 def names(root: Question) -> Iterator[str]:
-    """The properties asked for, as often as they are."""
+    """Yield the properties asked for, as often as they are."""
     pending = [root]
     while pending:
         question = pending.pop()
@@ -256,7 +256,7 @@ def names(root: Question) -> Iterator[str]:
 
 
 def cheapest_first(question: Question) -> Question:
-    """The same question where only TRUE matters: on a chain of ANDs any other answer ends it, in whatever order."""
+    """Sort a chain of ANDs by cost, where only TRUE matters: any other answer ends it, in any order."""
     if not isinstance(question, All):
         return question
     terms: list[Question] = []
@@ -271,7 +271,7 @@ def cheapest_first(question: Question) -> Question:
 
 
 def _cost(question: Question) -> int:
-    """What a question costs, roughly; a number read counts most."""
+    """Return what a question costs, roughly; a number read counts most."""
     pending, cost = [question], 0
     while pending:
         part = pending.pop()
@@ -314,7 +314,7 @@ _Operand: TypeAlias = "Property | _Known | _NullAfter | Question"
 
 
 def reduce(root: Node) -> Question:
-    """The question that a whole expression asks."""
+    """Return the question that a whole expression asks."""
     found: dict[int, _Operand] = {}
     for node in postorder(root):
         found[id(node)] = _reduced(node, [found[id(child)] for child in children(node)])
@@ -322,7 +322,7 @@ def reduce(root: Node) -> Question:
 
 
 def _asked(operand: _Operand) -> Question:
-    """An operand where a boolean is wanted."""
+    """Return an operand where a boolean is wanted."""
     if isinstance(operand, _Known):
         assert operand.value is None or isinstance(operand.value, bool)
         return Always(Answer.of(operand.value))
@@ -361,7 +361,7 @@ def _reduced(node: Node, operands: list[_Operand]) -> _Operand:
 
 
 def _any_of(terms: list[Question]) -> Question:
-    """OR; neighbours that ask for texts of one property become one question, as if they were an IN."""
+    """Join terms by OR; neighbours that ask for texts of one property become one question, as if by IN."""
     joined: list[Question] = []
     texts: list[str] = []
     for number, term in enumerate(terms):
@@ -393,7 +393,7 @@ def _minus(operand: _Operand) -> _Operand:
 
 
 def _after(question: Question, then: Question) -> Question:
-    """``then``, unless working out ``question`` fails."""
+    """Return ``then``, unless working out ``question`` fails."""
     if not question.may_fail:
         return then
     return All((Mapped(question, Answer.TRUE, Answer.TRUE, Answer.TRUE), then))

@@ -1,6 +1,6 @@
 """From the text of a SQL92 filter expression to its tree, exactly as RocketMQ's parser takes or refuses it.
 
-It mirrors ``SelectorParser`` of 4.9.4 (and 5.3's words CONTAINS, STARTSWITH, ENDSWITH). The original has no
+It mirrors ``SelectorParser`` of 4.9.4 (and 5.3's words CONTAINS, STARTSWITH, ENDSWITH). RocketMQ has no
 check for the end of input: it stops at the first token that does not continue a whole expression, and ignores
 the rest. Only that one token has been read by then, so rubbish after it does no harm. Its lexer takes the
 longest match at each place, whatever the grammar could use there, so lexer and grammar are kept apart here
@@ -45,7 +45,7 @@ __all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse", "refuse_rest"]
 Dialect: TypeAlias = Literal["4.9", "5.3"]
 
 MAX_DEPTH: Final = 2000
-"""Parentheses in parentheses, operators on operators. The original's stack holds between 1,000 and 3,000."""
+"""Parentheses in parentheses, operators on operators. The broker's stack holds between 1,000 and 3,000."""
 
 _WORDS_OF_5: Final = ("CONTAINS", "STARTSWITH", "ENDSWITH")
 _READABLE: Final = {
@@ -93,14 +93,14 @@ class Selector:
     ignored_from: int | None
 
     def text(self, node: Node) -> str:
-        """A node in the words of the expression; the halves of a BETWEEN as the comparisons they mean."""
+        """Return a node in the words of the expression; the halves of a BETWEEN as the comparisons they mean."""
         if isinstance(node, Compare) and node.operator not in self.expression[node.left.end : node.right.start]:
             return f"{self.text(node.left)} {node.operator} {self.text(node.right)}"
         return self.expression[node.start : node.end]
 
 
 class _RefusedError(Exception):
-    """A part of an expression that the original refuses when it builds it."""
+    """A part of an expression that the broker refuses when it builds it."""
 
     def __init__(self, position: int, reason: str) -> None:
         super().__init__(reason)
@@ -145,7 +145,7 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
 
 
 def refuse_rest(selector: Selector) -> None:
-    """``FilterSyntaxError`` where something follows the whole expression, which the original ignores."""
+    """Raise ``FilterSyntaxError`` if something follows the whole expression, which the broker ignores."""
     if selector.ignored_from is not None:
         rest = selector.expression[selector.ignored_from : selector.ignored_from + 40]
         reason = f"unexpected {rest!r}; the expression ended before"
@@ -153,7 +153,7 @@ def refuse_rest(selector: Selector) -> None:
 
 
 def _unreadable(expression: str, position: int) -> str:
-    """What is wrong where no token can be read."""
+    """Return what is wrong where no token can be read."""
     if expression[position] == "'":
         return "this text has no closing quote"
     if expression.startswith("/*", position):
@@ -299,7 +299,7 @@ def _tables() -> _Tables:
 
 
 def _boolean(node: Node) -> Node:
-    """A node where a boolean is wanted: a bare property counts as one, numbers and texts do not."""
+    """Return a node where a boolean is wanted: a bare property counts as one, numbers and texts do not."""
     if isinstance(node, Property):
         return Truth(node, start=node.start, end=node.end)
     if not is_boolean(node):
@@ -317,7 +317,7 @@ _TIGHT: Final = "; NOT binds tighter than what follows: write NOT (…), or NOT 
 
 
 def _orderable(node: Node) -> None:
-    """What ``<`` and its like refuse."""
+    """Refuse an operand that ``<`` and its like refuse."""
     if isinstance(node, Constant):
         if isinstance(node.value, bool) or not isinstance(node.value, int | float):
             raise _RefusedError(node.start, "expected a number or a property: only numbers have an order")

@@ -81,7 +81,7 @@ class WatchedPredicate(Generic[M]):
         return self._counts
 
     def matches(self, message: M, address: object = None) -> bool:
-        """Whether to deliver; ``address`` is how the log names the message. Never raises an Exception."""
+        """Return whether to deliver; ``address`` is how the log names the message. Never raises an Exception."""
         failed = False
         begun = self._clock.monotonic()
         try:

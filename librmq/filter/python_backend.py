@@ -1,7 +1,7 @@
 """Filters as generated Python: one flat expression over one message's properties.
 
 A question is written in one of three modes. In the modes IS_TRUE and IS_FALSE it becomes a Python condition
-that holds when the answer is TRUE (FALSE), fails when it is anything else, and raises where the original
+that holds when the answer is TRUE (FALSE), fails when it is anything else, and raises where the broker
 does: most filters need no more, since NOT exchanges the modes, and the chain of ANDs at the top takes FALSE,
 UNKNOWN and an error for the same. Only below an OR or a NOT, where an AND goes on past an UNKNOWN and may
 then meet an error, the mode VALUE is needed, whose expression is True, False or None.
@@ -54,16 +54,16 @@ REMEMBERED_NUMBERS: Final = 1024
 
 
 class EvaluationRefusedError(Exception):
-    """A term that the original would have raised at; which one, the interpreter tells."""
+    """A term at which the broker would have raised; the interpreter finds it."""
 
 
 def compile_match(question: Question) -> Match:
-    """The broker's decision: true for TRUE alone, false for FALSE, UNKNOWN and errors."""
+    """Compile to the broker's decision: true for TRUE alone, false for FALSE, UNKNOWN and errors."""
     return cast("Match", _Writer().function(question, "is_true", on_error="return False"))
 
 
 def compile_evaluate(question: Question) -> Evaluate:
-    """TRUE, FALSE or UNKNOWN (None); ``EvaluationRefusedError`` where the original raises."""
+    """Compile to TRUE, FALSE or UNKNOWN (None); ``EvaluationRefusedError`` where the broker raises."""
     return cast("Evaluate", _Writer().function(question, "value", on_error="raise"))
 
 
@@ -98,7 +98,7 @@ class _Reader:
 
 
 def _double(text: str) -> float | None:
-    """A double for comparison with a finite literal, for which NaN, above all in Java, may be infinity."""
+    """Return a double for comparison with a finite literal, for which NaN, above all in Java, may be infinity."""
     number = parse_double(text)
     return float("inf") if number is not None and number != number else number
 
@@ -162,7 +162,7 @@ class _Writer:
         self.later: list[tuple[str, Question, _Mode]] = []
 
     def function(self, question: Question, mode: _Mode, on_error: str) -> Any:
-        """The filter's function, from properties (None: there are none) to a verdict."""
+        """Return the filter's function, from properties (None: there are none) to a verdict."""
         if mode == "is_true":
             question = cheapest_first(question)
         uses = Counter(names(question))
@@ -192,7 +192,7 @@ class _Writer:
         return self.namespace["filter"]
 
     def write(self, question: Question, mode: _Mode, level: int) -> str:
-        """A Python expression, in parentheses where it needs them."""
+        """Write a Python expression, in parentheses where it needs them."""
         if level >= LEVELS_PER_FUNCTION and below(question):
             name = f"f{next(self.fresh)}"
             self.later.append((name, question, mode))
@@ -232,7 +232,7 @@ class _Writer:
         return self.loaded.get(name) or f"p.get({name!r})"
 
     def present(self, name: str, mode: _Mode, when_true: str, when_false: str) -> str:
-        """A test of a text ({0} in it) that is UNKNOWN where there is none."""
+        """Return a test of a text ({0} in it) that is UNKNOWN where there is none."""
         if name in self.loaded:
             text = first = self.loaded[name]
         else:
@@ -332,7 +332,7 @@ class _Writer:
         return f"(None if ({variable} := {value}) is None else not {variable})"
 
     def chain(self, terms: tuple[Question, ...], mode: _Mode, level: int, decisive: _Mode) -> str:
-        """AND, which FALSE decides, or OR, which TRUE decides."""
+        """Write an AND, which FALSE decides, or an OR, which TRUE decides."""
         if mode == "value":
             return self.chain_value(terms, level, decisive)
         if mode == decisive:

@@ -38,7 +38,7 @@ _log = logging.getLogger("librmq.filter")
 
 
 def is_tag_type(expression_type: str | None) -> bool:
-    """Whether a subscription is by tags, and so needs no registration."""
+    """Return whether a subscription is by tags, and so needs no registration."""
     return expression_type in (None, "", TAG)
 
 
@@ -63,11 +63,11 @@ class Registration:
         return self.dead_timestamp_ms >= self.born_timestamp_ms
 
     def matches(self, properties: Mapping[str, str] | None) -> bool:
-        """The exact check; without a filter that compiles, every message passes."""
+        """Check exactly; without a filter that compiles, every message passes."""
         return self.filter is None or self.filter.matches(properties)
 
     def may_match(self, bitmap: bytes | None, store_timestamp_ms: int | None, bloom: BloomFilter) -> bool:
-        """The check before the message is read, by its bitmap and store time: false means certainly no match.
+        """Check by bitmap and store time, before the message is read: false means certainly no match.
 
         None stands for what is not known. A message stored before the registration was not evaluated for it.
         """
@@ -89,7 +89,7 @@ class Registrations:
     def __init__(self, bloom: BloomFilter = BROKER_BLOOM, dialect: Dialect = "4.9") -> None:
         self.bloom: Final = bloom
         self.dialect: Final[Dialect] = dialect
-        # Changed by replacing it, and what is in it, under the lock; whoever reads sees one state or the other.
+        # Replaced as a whole under the lock: a reader without it sees one state or the other.
         self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
         self._lock: Final = threading.RLock()
 
@@ -107,7 +107,7 @@ class Registrations:
         return tuple(registration for registration in self if registration.group == group)
 
     def answers_for(self, registration: Registration) -> bool:
-        """Whether bitmaps are made for it: false once its group has another expression here, or none."""
+        """Return whether bitmaps are made for it: false once its group has another expression here, or none."""
         now = self.get(registration.topic, registration.group)
         return now is not None and (now.expression, now.expression_type, now.born_timestamp_ms) == (
             registration.expression,
@@ -124,7 +124,7 @@ class Registrations:
         client_version: int,
         now_ms: int,
     ) -> bool:
-        """Take a group's subscription; whether it is the one in force now.
+        """Take a group's subscription, and return whether it is the one in force now.
 
         A tag subscription needs none. An older version, or the same one of a group that lives, changes
         nothing. An expression that does not compile is refused, and ends what the group had before.
@@ -171,11 +171,11 @@ class Registrations:
             return True
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
-        """A group's clients named all their topics: its filters on others are dead from now on."""
+        """Keep the filters on ``topics``, all that the group's clients named; the others are dead now."""
         self._bury(group, now_ms, lambda registration: registration.topic not in topics)
 
     def unregister(self, group: str, now_ms: int) -> None:
-        """The last client of a group has left."""
+        """Release a group's subscription after its last client has left."""
         self._bury(group, now_ms, lambda registration: True)
 
     def _bury(self, group: str, now_ms: int, which: Callable[[Registration], bool]) -> None:
@@ -201,7 +201,7 @@ class Registrations:
         self._by_topic = {topic: groups for topic, groups in kept.items() if groups}
 
     def bitmap(self, topic: str, properties: Mapping[str, str] | None) -> bytes | None:
-        """The bitmap of a new message: the bits of all groups that it matches; None: nobody filters."""
+        """Return the bitmap of a new message: the bits of all groups that it matches; None if no group filters."""
         groups = self._by_topic.get(topic)
         if not groups:
             return None
@@ -221,7 +221,7 @@ class Registrations:
     # --- consumerFilter.json
 
     def to_document(self, now_ms: int) -> dict[str, Any]:
-        """The content of the file, after a ``clean``."""
+        """Return the content of the file, after a ``clean``."""
         self.clean(now_ms)
         return {
             "filterDataByTopic": {
@@ -234,7 +234,7 @@ class Registrations:
         }
 
     def load(self, document: Any, now_ms: int) -> bool:
-        """Take the content of the file in place of everything; ``ConfigError`` where it is not such content.
+        """Replace everything by the content of the file; ``ConfigError`` where it is not such content.
 
         False, and nothing taken, where its bits were made with other bloom settings: bitmaps would not fit.
         Groups that lived are taken for dead, a little earlier than now: they will register again.

@@ -17,7 +17,7 @@ from librmq.errors import FilterError, MissingExtraError
 
 try:
     from pyspark.sql import Column
-    from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+    from pyspark.sql import functions as F  # noqa: N812 - the usual name
 except ImportError as error:
     raise MissingExtraError("a filter as a Spark column", "spark") from error
 
@@ -46,7 +46,7 @@ DEEPEST: Final = 200
 
 
 def to_column(question: Question, properties: Any) -> Any:
-    """Where ``question`` is TRUE, as a column ``matches`` that is never null.
+    """Return where ``question`` is TRUE, as a column ``matches`` that is never null.
 
     ``properties`` is a column of maps, or a mapping from names to columns of texts. ``FilterError`` for an
     expression that grows too large: one with long chains of ORs in ANDs in ORs over terms that may fail.
@@ -85,7 +85,7 @@ def _never_null(condition: _Expression) -> _Expression:
 
 
 def _balanced(join: Callable[[Column, Column], Column], parts: list[_Expression]) -> _Expression:
-    """A chain as a tree of little depth: plain ANDs and ORs may be grouped at will."""
+    """Return a chain as a tree of little depth: plain ANDs and ORs may be grouped at will."""
     while len(parts) > 1:
         pairs = [_of(join, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) & ~1 :]
@@ -115,7 +115,7 @@ class _Spark(ColumnBackend[_Expression]):
         self._texts: dict[str, _Expression] = {}
 
     def whole(self, question: Question) -> _Expression:
-        """Where a whole question is TRUE, never null: a chain of ANDs, the cheapest first, each of them never null.
+        """Return where a whole question is TRUE, never null: a chain of ANDs, the cheapest first.
 
         Spark takes such a chain apart: what a term needs is read only where those before it hold, and what a source
         can tell by itself, as Parquet's files can of a column that is one of some texts, it is asked first.
@@ -174,7 +174,7 @@ class _Spark(ColumnBackend[_Expression]):
         raise AssertionError(question)
 
     def text(self, name: str) -> _Expression:
-        """A property, null where missing."""
+        """Return a property, null where missing."""
         if name not in self._texts:
             if not isinstance(self._properties, Mapping):
                 self._texts[name] = _of(lambda: self._properties.getItem(name))
@@ -225,7 +225,7 @@ class _Spark(ColumnBackend[_Expression]):
 
 
 def _integers(text: _Expression, kind: type) -> _Expression:
-    """A property as an integer, null where it is missing or none."""
+    """Return a property as an integer, null where it is missing or none."""
     target = _TYPES[kind]
 
     def make(text: Column) -> Column:
@@ -236,13 +236,13 @@ def _integers(text: _Expression, kind: type) -> _Expression:
 
 
 def _unusual(text: Column, target: str) -> Column:
-    """A text that is not what Spark writes for an integer, as an integer where Java takes it for one, else null."""
+    """Return texts that Spark does not write for an integer as Java's integer; null where Java takes none."""
     others, ascii_digits = digit_translation()
     return F.when(text.rlike(_INTEGER), F.translate(text, others, ascii_digits).try_cast(target))
 
 
 def _compared_integer(text: _Expression, compare: Callable[[Any, Any], Any], literal: int) -> _Expression:
-    """An integer compared: what compares ill needs no second look, for Spark's cast is wrong only about what it is."""
+    """Compare an integer; a text that Spark can't cast needs a second look only where its value could match."""
     target = _TYPES[type(literal)]
 
     def make(text: Column) -> Column:
@@ -258,12 +258,12 @@ _TYPES: Final[dict[type, str]] = {int: "int", JavaLong: "bigint"}
 
 
 def _sized(make: Callable[[Column], Column], text: _Expression, mentions: int, own: int) -> _Expression:
-    """An expression that mentions ``text`` several times."""
+    """Return an expression that mentions ``text`` several times."""
     return _Expression(_of(make, text).column, own + mentions * text.size, text.depth + 5)
 
 
 def _doubles(text: _Expression) -> _Expression:
-    """A property as a double, null where it is missing or none."""
+    """Return a property as a double, null where it is missing or none."""
 
     def make(text: Column) -> Column:
         number = text.try_cast("double")
@@ -273,7 +273,7 @@ def _doubles(text: _Expression) -> _Expression:
 
 
 def _java_order(operator: str, a: Column, b: Column) -> Column:
-    """Java's order of doubles, in which -0.0 stands below 0.0."""
+    """Return Java's order of doubles, in which -0.0 stands below 0.0."""
     zeros = (a == 0.0) & (b == 0.0)
     ranks = [F.when(number.cast("string") == "-0.0", 0).otherwise(1) for number in (a, b)]
     compare = _COMPARE[operator]

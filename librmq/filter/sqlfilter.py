@@ -22,7 +22,7 @@ __all__ = ["FilterWarning", "SqlFilter", "compiled"]
 
 CACHED_FILTERS: Final = 512
 CACHED_LENGTH: Final = 4096
-"""Longer expressions are compiled anew each time: the cache is bounded in memory too."""
+"""Longer expressions are compiled each time, so that the cache is bounded in memory too."""
 
 
 class FilterWarning(UserWarning):
@@ -57,7 +57,7 @@ class Compiled:
 
 
 def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:
-    """The compiled form of an expression, from a bounded cache; ``FilterSyntaxError``."""
+    """Return the compiled form of an expression, from a bounded cache; ``FilterSyntaxError``."""
     if not isinstance(expression, str):
         raise TypeError(f"a filter expression is a text, not {type(expression).__name__}")
     if len(expression) > CACHED_LENGTH:
@@ -104,15 +104,15 @@ class SqlFilter:
         return f"SqlFilter({self.expression!r}, dialect={self.dialect!r}, strict={self.strict})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Sent to another process as its text."""
+        """Send the filter to another process as its text."""
         return partial(SqlFilter, self.expression, dialect=self.dialect, strict=self.strict), ()
 
     def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
-        """TRUE, FALSE, or UNKNOWN as None; ``FilterEvaluationError`` with the term that failed."""
+        """Return TRUE, FALSE, or UNKNOWN as None; ``FilterEvaluationError`` names the term that failed."""
         return self._compiled.evaluate(properties)
 
     def match_arrow(self, properties: pa.MapArray | pa.RecordBatch) -> pa.BooleanArray:
-        """``matches`` for many messages at once.
+        """Return ``matches`` for many messages at once.
 
         ``properties`` is a map array from string to string (a null is a message without properties), or a
         record batch of string columns, one a property (a null is a missing property, as is a column that is
@@ -124,7 +124,7 @@ class SqlFilter:
         return match_arrow(self._compiled.question, properties)
 
     def to_column(self, properties: Column | Mapping[str, Column]) -> Column:
-        """``matches`` as a Spark column: native expressions, deterministic, without Python at run time.
+        """Return ``matches`` as a Spark column: native expressions, deterministic, without Python at run time.
 
         ``properties`` is a column of type map from string to string, or a column of strings for each
         property. Never null. Needs the extra ``spark``. ``FilterError`` for an expression too
@@ -136,9 +136,9 @@ class SqlFilter:
         return column
 
     def explain(self, properties: Mapping[str, str] | None) -> Explanation:
-        """Why a message with these properties matches, or does not: the tree with every value and verdict."""
+        """Explain why a message with these properties matches, or does not: the tree with every value and verdict."""
         return explain(self._compiled.selector, properties)
 
     def lint(self) -> list[Lint]:
-        """What surely surprises in this expression, from left to right."""
+        """Return what surely surprises in this expression, from left to right."""
         return lint(self._compiled.selector, self.dialect)

@@ -102,7 +102,7 @@ class IsNull(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class In(Node):
-    """[NOT] IN: ``operand`` is a property, as the original insists."""
+    """[NOT] IN: ``operand`` is a property, as the broker insists."""
 
     operand: Property
     values: tuple[str, ...]
@@ -149,14 +149,14 @@ _BOOLEAN: Final = (Compare, IsNull, In, Search, Truth, Not, And, Or)
 
 
 def is_boolean(node: Node) -> bool:
-    """Whether the original takes the node for a boolean expression (NULL counts as one)."""
+    """Return whether the broker takes the node for a boolean expression (NULL counts as one)."""
     return isinstance(node, _BOOLEAN) or (
         isinstance(node, Constant) and (node.value is None or isinstance(node.value, bool))
     )
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The nodes right below, in the order of their evaluation."""
+    """Return the nodes right below, in the order of their evaluation."""
     match node:
         case And() | Or():
             return node.terms
@@ -169,7 +169,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def postorder(root: Node) -> Iterator[Node]:
-    """All nodes, children before parents, without recursion: a tree may be deeper than Python's stack."""
+    """Yield all nodes, children before parents, without recursion: a tree may be deeper than Python's stack."""
     pending = [(root, False)]
     while pending:
         node, seen = pending.pop()
@@ -182,5 +182,5 @@ def postorder(root: Node) -> Iterator[Node]:
 
 
 def respan(node: Node, start: int, end: int) -> Node:
-    """The same node as the meaning of a longer part of the expression."""
+    """Return the same node as the meaning of a longer part of the expression."""
     return replace(node, start=start, end=end)

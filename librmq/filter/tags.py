@@ -20,7 +20,7 @@ _TRIMMED: Final = "".join(map(chr, range(0x21)))  # what Java's trim takes away
 
 
 def tags_code(tags: str | None) -> int:
-    """The 8-byte code of a message's tags in a queue entry: their Java hash, 0 for none."""
+    """Return the 8-byte code of a message's tags in a queue entry: their Java hash, 0 for none."""
     return string_hash(tags) if tags else 0
 
 
@@ -29,7 +29,7 @@ class TagFilter:
     """A subscription expression: tags between ``||``, blanks around them without meaning; ``*``, empty, None:
     all.
 
-    As in the original, only ``*`` itself is all: `` * `` asks for a tag ``*``, and nothing but ``||`` and
+    As in the broker, only ``*`` itself is all: `` * `` asks for a tag ``*``, and nothing but ``||`` and
     blanks asks for no tag at all. ``||`` alone is a ``FilterSyntaxError``. Immutable and thread-safe.
     """
 
@@ -50,15 +50,15 @@ class TagFilter:
 
     @property
     def takes_all(self) -> bool:
-        """Whether every message is asked for, with a tag or without."""
+        """Return whether every message is asked for, with a tag or without."""
         return self.expression == ALL_TAGS
 
     def matches_code(self, code: int | None) -> bool:
-        """The broker's check of an entry's tags code (None: not known); false: certainly not asked for."""
+        """Check an entry's tags code (None: unknown) as the broker does; false: certainly not asked for."""
         if code is None or self.takes_all:
             return True
         return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 in self.codes
 
     def matches(self, tags: str | None) -> bool:
-        """The consumer's exact check of a message's tags; without any it passes only where none is listed."""
+        """Check a message's tags exactly, as consumers do; without any it passes only where none is listed."""
         return not self.tags or tags in self.tags

@@ -7,7 +7,7 @@
     librmq/spark/<job>.json                     {"version", "begin", "end", "first", "records", "done"}: where the
                                                 records go in the log, how the first one begins, whether all is done
 
-Everything is written behind the log's end but for the first bytes, up to the end of their sector: to whoever looks, the
+Everything is written behind the log's end but for the first bytes, up to the end of their sector: to any reader, the
 log ends where it did. When all of that has reached the device those bytes are written, and the whole is there at once.
 A process that dies before leaves a sector that was never written, which recovery knows from crashes of the broker, and
 cuts; one that dies behind leaves records whose queue entries and keys recovery makes. A job's file tells which of the
@@ -518,7 +518,7 @@ def _ranks(lane: Ints, lanes: int) -> Ints:
 
 
 def _places(sizes: Ints, end: int, file_size: int) -> Ints:
-    """Where records go from ``end`` on: to the next file where one does not fit with a blank behind it."""
+    """Return where records go from ``end`` on: to the next file where one does not fit with a blank behind it."""
     if int(sizes.max()) + record.BLANK_SIZE > file_size:
         raise MessageIllegalError(f"a record of {sizes.max()} bytes does not fit a log file of {file_size} bytes")
     sums = np.cumsum(sizes)
@@ -538,7 +538,7 @@ def _places(sizes: Ints, end: int, file_size: int) -> Ints:
 
 
 def _chunks(places: Ints, sizes: Ints, file_size: int) -> Iterator[tuple[int, int]]:
-    """Runs of records that go into one file, some MiB at a time."""
+    """Yield runs of records that go into one file, some MiB at a time."""
     files = places // file_size
     sums = np.cumsum(sizes)
     at = 0

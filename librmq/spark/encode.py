@@ -85,7 +85,7 @@ class Encoder:
     max_record: int
 
     def encode(self, batch: pa.RecordBatch, first_row: int, now_ms: int) -> Encoded:
-        """The records of ``batch``, whose first row is number ``first_row`` of its task.
+        """Return the records of ``batch``, whose first row is number ``first_row`` of its task.
 
         `MessageIllegalError` names the first row that is no message.
         """
@@ -192,7 +192,7 @@ class Encoder:
 
 
 def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
-    """`ConfigError` for columns (name, Spark type) that are not written; ``extra`` is one to order by."""
+    """Raise `ConfigError` for columns (name, Spark type) that are not written; ``extra`` is one to order by."""
     for name, kind in names:
         if name not in COLUMNS:
             if name == extra:
@@ -231,7 +231,7 @@ def _bodies(batch: pa.RecordBatch, first_row: int) -> pa.Array:
 
 
 def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """A column of texts, null where there is none; lists of keys joined."""
+    """Return a column of texts, null where there is none; lists of keys joined."""
     column = _column(batch, name)
     if column is None:
         return pa.nulls(batch.num_rows, pa.string())
@@ -241,7 +241,7 @@ def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _given(values: pa.Array, properties: pa.Array | None, name: str) -> pa.Array:
-    """A property that has a column of its own; where that is null, the one in the map."""
+    """Return a property that has a column of its own; where that is null, the one in the map."""
     if properties is None or not values.null_count:
         return values
     found = pc.map_lookup(properties, pa.scalar(name), "last")
@@ -272,7 +272,7 @@ def _mask(values: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _bytes_of(values: pa.Array) -> npt.NDArray[np.uint8]:
-    """The bytes of texts, perhaps with some beside them."""
+    """Return the bytes of texts, perhaps with some beside them."""
     data = values.buffers()[2] if len(values) else None
     return np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
 
@@ -288,7 +288,7 @@ def _has_wide(values: pa.Array) -> bool:
 
 
 def _fixed(values: npt.NDArray[Any]) -> pa.Array:
-    """Values of one length as a binary array."""
+    """Return values of one length as a binary array."""
     size = values.dtype.itemsize
     offsets = np.arange(len(values) + 1, dtype=np.int32) * size
     return pa.Array.from_buffers(
@@ -306,7 +306,7 @@ def _checksums(bodies: pa.Array) -> list[int]:
 
 
 def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[QueueName], npt.NDArray[np.int32]]:
-    """The queues of rows, each once, and which is whose."""
+    """Return the queues of the rows, each once, and the number of each row's queue."""
     if topics.null_count:
         at = int(topics.is_null().to_numpy(zero_copy_only=False).argmax())
         raise MessageIllegalError(f"row {at} of its batch: topic: expected text, found null")
@@ -340,7 +340,7 @@ def _tags_codes(tags: pa.Array) -> Ints:
 
 
 def _key_hashes(lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
-    """Of every key its row, ascending, and what the index keeps of it: the unique key first."""
+    """Return the row of each key, ascending, and its hash in the index; the unique key first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
     uniques, keys = own[record.PROPERTY_UNIQUE_KEY], own[record.PROPERTY_KEYS]
     rows = len(lane)
@@ -362,7 +362,7 @@ def _key_hashes(lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], own: di
 
 
 def _hashes(prefixes: Ints, keys: pa.Array) -> Ints:
-    """`index_key_hashes` of a column without nulls."""
+    """Return `index_key_hashes` of a column without nulls."""
     sizes = _sizes(keys)
     if len(keys) and 0 < sizes[0] <= LONGEST_FIXED_KEY and (sizes == sizes[0]).all():
         _, offsets, data = keys.buffers()
@@ -387,7 +387,7 @@ def _counts(properties: pa.Array) -> Ints:
 
 
 def _entries(properties: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Names and values of all maps that are not null, in order."""
+    """Return names and values of all maps that are not null, in order."""
     if properties.null_count:
         properties = properties.drop_null()
     offsets = np.frombuffer(properties.buffers()[1], np.int32, len(properties) + 1, properties.offset * 4)
@@ -396,7 +396,7 @@ def _entries(properties: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 
 def _row_numbers(table: Ints) -> Ints:
-    """A number for each row, equal for equal rows only."""
+    """Return a number for each row, equal for equal rows only."""
     numbers = np.zeros(len(table), np.int64)
     for column in table.T:
         values, codes = np.unique(column, return_inverse=True)

@@ -23,7 +23,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.client import allocation
 from librmq.errors import AllocationError, ConfigError, FilterError
@@ -59,7 +59,7 @@ _ARROW_SHARES: Final = pa.map_(pa.string(), pa.list_(_ARROW_QUEUE))
 
 
 def match_sql(properties: Column | str | Mapping[str, Column], expression: str, *, dialect: Dialect = "4.9") -> Column:
-    """Whether the broker would deliver a message with these properties to a subscription by ``expression``.
+    """Return whether the broker would deliver a message with these properties to a subscriber to ``expression``.
 
     ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
     True for TRUE; false for FALSE, UNKNOWN and where the evaluation raises; never null. `FilterSyntaxError` at once
@@ -81,12 +81,12 @@ def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Ar
 
 
 def _match_sql(dialect: Dialect, properties: pa.Array, expressions: pa.Array) -> pa.Array:
-    """Filters that may differ from row to row."""
+    """Match filters that may differ from row to row."""
     return _by_value(expressions, "expression", lambda text, rows: _match_one(text, dialect, properties.take(rows)))
 
 
 def match_tags(tags: Column | str, expression: str) -> Column:
-    """Whether a consumer that subscribes to ``a || b`` takes a message with these tags (null for none); never null.
+    """Return whether a consumer of ``a || b`` takes a message with these tags (null for none); never null.
 
     `FilterSyntaxError` for ``||`` alone.
     """
@@ -106,7 +106,7 @@ def _match_tags(tags: pa.Array, expressions: pa.Array) -> pa.Array:
 
 
 def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.Array]) -> pa.Array:
-    """``answer(value, rows)`` for each different value, brought back to the order of the rows."""
+    """Return ``answer(value, rows)`` for each different value, brought back to the order of the rows."""
     encoded = values.dictionary_encode()
     if encoded.null_count:
         raise ConfigError(f"{what}: expected a text, found null")
@@ -126,7 +126,7 @@ def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.
 
 
 def tags_code(tags: Column | str) -> Column:
-    """What stands in a queue entry for these tags: their Java hash as a bigint, 0 for none."""
+    """Return what stands in a queue entry for these tags: their Java hash as a bigint, 0 for none."""
     return _arrow(_tags_code, "bigint")(tags)
 
 
@@ -138,7 +138,7 @@ def _tags_code(tags: pa.Array) -> pa.Array:
 
 
 def bloom_positions(text: Column | str, error_percent: float = 20, expected: int = 32) -> Column:
-    """The bits that stand for a text (``group#topic``) in a broker's bitmaps, as array<int>; null for null.
+    """Return the bits that stand for a text (``group#topic``) in a broker's bitmaps, as array<int>; null for null.
 
     `ConfigError` for an error rate or a number out of range.
     """
@@ -162,7 +162,7 @@ _bloom = lru_cache(maxsize=64)(BloomFilter)
 
 
 def dedup_key(application: str, group: str, topic: Column | str, tags: Column | str, key: Column | str) -> Column:
-    """The key under which `librmq.dedup` keeps a message's record; null where ``key`` is null or empty.
+    """Return the key under which `librmq.dedup` keeps a message's record; null where ``key`` is null or empty.
 
     With it a table of the lake is held against a guard's own store: what has been consumed, and what has not.
     """
@@ -186,7 +186,7 @@ def _dedup_key_in_sql(
 
 
 def strategy_of(text: str) -> allocation.AllocationStrategy:
-    """A strategy by name, perhaps with its setting behind a colon; `ConfigError` names the known ones.
+    """Return a strategy by name, perhaps with its setting behind a colon; `ConfigError` names the known ones.
 
     ``AVG``, ``AVG_BY_CIRCLE``, ``CONSISTENT_HASH`` (``:virtual nodes``), ``MACHINE_ROOM:room,room``,
     ``MACHINE_ROOM_NEARBY`` (``:inner strategy``; the room is the text before the first ``-``).
@@ -219,7 +219,7 @@ def allocate(
     clients: Column | str,
     client: Column | str | None = None,
 ) -> Column:
-    """Who consumes which queue: a map from each client to its queues, or with ``client`` the queues of that one.
+    """Return a map from each client to its queues, or with ``client`` the queues of that client.
 
     ``strategy`` is a name that `strategy_of` takes, or a function of `librmq.client.allocation`; ``queues`` is an array
     of struct<topic, brokerName, queueId>, ``clients`` an array of ids, both in the order in which the strategy is to
@@ -303,7 +303,7 @@ def register_functions(spark: SparkSession) -> None:
 
 
 def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
-    """A function of Arrow arrays as Spark's."""
+    """Return a function of Arrow arrays as Spark's."""
     from pyspark.sql.pandas.functions import arrow_udf
 
     def called(*arrays: Any) -> Any:

@@ -29,7 +29,7 @@ _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
 def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
-    """`ConfigError` for an option that is none of ``known``; names are taken in any case."""
+    """Raise `ConfigError` for an option that is none of ``known``; names are taken in any case."""
     lower = {name.lower() for name in known}
     for name in options:
         if name.lower() not in lower:
@@ -111,6 +111,7 @@ class WriteOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> WriteOptions:
+        """Check options, named in any case; `ConfigError`."""
         refuse_unknown(options, WRITE_OPTIONS, "writing")
         given = {name: options[key] for name in WRITE_OPTIONS for key in options if key.lower() == name.lower()}
         if "path" not in given:
@@ -152,7 +153,7 @@ def _whole(name: str, text: str, least: int) -> int:
 
 
 def _job_id(text: str | None) -> str | None:
-    """A job id names files and a folder."""
+    """Check a job id, which names files and a folder."""
     if text is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
         return text
     raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode
 from librmq.diagnosis.report import Page, Section, Tile, bars, lines
@@ -109,7 +109,7 @@ def overview(
 
 
 def _rows(frame: DataFrame) -> list[tuple[Any, ...]]:
-    """The rows of a small result, times as UTC."""
+    """Return the rows of a small result, times as UTC."""
     return [tuple(_utc(value) for value in row) for row in frame.collect()]
 
 
@@ -118,14 +118,14 @@ def _utc(value: Any) -> Any:
 
 
 def _own(messages: DataFrame) -> DataFrame:
-    """What producers sent."""
+    """Return what producers sent."""
     written_again = F.col("topic").startswith("%RETRY%") | F.col("topic").startswith("%DLQ%")
     internal = F.col("topic").rlike("^(RMQ_SYS_|rmq_sys_|SCHEDULE_TOPIC_XXXX$|TRANS_CHECK_MAX_TIME_TOPIC$)")
     return messages.where(~written_again & ~internal)
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:
-    """Folders by what tells them apart."""
+    """Return folders by what tells them apart."""
     for parts in range(1, 10):
         names = ["/".join(folder.rstrip("/").split("/")[-parts:]) for folder in folders]
         if len(set(names)) == len(names):

@@ -91,7 +91,7 @@ def register(spark: SparkSession) -> None:
 
 
 def require() -> None:
-    """`MissingExtraError`, which names it, if a package is missing that Spark needs."""
+    """Raise `MissingExtraError` if a package is missing that Spark needs; it names the package."""
     for package in ("pyspark", "pyarrow", "pandas"):
         if find_spec(package) is None:
             raise MissingExtraError(f"Spark from Python lacks the package {package} and", "spark")
@@ -99,7 +99,7 @@ def require() -> None:
 
 @cache
 def java_home() -> Path:
-    """A folder with ``bin/java`` that runs Spark; ``MissingExtraError`` where there is none."""
+    """Return a folder with ``bin/java`` that runs Spark; ``MissingExtraError`` where there is none."""
     for java in _candidates():
         modules = _modules(java)
         if modules is None:
@@ -128,7 +128,7 @@ def _candidates() -> list[Path]:
 
 
 def _modules(java: Path) -> set[str] | None:
-    """The modules of a Java; None where it is none, or too old for Spark."""
+    """Return the modules of a Java; None where it is none, or too old for Spark."""
     try:
         command = [str(java), "--list-modules"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -141,7 +141,7 @@ def _modules(java: Path) -> set[str] | None:
 
 
 def _launcher(java: Path) -> Path:
-    """A folder, removed at the end of the process, whose ``bin/java`` leaves the missing module out."""
+    """Return a folder, removed at the end of the process, whose ``bin/java`` leaves the missing module out."""
     home = Path(tempfile.mkdtemp(prefix="librmq-java-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     script = home / "bin" / "java"

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from librmq.columns.options import ReadOptions, Wanted
-    from librmq.columns.plan import Part
 
 __all__ = ["RocketMQDataSource", "arrow_schema", "schema_of"]
 
@@ -66,6 +65,7 @@ class RocketMQDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
+        """Return the name of the format."""
         return "rocketmq"
 
     def _read_options(self, schema: StructType | None = None) -> ReadOptions:
@@ -83,6 +83,7 @@ class RocketMQDataSource(DataSource):
         return parse_read_options(given)
 
     def schema(self) -> StructType:
+        """Return the columns of a read without a schema."""
         from librmq.columns.read import default_columns
 
         found = schema_of(default_columns(self._read_options()))
@@ -91,12 +92,14 @@ class RocketMQDataSource(DataSource):
         return found
 
     def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a batch."""
         options = self._read_options(schema)
         # A reader that takes filters is refused where the session does not push any.
         kind = PushingReader if _PUSHING in sys.modules else Reader
         return kind(options, arrow_schema(schema, options))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
+        """Return the reader of a stream."""
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
@@ -106,6 +109,7 @@ class RocketMQDataSource(DataSource):
             return RefusedStream(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Return the writer of a job."""
         from librmq.spark.options import WriteOptions
         from librmq.spark.write import Writer
 
@@ -120,9 +124,13 @@ class Reader(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> list[InputPartition]:
-        return [PartPartition(part) for part in plan_batch(self._options)]
+        """Look at the stores, on the driver, and cut the read into tasks."""
+        from librmq.columns.plan import plan
+
+        return [PartPartition(part) for part in plan(self._options)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a task's rows, in a worker."""
         if not isinstance(partition, PartPartition):  # Spark's own, where there is nothing to read
             return iter(())
         from librmq.columns.read import Reading
@@ -143,31 +151,8 @@ class PushingReader(Reader):
                 yield filter_
 
 
-def plan_batch(options: ReadOptions) -> list[Part]:
-    """The parts of a batch read."""
-    from librmq.columns.options import Wanted
-    from librmq.columns.plan import PlannedStore
-
-    parts: list[Part] = []
-    least = -(-options.min_partitions // len(options.paths))
-    wanted = options.wanted
-    # All entries help to find the records between them.
-    looked_at = Wanted(internal=True) if options.view == "log" else wanted
-    for path in options.paths:  # one at a time: of a hundred stores one is open
-        with PlannedStore.open(path, looked_at, options.mode) as store:
-            parts += store.damage_parts()
-            if options.view == "log":
-                parts += store.log_parts(least)
-                continue
-            store.check_names(options.starting, "startingOffsets")
-            store.check_names(options.ending, "endingOffsets")
-            ranges = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
-            parts += store.parts(ranges, least, entries_only=options.view == "queues")
-    return parts
-
-
 def _narrowed(wanted: Wanted, filter_: Filter, view: str, never_null: bool) -> tuple[Wanted, bool]:
-    """``wanted`` with a filter of Spark's taken in, and whether that is all of it."""
+    """Narrow ``wanted`` by a filter of Spark's; return it, and whether it covers the whole filter."""
     attribute: tuple[str, ...] = getattr(filter_, "attribute", ())
     if len(attribute) != 1 or view == "log":
         return wanted, False
@@ -222,7 +207,7 @@ def _bounds(filter_: Filter, value: Any) -> tuple[int, int] | None:
 
 
 def schema_of(columns: list[str]) -> StructType:
-    """Columns by name as Spark types."""
+    """Return columns by name as Spark types."""
     from pyspark.sql.pandas.types import from_arrow_type
     from pyspark.sql.types import StructField, StructType
 
@@ -232,7 +217,7 @@ def schema_of(columns: list[str]) -> StructType:
 
 
 def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
-    """A schema given by Spark or the user as Arrow's; `ConfigError` for columns that are not read so."""
+    """Return a schema of Spark's as Arrow's; `ConfigError` for a column or type that can't be read."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
     from librmq.columns.options import nearest

@@ -45,14 +45,14 @@ DELAY_GROUP: Final = "delay levels"
 
 
 def paths_of(paths: Paths) -> tuple[str, ...]:
-    """Folders of stores; globs are resolved. `ConfigError` for one that matches nothing."""
+    """Return folders of stores; globs are resolved. `ConfigError` for one that matches nothing."""
     each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found = [one for path in each for one in parse_read_options({"path": os.fspath(path)}).paths]
     return tuple(dict.fromkeys(found))
 
 
 def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) -> DataFrame:
-    """Messages of stores, of all topics unless ``options`` name some, with ``columns`` (a schema) and nothing else."""
+    """Return ``columns`` (a schema) of the stores' messages, of all topics unless ``options`` name some."""
     if options.get("view") != "log" and not {"topic", "topicPattern"} & set(options):
         options["topicPattern"] = "(?s).*"
     return spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths_of(paths)))
@@ -68,7 +68,7 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
 
 
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
-    """store, group, topic, queueId, offset: where each group goes on; that of delay levels under `DELAY_GROUP`."""
+    """Return store, group, topic, queueId, offset: each group's progress; that of delay levels as `DELAY_GROUP`."""
     rows: list[tuple[Any, ...]] = []
     for path in paths_of(paths):
         config = BrokerTables.open(os.path.join(path, directory.CONFIG))
@@ -83,7 +83,7 @@ def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
 
 
 def filters(spark: SparkSession, paths: Paths) -> DataFrame:
-    """store, group, topic, expression: the SQL filters that groups have registered."""
+    """Return store, group, topic, expression: the SQL filters that groups have registered."""
     rows = []
     for path in paths_of(paths):
         config = BrokerTables.open(os.path.join(path, directory.CONFIG))
@@ -94,7 +94,7 @@ def filters(spark: SparkSession, paths: Paths) -> DataFrame:
 
 
 def log_files(spark: SparkSession, paths: Paths) -> DataFrame:
-    """store, file, begin, size: the files of the log."""
+    """Return store, file, begin, size: the files of the log."""
     rows = []
     for path in paths_of(paths):
         rows += [
@@ -126,14 +126,14 @@ def _damage(paths: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def timer_progress(spark: SparkSession, paths: Paths) -> DataFrame:
-    """store, done: up to which queue offset the messages of the timer topic were put into the wheel."""
+    """Return store, done: the queue offset up to which the timer topic's messages are in the wheel."""
     files = DiskFiles()
     rows = [(path, (TimerCheckpoint.read(path, files) or TimerCheckpoint()).queue_offset) for path in paths_of(paths)]
     return _frame(spark, rows, "store string, done bigint")
 
 
 def timer_units(spark: SparkSession, paths: Paths) -> DataFrame:
-    """store, slot (its time in ms), magic, physicalOffset: what stands in slots of the wheel that are not emptied yet.
+    """Return store, slot (its time in ms), magic, physicalOffset of what waits in slots of the timer's wheel.
 
     Tasks read it from the timer's log, one a store.
     """

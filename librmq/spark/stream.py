@@ -45,18 +45,23 @@ class RefusedStream(DataSourceStreamReader):
         self._error = error
 
     def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
+        """Return where a new query begins."""
         raise self._error
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 (Spark's)
+        """Return the limit that the options set."""
         raise self._error
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 (Spark's)
+        """Return where the next batch ends."""
         raise self._error
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """Return the tasks of a batch."""
         raise self._error
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a task's rows, in a worker."""
         raise self._error
 
 
@@ -79,6 +84,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --------------------------------------------------------------------------------------------------- on the driver
 
     def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
+        """Return where a new query begins."""
         options = self._options
         found: dict[Key, int] = {}
         for path, store in self._looked_at().items():
@@ -95,16 +101,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _nested(found)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """Return the limit that the options set."""
         most = self._options.max_offsets_per_trigger
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Keep the present ends: the query stops there."""
         self._target = self._ends()
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
+        """Return the present ends."""
         return _nested(self._ends())
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        """Return where the next batch ends."""
         begins, ends = _flat(start), self._ends()
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
@@ -115,7 +125,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         taken = lags
         if isinstance(limit, ReadMaxRows):
             taken = share(lags, limit.max_rows)
-        # A queue that has gone stays in the offset, so that it is not read anew should it come back.
+        # A queue that has gone stays in the offset, so that it is not read again should it come back.
         found = dict(begins)
         for key, count in taken.items():
             if count or key in begins:
@@ -123,6 +133,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _nested(found)
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """Return the tasks of a batch."""
         begins, ends = _flat(start), _flat(end)
         stores = self._looked_at()
         options = self._options
@@ -149,15 +160,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return parts
 
     def commit(self, end: Offset) -> None:
-        """Nothing to do: it is not called for a query's last batch anyway."""
+        """Do nothing: Spark does not call this for a query's last batch anyway."""
 
     def stop(self) -> None:
+        """Close the stores."""
         for store in self._stores.values():
             store.close()
         self._stores = {}
 
     def _begin(self, key: Key, known: int | None) -> int:
-        """Where a queue is gone on with: where Spark was, or its begin if it is new (or was made anew)."""
+        """Return where to go on in a queue: where Spark was, or the begin of a queue that is new or was made again."""
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])
         if known is None:
@@ -166,7 +178,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._options.fail_on_data_loss:
                 raise DataLossError(
                     f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {known}, but it ends at "
-                    f"{queue.end} (option failOnDataLoss=false begins anew)"
+                    f"{queue.end} (option failOnDataLoss=false starts again at the queue's begin)"
                 )
             return queue.begin
         return known
@@ -179,7 +191,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def _looked_at(self) -> Mapping[str, PlannedStore]:
-        """The stores as they are now; a glob may have got more."""
+        """Return the stores as they are now."""
         options = self._options
         for path in options.paths:
             store = self._stores.get(path)
@@ -192,6 +204,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # ------------------------------------------------------------------------------------------------------ in workers
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a task's rows, in a worker."""
         from librmq.columns.read import Reading
 
         assert isinstance(partition, PartPartition)
@@ -201,7 +214,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def share(lags: Mapping[Key, int], most: int) -> dict[Key, int]:
-    """At most ``most`` messages, shared out by lag; what rounding leaves goes to those with the largest part left."""
+    """Share ``most`` messages out by lag; what rounding leaves goes to those with the largest part left."""
     total = sum(lags.values())
     if total <= most:
         return dict(lags)

@@ -95,6 +95,7 @@ class Writer(DataSourceArrowWriter):
         return Ready(Staged(name, task, rows, tuple(lanes)))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Bring what the tasks staged into the store, on the driver."""
         staged = [message.staged for message in messages if isinstance(message, Ready) and message.staged.records]
         options = self._options
         commit(
@@ -108,6 +109,7 @@ class Writer(DataSourceArrowWriter):
         )
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Delete what the tasks staged, on the driver."""
         discard(self._folder)
 
 
@@ -133,7 +135,7 @@ class _Table:
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch cut so that the records of a piece fit into one buffer."""
+    """Cut a batch so that the records of a piece fit into one buffer."""
     column = batch.column("body")
     sizes = pc.binary_length(column.cast(pa.binary())).fill_null(0).to_numpy(zero_copy_only=False)
     sums = np.cumsum(sizes.astype(np.int64))

@@ -330,11 +330,12 @@ def test_a_reader_does_without_pandas(folder: Path) -> None:
 import sys
 from librmq.spark.options import parse_read_options
 from librmq.columns.read import Reading, default_columns
-from librmq.spark.source import arrow_schema, plan_batch, schema_of
+from librmq.columns.plan import plan
+from librmq.spark.source import arrow_schema, schema_of
 for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
     options = parse_read_options({{"path": {str(folder)!r}, **given}})
     schema = arrow_schema(schema_of(default_columns(options)), options)
-    parts = plan_batch(options)
+    parts = plan(options)
     assert sum(batch.num_rows for part in parts for batch in Reading(options, schema).read(part)), given
     assert "pandas" not in sys.modules or "selector" in given, given
 """

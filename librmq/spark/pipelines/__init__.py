@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode, nearest
 from librmq.errors import ConfigError
@@ -69,7 +69,7 @@ class Pipeline:
 
 
 def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
-    """The result of the pipeline ``name`` over the stores in ``paths``; `ConfigError` for what it does not know."""
+    """Return the result of the pipeline ``name`` over the stores in ``paths``; `ConfigError` for unknown names."""
     if name not in PIPELINES:
         raise ConfigError(f"unknown pipeline {name!r}: {nearest(name, PIPELINES)}")
     pipeline = PIPELINES[name]

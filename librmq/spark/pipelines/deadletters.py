@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.message.record import RESERVED_PROPERTIES
 from librmq.message.topics import DEAD_LETTER_PREFIX
@@ -18,7 +18,7 @@ _OWN = ("KEYS", "TAGS", "UNIQ_KEY")
 
 
 def dead_letters(messages: DataFrame) -> DataFrame:
-    """Dead letters by group, topic and cause.
+    """Return dead letters by group, topic and cause.
 
     ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The cause is what the record tells:
     ``never retried`` (the first failure gave it up: a listener said so, or the group retries nothing), ``retries used
@@ -50,7 +50,7 @@ def dead_letters(messages: DataFrame) -> DataFrame:
 
 
 def replayable(messages: DataFrame) -> DataFrame:
-    """Dead letters as messages to be written again: to the topic they came from, without what the broker had added.
+    """Return dead letters to be written to the topic they came from, without what the broker had added.
 
     ``messages`` has topic, body, properties. Body, keys, tag, unique key and the sender's own properties are kept, so
     that a consumer that guards against duplicates knows them. What is written is ``topic, body, properties``.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Window
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.errors import MissingExtraError
 
@@ -31,7 +31,7 @@ def keyed(messages: DataFrame, key: Column | str | None = None) -> DataFrame:
 
 
 def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | None = None) -> DataFrame:
-    """The messages of a topic whose key an earlier one had, stored at most ``window_seconds`` before, whatever broker.
+    """Return messages whose key an earlier one of the topic had, at most ``window_seconds`` before, on any broker.
 
     Columns: those of ``messages``, key, before (when the earlier one was stored), secondsAfter, resend (true if both
     have one unique key, so that a client or a broker sent it again, not the application).
@@ -50,7 +50,7 @@ def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | N
 def duplicates_approximate(
     messages: DataFrame, error_rate: float = 0.001, capacity: int = 1_000_000, key: Column | str | None = None
 ) -> DataFrame:
-    """The messages whose key an earlier one of the same topic had, whenever, found with a bloom filter a task.
+    """Return messages whose key an earlier one of the topic had at any time, by a bloom filter for each task.
 
     Nothing is sorted and no key is kept: a task takes a share of the keys and holds some 2 bytes a key. None is
     missed; of the others about ``error_rate`` are taken for duplicates. ``capacity`` is how many keys a task's filter

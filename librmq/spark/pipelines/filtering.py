@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.spark.functions import match_sql
 
@@ -15,7 +15,7 @@ __all__ = ["filter_savings"]
 
 
 def filter_savings(messages: DataFrame, filters: DataFrame) -> DataFrame:
-    """A row for each registered filter.
+    """Return a row for each registered filter.
 
     ``messages`` has store, topic, properties, size; ``filters`` those of `librmq.spark.stores`, of which there are few.
     Columns: store, group, topic, expression, messages (of the topic), matched, bytes, matchedBytes, savedBytes (what

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decode import LAST_MS
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
@@ -23,7 +23,7 @@ CHECK_GROUP = "CID_RMQ_SYS_TRANS"
 
 
 def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) -> DataFrame:
-    """Half messages that were neither committed nor rolled back.
+    """Return half messages that were neither committed nor rolled back.
 
     ``halves`` are messages of the half topic with store, queueOffset, physicalOffset, properties, uniqueKey,
     bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store, queueOffset, tags and body (the queue
@@ -59,7 +59,7 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
 def pending_delays(
     entries: DataFrame, messages: DataFrame, offsets: DataFrame, levels: DelayLevels = DEFAULT_LEVELS
 ) -> DataFrame:
-    """Messages of delay levels that were not delivered yet.
+    """Return messages of delay levels that were not delivered yet.
 
     ``entries`` are those of the schedule topic in the view ``queues`` (their tags code is when they are due);
     ``messages`` the same topic's with store, queueId, queueOffset, properties, uniqueKey, storeTimestamp; ``offsets``
@@ -82,7 +82,7 @@ def pending_delays(
 
 
 def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -> DataFrame:
-    """Messages with a time of 5.x that were not delivered yet: in the wheel, or on their way into it.
+    """Return messages with a time of 5.x that were not delivered yet: in the wheel, or on their way into it.
 
     ``units`` and ``progress`` are those of the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
     store, queueOffset, physicalOffset, properties, uniqueKey. What a deletion in the same slot names is left out.
@@ -119,7 +119,7 @@ def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> Data
 
 
 def _whole(text: Column) -> Column:
-    """A number as Java reads it, null for another text."""
+    """Return a number as Java reads it, null for another text."""
     return F.when(text.rlike(r"\A[+-]?[0-9]+\z"), text.try_cast("bigint"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -16,7 +16,7 @@ __all__ = ["what_retention_frees"]
 def what_retention_frees(
     records: DataFrame, files: DataFrame, offsets: DataFrame, hours: Sequence[float] = (6, 12, 24, 48, 72)
 ) -> DataFrame:
-    """For each number of hours, the files whose last record is older than that, counted from the store's last record.
+    """Return, for each number of hours, what files hold whose last record is older, counted from the store's last.
 
     ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
     and ``offsets`` those of `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,

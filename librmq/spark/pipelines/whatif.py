@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.spark.functions import allocate
 
@@ -19,13 +19,13 @@ __all__ = ["what_if"]
 
 
 def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
-    """Each scenario for each group and topic.
+    """Return each scenario for each group and topic.
 
     ``lags`` has store, group, topic, queueId, lag, as `backlog` gives them (a store's folder stands for its broker);
     ``scenarios`` has scenario (a name), strategy (as `librmq.spark.functions.strategy_of` takes it), clients (a
     number), clientRate, queueRate. Columns: scenario, group, topic, strategy, clients, queues, lag, idleClients,
-    mostQueues and fewestQueues of a client, unowned (queues of nobody), mostLag of a client, drainSeconds (null if
-    something is never drained), boundBy (``clients``, ``one queue``, ``nothing``).
+    mostQueues and fewestQueues of a client, unowned (queues without a client), mostLag of a client, drainSeconds (null
+    if something is never drained), boundBy (``clients``, ``one queue``, ``nothing``).
     """
     queue = F.struct("topic", F.col("store").alias("brokerName"), "queueId")
     grouped = lags.groupBy("group", "topic").agg(

@@ -1,0 +1,64 @@
+"""A store as record batches, without Spark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import librmq.columns
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+
+pytest.importorskip("pyarrow")
+
+from librmq.columns import DataLossError, ReadOptions, Wanted, scan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    with MessageStore.open(tmp_path / "s", StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
+        for number in range(40):
+            store.append(Message("AB"[number % 2], b"%d" % number, tags=f"t{number % 4}"), number // 2 % 2)
+    return str(tmp_path / "s")
+
+
+def test_public_names() -> None:
+    names = vars(librmq.columns)["__all__"]
+    assert sorted(names) == [
+        "CORRUPT", "DataLossError", "Part", "ReadOptions", "Reading", "TYPES", "Wanted", "default_columns", "plan",
+        "scan",
+    ]  # fmt: skip
+    assert all(getattr(librmq.columns, name) is not None for name in names)
+
+
+def test_scan_reads_what_is_wanted(path: str) -> None:
+    def bodies(options: ReadOptions) -> list[int]:
+        return sorted(int(body) for batch in scan(options, ["body"]) for body in batch.column("body").to_pylist())
+
+    assert bodies(ReadOptions((path,))) == list(range(40))
+    assert bodies(ReadOptions((path,), view="log", min_partitions=3)) == list(range(40))
+    assert bodies(ReadOptions((path,), wanted=Wanted(topics=frozenset("B"), queue_ids=frozenset((1,))))) == [
+        number for number in range(40) if number % 2 and number // 2 % 2
+    ]
+    assert bodies(ReadOptions((path,), wanted=Wanted(tags="t3"))) == list(range(3, 40, 4))
+    assert bodies(ReadOptions((path,), starting={"A": {"0": 9, "1": -1}}, ending={"B": {"0": 0, "1": 0}})) == [36]
+    (batch,) = scan(ReadOptions((path,), wanted=Wanted(topics=frozenset("A"))))
+    assert batch.schema.names[:4] == ["topic", "queueId", "queueOffset", "physicalOffset"]
+
+
+def test_offsets_that_are_not_there(path: str) -> None:
+    options = ReadOptions((path,), starting={"A": {"0": 99}})
+    with pytest.raises(DataLossError, match="offsets 99 to 10 were asked for, 0 to 10 are there"):
+        list(scan(options))
+
+
+def test_columns_know_no_spark(path: str) -> None:
+    code = (
+        "import sys; from librmq.columns import ReadOptions, scan; "
+        f"assert sum(batch.num_rows for batch in scan(ReadOptions(({path!r},)))) == 40; "
+        "assert not {'pyspark', 'pandas', 'librmq.spark'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
