@@ -67,9 +67,13 @@ class DelayConfig(Config):
 class DelayOffsets(Protocol):
     """Where the progress of each level is kept; `librmq.store.format.broker_tables.BrokerTables` is one."""
 
-    def delay_offset(self, level: int) -> int: ...
+    def delay_offset(self, level: int) -> int:
+        """Return the queue offset of the next message of a level."""
+        ...
 
-    def set_delay_offset(self, level: int, queue_offset: int) -> None: ...
+    def set_delay_offset(self, level: int, queue_offset: int) -> None:
+        """Note the queue offset of the next message of a level."""
+        ...
 
     def persist(self, now_ms: int) -> None:
         """Write it; durable when it returns."""
@@ -172,10 +176,16 @@ class DelaySchedule:
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
         aside: Aside | None = None,
     ) -> None:
-        """``start_ms`` is where the grid begins. ``delivered(message, topic, queue_id, result)`` is told of each
-        delivery: the message as it waited, and where it went; it must not raise.
+        """Begin at the saved progress.
 
-        ``aside`` lets other things go on while the store is flushed; None flushes within `run_due`.
+        Args:
+            store: Open for writing.
+            offsets: Keeps the progress.
+            start_ms: Where the grid of looks begins.
+            settings: When to look and save.
+            delivered: ``delivered(message, topic, queue_id, result)`` is told of each delivery: the message as it
+                waited, and where it went. It must not raise.
+            aside: Lets other things go on while the store is flushed; None flushes within `run_due`.
         """
         settings = settings or DelayConfig()
         self._store = store
@@ -343,8 +353,9 @@ class DelaySchedule:
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
     def _deliver(self, level: _Level, queue_offset: int, entries: Sequence[tuple[int, int]]) -> None:
-        """Deliver the messages of entries from ``queue_offset`` on, or say why one is dropped; those that are gone with
-        the log's begin are passed over.
+        """Deliver the messages of entries from ``queue_offset`` on, or say why one is dropped.
+
+        Messages that have gone with the log's begin are passed over.
         """
         waiting: list[StoredMessage] = []
         copies: list[Copy] = []

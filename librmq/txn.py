@@ -148,7 +148,7 @@ class Transactions:
     all of it is done as there.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
         self,
         store: MessageStore,
         offsets: TransactionOffsets,
@@ -164,14 +164,23 @@ class Transactions:
         waits: bool = True,
         aside: Aside | None = None,
     ) -> None:
-        """``ask(question)`` passes a question on to a producer; its answer, if any, comes as `commit` or `rollback`.
-        ``discarded(half, check_times)`` is told what was given up, ``delivered(final)`` of each final message as soon
-        as it stands in the log. ``make_topic(topic)`` sees to it that a topic of one queue, readable and writable, is
-        in the broker's table. None of them may raise, or call this object. With sync durability an end returns when it
-        has reached the device, unless ``waits`` is false: then the caller waits for `last_op`. ``aside`` lets other
-        things go on while the store is flushed at the end of a check pass; None flushes within `run_due`.
-        ``is_reachable(group)`` tells whether a producer of the group can be asked: a check that reaches none does not
-        count towards ``check_max``. None counts each, as 4.9 does.
+        """Begin at the saved progress. The functions that are given may not raise, nor call this object.
+
+        Args:
+            store: Open for writing.
+            offsets: Keeps the progress of the check.
+            start_ms: Where the grid of check passes begins.
+            settings: When to check.
+            ask: ``ask(question)`` passes a question on to a producer, which answers by `commit` or `rollback`.
+            discarded: ``discarded(half, check_times)`` is told what was given up.
+            delivered: ``delivered(final)`` is told of each final message as soon as it stands in the log.
+            make_topic: ``make_topic(topic)`` puts a topic of one queue, readable and writable, into the broker's table.
+            is_reachable: ``is_reachable(group)`` tells whether a producer of the group can be asked. A check that
+                reaches none does not count towards ``check_max``; None counts each, as 4.9 does.
+            original: Do all as 4.9 does.
+            waits: With sync durability an end returns when it has reached the device; False leaves that to the caller,
+                who waits for `last_op`.
+            aside: Lets other things go on while the store is flushed after a pass; None flushes within `run_due`.
         """
         self._is_reachable = None if original else is_reachable
         self._uncounted: set[int] = set()
@@ -202,7 +211,7 @@ class Transactions:
 
     # ---------------------------------------------------------------------------------------------- prepare and end
 
-    def prepare(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
+    def prepare(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:  # noqa: ANN401 (those of `MessageStore.append`)
         """Store a half message for the queue ``queue_id`` of its topic, where no consumer sees it.
 
         Its properties must name the producer group (`PGROUP`), and TRAN_MSG as a client sets it. ``fields`` are those

@@ -132,7 +132,7 @@ class Broker:
         raise TypeError("a broker is opened: Broker.open(path), or Broker.temporary() for a test")
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 (what a user may choose)
         cls,
         path: str | os.PathLike[str],
         config: BrokerConfig | None = None,
@@ -180,7 +180,7 @@ class Broker:
                 SystemClock().wait(threading.Event(), min(left, _LOOK_FOR_LOCK_S))
 
     @classmethod
-    def _opened(
+    def _opened(  # noqa: PLR0913 (those of `open`)
         cls,
         path: str | os.PathLike[str],
         config: BrokerConfig | None,
@@ -524,14 +524,16 @@ class Broker:
         self.call(CreateTopic(topic, queues, queues if write_queues is None else write_queues, permission))
 
     def delete_topic(self, topic: str) -> None:
-        """Forget a topic; what it holds stays in the log until retention, and its queues' files until they are cleaned
-        (`clean_unused_topics`).
+        """Forget a topic; its messages stay in the log until retention takes them.
+
+        The files of its queues stay until `clean_unused_topics`.
         """
         self.call(DeleteTopic(topic))
 
     def clean_unused_topics(self) -> list[tuple[str, int]]:
-        """Delete the queue files of topics that do not exist, and what groups' progress in them was, where the log has
-        none of their messages any more. Gives the queues: topic, queue id.
+        """Delete the queue files of topics that do not exist and have no messages in the log any more.
+
+        Groups' progress in them is forgotten. Returns the queues: topic and queue id.
         """
         queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
         return list(queues)

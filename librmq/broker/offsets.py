@@ -23,8 +23,12 @@ class GroupOffsets:
     def __init__(
         self, table: ConfigTable, save: Callable[[ConfigTable, int], None], changed: Callable[[], None]
     ) -> None:
-        """``save(table, now_ms)`` has a table written; ``changed()`` is called after a change that is not saved, once
-        until `save`.
+        """Take the table, and what to do with changes.
+
+        Args:
+            table: The rows of ``consumerOffset.json``.
+            save: ``save(table, now_ms)`` has a table written.
+            changed: Called after a change that is not saved, once until `save`.
         """
         self._table = table
         self._save = save

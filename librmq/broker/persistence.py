@@ -203,10 +203,13 @@ class DelayProgress:
         self._writing = writing
 
     def delay_offset(self, level: int) -> int:
+        """Return the queue offset of the next message of a level."""
         return self._tables.delay_offset(level)
 
     def set_delay_offset(self, level: int, queue_offset: int) -> None:
+        """Note the queue offset of the next message of a level."""
         self._tables.set_delay_offset(level, queue_offset)
 
     def persist(self, now_ms: int) -> None:
+        """Have it written."""
         self._writing.save(self._tables.delays, now_ms)

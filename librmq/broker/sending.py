@@ -312,7 +312,7 @@ class Sending:
         self._arrivals.stored(message.topic, queue_id, message.properties, result)
         return result
 
-    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:
+    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
         return self._store.submit(message, queue_id, **fields).result
 
     def _check_busy(self, topic: str) -> None:

@@ -202,7 +202,9 @@ class CheckOffsets:
         self._offsets = offsets
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
+        """Return the queue offset of a group's next message, None if never stored."""
         return self._offsets.get(group, topic, queue_id)
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        """Store the queue offset of a group's next message."""
         self._offsets.set(group, topic, queue_id, queue_offset)

@@ -31,9 +31,13 @@ OP_TAG: Final = "d"
 class TransactionOffsets(Protocol):
     """Where the progress of the check is kept; `librmq.store.format.broker_tables.BrokerTables` is one."""
 
-    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None: ...
+    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
+        """Return the queue offset of a group's next message, None if never stored."""
+        ...
 
-    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None: ...
+    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        """Store the queue offset of a group's next message."""
+        ...
 
 
 class EndedHalves:

@@ -179,7 +179,7 @@ class Timers:
 
     # ------------------------------------------------------------------------------------------------------ putting
 
-    def put(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:
+    def put(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
         """Store a message: into the timer topic if it names a time to come, else where it is sent to; as 5.x writes it.
 
         Call `run_due` soon after, which puts it into the wheel. ``fields`` are those of `MessageStore.append`.

@@ -71,6 +71,7 @@ class TimerConfig(Config):
 
     @property
     def window_ms(self) -> int:
+        """The time ahead that the used slots cover."""
         return self.window_slots * self.timer_precision_ms
 
     @classmethod

@@ -37,7 +37,7 @@ class CheckPass:
     ``queue_offset`` is that of the next half to be judged. Not thread-safe.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a collaborator or a limit of its own)
         self,
         store: MessageStore,
         offsets: TransactionOffsets,
@@ -126,17 +126,9 @@ class CheckPass:
     def _handle(self, half: StoredMessage, now_ms: int) -> bool:
         """Judge a half that has no op message; false if the pass ends before it."""
         properties = dict(half.properties)
-        checked = properties.get(_CHECK_TIMES)
-        check_times = 1
-        if checked is not None:
-            parsed = java_int(checked)
-            check_times = -1 if parsed is None else parsed
-            if half.queue_offset in self._uncounted:
-                self._uncounted.discard(half.queue_offset)
-                check_times -= 1
-            if check_times >= self._check_max:
-                return self._give_up(half, properties)
-            check_times += 1
+        check_times = self._times_checked(half) + 1
+        if check_times > self._check_max:
+            return self._give_up(half, properties)
         properties[_CHECK_TIMES] = str(check_times)
         age_ms = now_ms - half.born_timestamp_ms
         if age_ms > self._reserved_ms:
@@ -165,6 +157,19 @@ class CheckPass:
         if self._has_ended(half.queue_offset):  # while the pass went on
             self._find_op()
             return True
+        return self._ask_about(half, properties, check_times, now_ms)
+
+    def _times_checked(self, half: StoredMessage) -> int:
+        """Return how often a half was checked, without checks that reached no producer."""
+        checked = half.properties.get(_CHECK_TIMES)
+        if checked is None:
+            return 0
+        parsed = java_int(checked)
+        times = -1 if parsed is None else parsed
+        return times - (half.queue_offset in self._uncounted)
+
+    def _ask_about(self, half: StoredMessage, properties: dict[str, str], check_times: int, now_ms: int) -> bool:
+        """Put a half back and ask about the copy; false if the pass ends before it, as no producer can be asked."""
         group = properties.get(record.PROPERTY_PRODUCER_GROUP, "")
         if self._is_reachable is not None and not self._is_reachable(group):
             if not self._has_reachable_ahead(now_ms):
