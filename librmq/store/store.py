@@ -48,6 +48,7 @@ from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
+from librmq.store.format.kept_config import write_kept_config
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.live.reader import Following
 from librmq.store.recovery.clean_shutdown import write_closed_state
@@ -189,6 +190,8 @@ class MessageStore(Appends):
             else:
                 self._set_config(config or directory.infer_config(path, files))
                 self._load(thorough=thorough)
+                if config is not None or kind is directory.StoreKind.NEW:
+                    write_kept_config(path, self.config, files)
             self.recovered[:0] = leftovers
         except BaseException:
             with critical:

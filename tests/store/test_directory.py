@@ -312,6 +312,7 @@ def test_broker_conf_names_what_shapes_files() -> None:
         "maxIndexNum": "256",
         "maxMessageSize": str(TINY.max_message_size),
         "messageDelayLevel": TINY.message_delay_level,
+        "enablePropertyFilter": "true",
     }
 
 

@@ -29,10 +29,11 @@ from enum import Enum
 from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
-from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files.seam import Entry, Files
 from librmq.message.topics import validate_topic
-from librmq.store.format.indexfile import file_length, geometry
+from librmq.store.format.indexfile import file_length, find_geometry, geometry
+from librmq.store.format.kept_config import read_kept_config
 
 __all__ = [
     "ABORT",
@@ -93,6 +94,7 @@ _OF_TIMERS: Final = (
 
 _QUEUE_IDS: Final = 1 << 31
 _LARGEST_FILE: Final = 1 << 31
+_BLANK_SIZE: Final = 8  # that stay behind the last record of a log file
 _MOST_SLOTS: Final = 1 << 29
 # As many queues tell the length of queue files as well as all of them would.
 _QUEUES_ASKED: Final = 64
@@ -272,7 +274,7 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
     4.9 broker's. Where files of one kind disagree, most are right; opening the others is a `CorruptionError`. Empty
     files, and lengths that no setting leads to, tell nothing.
     """
-    told = _told_by_files(path, files)
+    told = {**read_kept_config(path, files), **_told_by_files(path, files)}
     if base is None:
         ours = StoreConfig()
         is_new = not files.is_folder(os.path.join(path, COMMITLOG))
@@ -318,7 +320,7 @@ def _told_by_files(path: str, files: Files) -> dict[str, Any]:
         length = _usual_length(ext, 1)
         if length is not None and length >= 64:
             told["consumequeue_ext_file_size"] = length
-    found = _usual_geometry(files.list(os.path.join(path, INDEX)))
+    found = _usual_geometry(path, files)
     if found is not None:
         told["max_hash_slot_num"], told["max_index_num"] = found
     return told
@@ -365,11 +367,26 @@ def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> 
     return max(plausible)[1] if plausible else None
 
 
-def _usual_geometry(entries: list[Entry]) -> tuple[int, int] | None:
-    """Slots and entries of most index files, if there are four entries to a slot (as 4.9 has by default)."""
-    votes = Counter(geometry(entry.size) for entry in entries if entry.name.isdigit())
-    plausible = [(count, found) for found, count in votes.items() if found and found[0] <= _MOST_SLOTS]
-    return max(plausible)[1] if plausible else None
+def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
+    """Slots and entries of most index files: those that the store keeps, if they lead to the files' length.
+
+    Else what the oldest file of that length tells.
+    """
+    folder = os.path.join(path, INDEX)
+    found = [entry for entry in files.list(folder) if entry.name.isdigit() and entry.size and not entry.is_folder]
+    if not found:
+        return None
+    length = Counter(entry.size for entry in found).most_common(1)[0][0]
+    kept = read_kept_config(path, files)
+    slots, entries = kept.get("max_hash_slot_num"), kept.get("max_index_num")
+    if slots is not None and entries is not None and file_length(slots, entries) == length:
+        return slots, entries
+    name = next(entry.name for entry in found if entry.size == length)
+    try:
+        told = find_geometry(files.open(os.path.join(folder, name)))
+    except (CorruptionError, StoreIOError):
+        return None  # opening the index says what is wrong
+    return told if told and told[0] <= _MOST_SLOTS else geometry(length)
 
 
 # ------------------------------------------------------------------------------------------------ broker.conf
@@ -378,6 +395,10 @@ def _usual_geometry(entries: list[Entry]) -> tuple[int, int] | None:
 def broker_conf(path: str, config: StoreConfig) -> str:
     """The properties with which a 4.9 broker opens the store in folder ``path`` with settings ``config``."""
     root = os.path.abspath(path)
+    if "," in root:
+        raise ConfigError(
+            f"{root}: a broker takes a path with a comma for several, and deletes the queues: move the store elsewhere"
+        )
     properties = {
         "storePathRootDir": root,
         "storePathCommitLog": os.path.join(root, COMMITLOG),
@@ -388,8 +409,9 @@ def broker_conf(path: str, config: StoreConfig) -> str:
         "mappedFileSizeConsumeQueueExt": config.consumequeue_ext_file_size,
         "maxHashSlotNum": config.max_hash_slot_num,
         "maxIndexNum": config.max_index_num,
-        "maxMessageSize": config.max_message_size,
+        "maxMessageSize": min(config.max_message_size, config.commitlog_file_size - _BLANK_SIZE),
         "messageDelayLevel": config.message_delay_level,
+        "enablePropertyFilter": config.enable_property_filter,
     }
     return "".join(f"{name}={_property(_json(value))}\n" for name, value in properties.items())
 

@@ -42,7 +42,16 @@ from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClos
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File, Files
 
-__all__ = ["ENTRY_DTYPE", "SLOT_DTYPE", "IndexFile", "IndexHeader", "entry_seconds", "file_length", "geometry"]
+__all__ = [
+    "ENTRY_DTYPE",
+    "SLOT_DTYPE",
+    "IndexFile",
+    "IndexHeader",
+    "entry_seconds",
+    "file_length",
+    "find_geometry",
+    "geometry",
+]
 
 HEADER_SIZE: Final = 40
 SLOT_SIZE: Final = 4
@@ -78,6 +87,44 @@ def geometry(length: int) -> tuple[int, int] | None:
     """Slots and entries of a file of ``length`` bytes, as 1 to 4; None if those are no whole numbers."""
     slots, rest = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
     return (slots, 4 * slots) if slots > 0 and not rest else None
+
+
+def find_geometry(file: File) -> tuple[int, int] | None:
+    """Return slots and entries of a file by its header and length; None where they do not tell.
+
+    The newest entry names the header's last record, and its slot leads to it. Four entries to a slot, 4.9's default,
+    come first, and are taken where the file has no entry.
+    """
+    usual, room = geometry(file.size), file.size - HEADER_SIZE
+    if room < SLOT_SIZE + 2 * ENTRY_SIZE or room % SLOT_SIZE:
+        return None
+    header = IndexHeader(*_HEADER.unpack(file.buffer[:HEADER_SIZE]))
+    number, slots_an_entry = header.index_count - 1, ENTRY_SIZE // SLOT_SIZE
+    if number < 1:
+        return usual
+
+    def leads(slots: int) -> bool:
+        """Whether the newest entry is where it would be with so many slots."""
+        at = HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * number
+        value, physical_offset, _, _ = _unpack_entry(file.buffer, at)
+        if value < 0 or physical_offset != header.end_physical_offset:
+            return False
+        at = HEADER_SIZE + SLOT_SIZE * (value % slots)
+        return bool(_INT.unpack_from(file.buffer, at)[0] == number)
+
+    least = room // SLOT_SIZE % slots_an_entry or slots_an_entry
+    most = (room - ENTRY_SIZE * header.index_count) // SLOT_SIZE
+    if usual is not None and usual[0] <= most and leads(usual[0]):
+        return usual
+    if most < least:
+        return None
+    first = HEADER_SIZE + SLOT_SIZE * least + ENTRY_SIZE * number + 4
+    shape = ((most - least) // slots_an_entry + 1,)
+    places = np.ndarray(shape, ">i8", file.buffer, first, (ENTRY_SIZE,))
+    for slots in (least + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
+        if leads(slots):
+            return slots, (room - SLOT_SIZE * slots) // ENTRY_SIZE
+    return None
 
 
 def check_geometry(slots: int, entries: int) -> None:

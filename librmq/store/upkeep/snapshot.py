@@ -59,6 +59,7 @@ _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 _TIMER_CHECK: Final = re.compile("timercheck")
 _JOBS: Final = os.path.join(directory.OWN, "spark")
+_KEPT_CONFIG: Final = re.compile(r"config\.json")
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
 _LONGEST_NUMBER: Final = 20  # digits of a queue offset
 _LONG: Final = struct.Struct(">q")
@@ -179,6 +180,7 @@ def rescue(
             gaps += 1
             tell(item)
         log.close()
+        _copy_config(path, part, files, directory.OWN, only=_KEPT_CONFIG)
         _copy_config(path, part, files, without=_TIMER_CHECK)  # which belongs to a timer log that is not copied
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
@@ -422,6 +424,7 @@ def _copy_progress(path: str, part: str, files: Files) -> None:
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
     _copy_config(path, part, files, _JOBS, only=_NOTE)
+    _copy_config(path, part, files, directory.OWN, only=_KEPT_CONFIG)
 
 
 def _copy_config(

@@ -1,0 +1,50 @@
+"""What a store's files do not tell of its configuration, kept in a file of librmq's own.
+
+::
+
+    librmq/config.json    {"version": 1, "max_hash_slot_num", "max_index_num", "message_delay_level"}
+
+The broker ignores the file, and it may be deleted. Then both numbers are found in the index files, and the delay levels
+are 4.9's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Final
+
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError, StoreError
+from librmq.files.seam import Files
+
+__all__ = ["FILE", "read_kept_config", "write_kept_config"]
+
+FILE: Final = os.path.join("librmq", "config.json")
+_VERSION: Final = 1
+_LARGEST_FILE: Final = 1 << 20
+_KEPT: Final = ("max_hash_slot_num", "max_index_num", "message_delay_level")
+
+
+def read_kept_config(path: str, files: Files) -> dict[str, Any]:
+    """Return the settings that the store in ``path`` keeps; none where the file is missing or can't be read."""
+    place = os.path.join(path, FILE)
+    if not files.size(place):
+        return {}
+    try:
+        document = json.loads(files.read(place, _LARGEST_FILE))
+        if document["version"] != _VERSION:
+            return {}
+        found = {name: document[name] for name in _KEPT if name in document}
+        StoreConfig(**found)
+    except (ValueError, TypeError, KeyError, RecursionError, ConfigError, StoreError):
+        return {}
+    return found
+
+
+def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
+    """Keep the settings of the store in ``path``, if they are others than before; durable when it returns."""
+    found = {name: getattr(config, name) for name in _KEPT}
+    if found != read_kept_config(path, files):
+        files.make_folder(os.path.join(path, os.path.dirname(FILE)))
+        files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, **found}, indent=1).encode())

@@ -1,0 +1,63 @@
+"""A store keeps what its files do not tell of its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from librmq import Message
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError
+from librmq.files.disk import DiskFiles
+from librmq.store import MessageStore
+from librmq.store.format.directory import broker_conf, infer_config
+from librmq.store.recovery.verify import verify
+from librmq.store.upkeep.snapshot import rescue, snapshot
+
+LEVELS = "1s 1h"
+
+
+@pytest.mark.parametrize(("slots", "entries"), [(64, 100), (5, 1000), (1000, 10), (64, 256), (63, 251)])
+@pytest.mark.parametrize("kept", [True, False])
+def test_any_index_sizes_are_found_again(tmp_path: Path, slots: int, entries: int, kept: bool) -> None:
+    """By the file that the store keeps, or by header and length of an index file."""
+    config = StoreConfig.tiny(max_hash_slot_num=slots, max_index_num=entries)
+    with MessageStore.open(tmp_path, config) as store:
+        for number in range(60):
+            store.append(Message("T", b"x", keys=f"k{number}"))
+    if not kept:
+        (tmp_path / "librmq" / "config.json").unlink()
+    assert verify(tmp_path).sound
+    with MessageStore.open(tmp_path) as store:
+        assert (store.config.max_hash_slot_num, store.config.max_index_num) == (slots, entries)
+        assert len(store.find_by_key("T", "k7")) == 1
+    (tmp_path / "abort").touch()
+    with MessageStore.open(tmp_path, thorough=True) as store:
+        assert len(store.find_by_key("T", "k59")) == 1
+    with MessageStore.open(tmp_path, config) as store:
+        assert store.recovered == []
+
+
+def test_delay_levels_go_along(tmp_path: Path) -> None:
+    config = StoreConfig.tiny(message_delay_level=LEVELS)
+    with MessageStore.open(tmp_path / "store", config) as store:
+        store.append(Message("T", b"x", delay_level=2))
+    assert verify(tmp_path / "store").sound
+    snapshot(str(tmp_path / "store"), str(tmp_path / "copy"))
+    rescue(str(tmp_path / "store"), str(tmp_path / "rescued"))
+    for name in ("store", "copy", "rescued"):
+        found = infer_config(str(tmp_path / name), DiskFiles())
+        assert found.message_delay_level == LEVELS
+        assert f"messageDelayLevel={LEVELS}" in broker_conf(str(tmp_path / name), found)
+    (tmp_path / "store" / "librmq" / "config.json").write_text("{")  # whatever is in it, the store opens
+    assert infer_config(str(tmp_path / "store"), DiskFiles()).message_delay_level == StoreConfig().message_delay_level
+
+
+def test_a_broker_gets_what_it_needs(tmp_path: Path) -> None:
+    lines = broker_conf(str(tmp_path), StoreConfig(commitlog_file_size=65_536)).splitlines()
+    assert "enablePropertyFilter=true" in lines
+    assert "maxMessageSize=65528" in lines
+    assert "enablePropertyFilter=false" in broker_conf(str(tmp_path), StoreConfig(enable_property_filter=False))
+    with pytest.raises(ConfigError, match="comma"):
+        broker_conf(str(tmp_path / "a,b"), StoreConfig())
