@@ -52,7 +52,7 @@ from librmq.store.format.kept_config import write_kept_config
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.live.reader import Following
 from librmq.store.recovery.clean_shutdown import write_closed_state
-from librmq.store.recovery.open import clear_leftovers, load
+from librmq.store.recovery.open import clear_leftovers, describe_recovery, load
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.snapshot import Snapshot, snapshot
@@ -175,13 +175,15 @@ class MessageStore(Appends):
         self._is_deleting = False
         kind = directory.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
+        was_killed, begin_ms = False, 0
         try:
             if not read_only:
                 if kind is directory.StoreKind.NEW:
                     with critical:
                         make_folders(files, path)
                 self._take_lock(wait_s)
-                if thorough or has_abort(files, path):
+                was_killed, begin_ms = has_abort(files, path), clock.now_ms()
+                if thorough or was_killed:
                     leftovers = clear_leftovers(path, files)
             if config is not None:
                 directory.check_config(path, config, files)
@@ -193,6 +195,9 @@ class MessageStore(Appends):
                 if config is not None or kind is directory.StoreKind.NEW:
                     write_kept_config(path, self.config, files)
             self.recovered[:0] = leftovers
+            if was_killed:
+                took_ms = clock.now_ms() - begin_ms
+                _log.warning("%s", describe_recovery(path, self.log.end, self.recovered, took_ms))
         except BaseException:
             with critical:
                 self._release()

@@ -802,3 +802,25 @@ def test_index_files_behind_one_of_length_zero_go_with_it_the_last_first() -> No
     cleared = [os.path.basename(damage.file)[-1] for damage in clear_leftovers(ROOT, files)]
     assert cleared == ["4", "3", "2", "1"]
     assert [event.path[-1] for event in files.trace if event.call == "delete"] == cleared
+
+
+def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """It says what was cut, and how long it took; a clean opening says nothing."""
+    found = filled(SMALL, 60, clean=False)
+    files = in_memory(found)
+    with opened(files) as store:
+        end = store.log.end
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert warning.startswith(f"{ROOT}: recovered in 0.0 s, as it was not closed: the log ends at {end}, nothing was")
+    caplog.clear()
+    opened(files).close()
+    assert not caplog.records
+    path = max(path for path, data in found.items() if path.startswith("commitlog/") and data and data.strip(b"\0"))
+    data = found[path]
+    assert data is not None
+    used = len(data.rstrip(b"\0"))
+    files = in_memory({**found, path: data[: used - 40] + b"\xff" * 40 + data[used:]})
+    with opened(files) as store:
+        cut = next(one for one in store.recovered if one.kind == "record")
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert f"{cut.bytes} bytes were cut from {cut.offset} on" in warning

@@ -30,7 +30,7 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import ClosedState, read_closed_state
 from librmq.store.recovery.recover import Recovery
 
-__all__ = ["Settled", "clear_leftovers", "load", "settle", "vouched_for"]
+__all__ = ["Settled", "clear_leftovers", "describe_recovery", "load", "settle", "vouched_for"]
 
 _T = TypeVar("_T")
 
@@ -225,6 +225,19 @@ def load(
         for queue in queues.opened():
             queue.serve_from(log.begin)
     return parts
+
+
+def describe_recovery(path: str, log_end: int, found: Sequence[Damage], took_ms: int) -> str:
+    """Say in one line what a recovery after an unclean exit has cut, and how long it took."""
+    cut = [damage for damage in found if damage.kind == "record" and damage.bytes]
+    what = "nothing was cut"
+    if cut:
+        size, place = sum(damage.bytes for damage in cut), os.path.join(directory.OWN, "salvage")
+        what = f"{size} bytes were cut from {cut[0].offset} on ({cut[0].what}); what was not zero is kept in {place}"
+    others = len(found) - len(cut)
+    again = f", {others} parts of queues and index were made again" if others else ""
+    seconds = took_ms / 1000
+    return f"{path}: recovered in {seconds:.1f} s, as it was not closed: the log ends at {log_end}, {what}{again}"
 
 
 class Settled(NamedTuple):
