@@ -6,6 +6,7 @@ Mirrors 4.9.4's ``DefaultMessageStore.queryMessage`` and ``MQAdminImpl.queryMess
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 from librmq.errors import CorruptionError
 from librmq.message import record
@@ -14,6 +15,8 @@ from librmq.store.engine.open_store import Parts
 
 __all__ = ["find_by_id", "find_by_key"]
 
+_EVER: Final = (1 << 63) - 1
+
 
 def find_by_key(
     parts: Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
@@ -21,7 +24,12 @@ def find_by_key(
     """See `MessageStore.find_by_key`."""
     found = []
     last = -1
-    for physical_offset in sorted(parts.index.query(topic, key, begin_ms, end_ms, max_messages)):
+    if exact and begin_ms == 0:
+        begin_ms = -_EVER  # a clock may stand before 1970
+    places = parts.index.query(topic, key, begin_ms, end_ms, max_messages)
+    if exact and len(places) < max_messages and (begin_ms > 0 or end_ms < _EVER):
+        places = _with_those_before_a_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
+    for physical_offset in sorted(places):
         if exact and physical_offset == last:
             continue
         last = physical_offset
@@ -32,6 +40,22 @@ def find_by_key(
             continue
         found.append(message)
     return found
+
+
+def _with_those_before_a_jump(
+    parts: Parts, places: list[int], topic: str, key: str, begin_ms: int, end_ms: int
+) -> list[int]:
+    """Return the places, the newest first, with those of records that the index has at another time.
+
+    An index file knows no time before its first record, which is a later one where the clock was put back meanwhile.
+    """
+    known, found = set(places), list(places)
+    for place in parts.index.query(topic, key, -_EVER, _EVER, _EVER):
+        if place not in known:
+            stored_ms = parts.log.store_timestamp_ms(place)
+            if stored_ms is not None and begin_ms <= stored_ms <= end_ms:
+                found.append(place)
+    return sorted(found, reverse=True)
 
 
 def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:

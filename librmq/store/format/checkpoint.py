@@ -97,9 +97,8 @@ class Checkpoint:
             self._file = self._files.create(self.path, CHECKPOINT_SIZE)
             self._files.flush_folder(os.path.dirname(self.path))
         self._files.reserve(self._file, 0, CHECKPOINT_SIZE)
-        self._file.buffer[: _TIMES.size] = _TIMES.pack(
-            self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
-        )
+        times = self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
+        self._file.buffer[: _TIMES.size] = _TIMES.pack(*(max(time_ms, 0) for time_ms in times))  # none before 1970
         self._files.flush(self._file)
 
     def close(self) -> None:

@@ -1,0 +1,49 @@
+"""Stores whose clock stands before 1970, or was put back."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq import Message
+from librmq.clock import ManualClock
+from librmq.files.memory import MemoryFiles
+from librmq.store import MessageStore
+from librmq.store.recovery.verify import verify
+from tests.stores import ROOT, SMALL, START_MS
+
+
+@pytest.mark.parametrize("start_ms", [-5_000_000, -1, 0])
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_store_from_before_1970_opens_again(start_ms: int, clean: bool) -> None:
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(start_ms))
+    for number in range(100):
+        store.append(Message("T", b"x", keys=f"k{number}"))
+    store.flush()
+    if clean:
+        store.close()
+    else:
+        store.abandon()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(start_ms)) as store:
+        assert len(list(store.messages("T"))) == 100
+        assert len(store.find_by_key("T", "k7")) == 1
+        store.append(Message("T", b"y", keys="k7"))
+    assert verify(ROOT, SMALL, files).sound
+
+
+def test_a_narrow_search_finds_what_came_after_a_jump_back() -> None:
+    files, back_ms = MemoryFiles(), START_MS - 3_600_000
+    for name, start_ms in (("before", START_MS), ("after", back_ms)):
+        clock = ManualClock(start_ms)
+        with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+            for number in range(40):
+                clock.advance(seconds=60)
+                store.append(Message("T", f"{name} {number}".encode(), keys="k"))
+    with MessageStore.open(ROOT, SMALL, files=files, read_only=True) as store:
+
+        def found(begin_ms: int, end_ms: int, most: int = 64) -> list[bytes]:
+            return [message.body for message in store.find_by_key("T", "k", begin_ms, end_ms, most)]
+
+        assert found(back_ms + 600_000, back_ms + 660_000) == [b"after 9", b"after 10"]
+        assert found(back_ms + 600_000, back_ms + 660_000, 1) == [b"after 10"]
+        assert found(START_MS + 600_000, START_MS + 600_000) == [b"before 9"]
