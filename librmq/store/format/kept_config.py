@@ -10,17 +10,20 @@ are 4.9's.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 from typing import Any, Final
 
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, StoreError
+from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.seam import Files
 
 __all__ = ["FILE", "read_kept_config", "write_kept_config"]
 
 FILE: Final = os.path.join("librmq", "config.json")
+_log = logging.getLogger("librmq.store")
 _VERSION: Final = 1
 _LARGEST_FILE: Final = 1 << 20
 _KEPT: Final = ("max_hash_slot_num", "max_index_num", "message_delay_level")
@@ -37,14 +40,23 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
             return {}
         found = {name: document[name] for name in _KEPT if name in document}
         StoreConfig(**found)
-    except (ValueError, TypeError, KeyError, RecursionError, ConfigError, StoreError):
+    except (ValueError, TypeError, KeyError, RecursionError, ConfigError, CorruptionError):
         return {}
     return found
 
 
 def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
-    """Keep the settings of the store in ``path``, if they are others than before; durable when it returns."""
+    """Keep the settings of the store in ``path``, if they are others than before; durable when it returns.
+
+    A full disk is no reason not to open the store: the next open tries again.
+    """
     found = {name: getattr(config, name) for name in _KEPT}
-    if found != read_kept_config(path, files):
+    if found == read_kept_config(path, files):
+        return
+    try:
         files.make_folder(os.path.join(path, os.path.dirname(FILE)))
         files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, **found}, indent=1).encode())
+    except StoreIOError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _log.warning("index sizes and delay levels are not kept: %s", error)
