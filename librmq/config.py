@@ -124,13 +124,13 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _checks(kind: Any) -> list[tuple[str, str, _Check]]:
+def _checks(kind: Any) -> list[tuple[str, str, _Check]]:  # noqa: ANN401 a class, which is hashable
     """Return each setting's name, what it is expected to be, and its check."""
     hints = get_type_hints(kind, include_extras=True)
     return [(name, *_check_of(hints[name])) for name in kind.names()]
 
 
-def _check_of(hint: Any) -> tuple[str, _Check]:
+def _check_of(hint: Any) -> tuple[str, _Check]:  # noqa: ANN401 types have none
     limits = None
     if get_origin(hint) is Annotated:
         hint, limits = get_args(hint)[:2]
@@ -169,7 +169,7 @@ def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
     return _class_check(origin)
 
 
-def _class_check(kind: Any) -> tuple[str, _Check]:
+def _class_check(kind: object) -> tuple[str, _Check]:
     if getattr(kind, "_is_protocol", False) or not isinstance(kind, type):  # which only the type checker can judge
         return f"{kind}", lambda value: value is not None
     article = "an" if kind.__name__[0] in "AEIO" else "a"
@@ -291,7 +291,7 @@ class StoreConfig(Config):
         parse_hours(self.delete_when)
 
     @classmethod
-    def broker(cls, **changes: Any) -> Self:
+    def broker(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class
         """Return the sizes and the retention that a RocketMQ 4.9 broker has by default."""
         return cls(
             **{
@@ -307,7 +307,7 @@ class StoreConfig(Config):
         )
 
     @classmethod
-    def tiny(cls, **changes: Any) -> Self:
+    def tiny(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class
         """Return sizes for tests: files so small that they roll after some dozens of messages."""
         return cls(
             **{

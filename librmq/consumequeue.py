@@ -154,6 +154,7 @@ class ConsumeQueue:
 
     @property
     def folder(self) -> str:
+        """The folder that its files lie in."""
         return self._files.folder
 
     @property

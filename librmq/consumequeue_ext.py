@@ -138,6 +138,7 @@ class ConsumeQueueExt:
 
     @property
     def folder(self) -> str:
+        """The folder that its files lie in."""
         return self._files.folder
 
     @property

@@ -193,8 +193,12 @@ def export_to_prometheus(metrics: Metrics, registry: CollectorRegistry | None = 
 
 
 def export_to_opentelemetry(metrics: Metrics, meter: Meter | None = None) -> None:
-    """Show ``metrics`` by a meter of OpenTelemetry (the global provider's ``librmq`` by default) as ``librmq.sends``
-    and so on, each read when the provider collects. `MissingExtraError` without the extra ``metrics``.
+    """Show ``metrics`` by a meter of OpenTelemetry, by default the global provider's ``librmq``.
+
+    They are named ``librmq.sends`` and so on, and read when the provider collects.
+
+    Raises:
+        MissingExtraError: the extra ``metrics`` is not installed.
     """
     try:
         from opentelemetry.metrics import Observation, get_meter

@@ -66,6 +66,8 @@ def _syncfs() -> Callable[[int], int] | None:
 class DiskFiles:
     """Real files, mapped. Thread-safe."""
 
+    is_shared = True
+
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with named("open", path):
             try:

@@ -17,6 +17,8 @@ __all__ = ["MemoryFiles"]
 class MemoryFiles:
     """Files in anonymous memory, for tests and ephemeral stores; gone with the object. Thread-safe."""
 
+    is_shared = False
+
     def __init__(self) -> None:
         self._files: dict[str, File | bytes] = {}
         self._folders: set[str] = {"", os.sep}

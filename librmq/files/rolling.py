@@ -154,6 +154,7 @@ class MappedFileQueue:
         return starts[-1] + self.file_size if starts else 0
 
     def path(self, start: int) -> str:
+        """Return the path of the file that starts at ``start``."""
         return os.path.join(self.folder, file_name(start))
 
     def path_at(self, position: int) -> str:

@@ -98,6 +98,11 @@ class FileLock(Protocol):
 class Files(Protocol):
     """What a store asks of a file system. Paths are plain strings; all methods are thread-safe."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes see these files, and may change them."""
+        ...
+
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         """Map an existing file. `CorruptionError` if it is empty or no regular file."""
         ...
@@ -111,24 +116,32 @@ class Files(Protocol):
         ...
 
     def touch(self, file: File, begin: int, end: int) -> None:
-        """Make the pages of bytes ``begin`` to ``end`` ready for writing, where the system can: the first write to a
-        page is slow. Call it off the path of those who must not wait."""
+        """Make the pages of bytes ``begin`` to ``end`` ready for writing, where the system can.
+
+        The first write to a page is slow: call this where no producer waits.
+        """
         ...
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        """Write much data at once, behind which blocks are, and let it go on its way to the device; what the file's
-        buffer shows follows. For some bytes an assignment to the buffer is quicker."""
+        """Write much data at once into blocks that are there, and start it on its way to the device.
+
+        The file's buffer shows it. For a few bytes an assignment to the buffer is quicker.
+        """
         ...
 
     def no_read_ahead(self, file: File, begin: int, end: int) -> None:
-        """Let the first touch of a page of bytes ``begin`` to ``end`` bring that page, not MiBs behind it: where there
-        is nothing to read yet, or not in a row."""
+        """Let the first touch of a page of bytes ``begin`` to ``end`` bring that page alone, not MiBs behind it.
+
+        For places where there is nothing to read yet, or where reads do not follow each other.
+        """
         ...
 
     def unmap(self, file: File, begin: int, end: int) -> None:
-        """Take the pages of bytes ``begin`` to ``end`` out of the process's sight, whole ones, until they are next
-        asked for; nothing is lost. Worth it before a flush of many: the kernel makes each page that is mapped
-        read-only by itself, and interrupts all other threads for it."""
+        """Unmap the whole pages among bytes ``begin`` to ``end`` until they are next asked for; nothing is lost.
+
+        Worth it before a flush of many: the kernel makes mapped pages read-only one by one, and interrupts all other
+        threads for each.
+        """
         ...
 
     def flush(self, file: File) -> None:
@@ -150,7 +163,9 @@ class Files(Protocol):
         """The length of a file, None when there is none."""
         ...
 
-    def is_folder(self, path: str) -> bool: ...
+    def is_folder(self, path: str) -> bool:
+        """Return whether there is a folder of that name."""
+        ...
 
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents; one that exists is fine."""

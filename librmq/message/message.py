@@ -97,7 +97,7 @@ class Message:
     properties: dict[str, str]
     topic: str
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 a keyword for each part
         self,
         topic: str,
         body: bytes | bytearray | memoryview | str | None = None,
@@ -276,7 +276,7 @@ def _refuse(properties: Mapping[str, str]) -> NoReturn:
     raise MessageIllegalError(f"properties: {', '.join(reserved)} is not for users")
 
 
-def _int32(what: str, value: Any) -> int:
+def _int32(what: str, value: object) -> int:
     if not isinstance(value, int) or not -(1 << 31) <= value < 1 << 31:
         raise MessageIllegalError(f"{what}: expected a whole number of 32 bits, found {value!r:.80}")
     return value
@@ -463,7 +463,7 @@ class StoredMessage:
         except UnicodeDecodeError as error:
             raise MalformedError(f"body of {self.message_id}: expected UTF-8: {error}") from None
 
-    def json(self) -> Any:
+    def json(self) -> Any:  # noqa: ANN401 as json.loads
         """Return the value that the body is the JSON of.
 
         Raises:
@@ -590,14 +590,14 @@ class MessageQueue(NamedTuple):
         """What queues are compared by; sorting many by it is quicker than comparing them."""
         return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: object) -> bool:
         return self.sort_key() < other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
-    def __le__(self, other: Any) -> bool:
+    def __le__(self, other: object) -> bool:
         return self.sort_key() <= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
-    def __gt__(self, other: Any) -> bool:
+    def __gt__(self, other: object) -> bool:
         return self.sort_key() > other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
-    def __ge__(self, other: Any) -> bool:
+    def __ge__(self, other: object) -> bool:
         return self.sort_key() >= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented

@@ -114,6 +114,8 @@ class FailingFiles:
     ``fail(call, number)`` lets the ``number``-th call of that name from now on raise, once.
     """
 
+    is_shared = False
+
     def __init__(self, files: Files) -> None:
         self._files = files
         self._guard = threading.Lock()

@@ -23,7 +23,6 @@ from typing import Final
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
@@ -152,7 +151,7 @@ class Following:
         """The parts as a recovery would leave them, in memory; those of a store in memory as they are."""
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
-        if not isinstance(files, DiskFiles):
+        if not files.is_shared:
             return load(path, config, levels, files, self._clock, writable=False)
         overlay = OverlayFiles()
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
