@@ -1,4 +1,4 @@
-"""Who takes the next turn: librmq's own steps and the user's code, run by threads or by hand.
+"""Event loops: librmq's own steps and the user's code, run by threads or by hand.
 
 ::
 
@@ -6,8 +6,8 @@
     Work   user code (a listener, a check-back): without the lock; its outcome is applied under it
 
 Broker and clients see six names of a runner: ``now_ms``, ``lock``, ``wake``, ``submit``, ``point``, ``choose`` (and
-coroutines ``offload``). They neither sleep nor wait: a step says when it is due next, or None where it stands in the
-list of whoever will wake it. The usual order is due steps, ready work, then time; the runners differ only in who takes
+coroutines ``offload``). They neither sleep nor wait: a step says when it is due next, or None where another turn
+will wake it. The usual order is due steps, ready work, then time; the runners differ only in who takes
 the next turn.
 """
 
@@ -44,7 +44,7 @@ class Step:
     """A turn of librmq's own. ``run_due(now_ms)`` does what is due, and says when it is due next (None: unknown).
 
     ``label`` is stable from run to run: process, group, topic, queue; never an id that was drawn. ``at`` is when it is
-    due, None where somebody will wake it.
+    due, None where another turn will wake it.
     """
 
     __slots__ = ("at", "label", "owner", "run_due")
@@ -57,7 +57,7 @@ class Step:
 
     def go(self, runner: Runner) -> None:
         """Take the turn, under the runner's lock."""
-        self.at = None  # first, so that whoever wakes it meanwhile counts
+        self.at = None  # first, so that a wake-up meanwhile counts
         if self.owner is None or not self.owner.dead:
             due = self.run_due(runner.now_ms())
             if due is not None:
@@ -130,12 +130,12 @@ class Runner:
                 heapq.heappush(self._heap, (at, next(self._count), step))
                 step.at = at  # behind it: nothing is taken to be in the heap that is not
                 self._signal(at)
-            except BaseException:  # by Ctrl-C: it may be due by now, and nobody told
+            except BaseException:  # by Ctrl-C: it may be due by now, and no thread told
                 self._signal(at)
                 raise
 
     def submit(self, work: Work) -> None:
-        """Let ``work`` run as soon as there is somebody for it. Under the lock."""
+        """Let ``work`` run as soon as a thread is free. Under the lock."""
         try:
             self.ready.append(work)
             self._signal(0)
@@ -210,7 +210,7 @@ class Runner:
 def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], None]) -> Aside | None:
     """Has a disk waited for without the runner's lock; ``wake(at_ms)`` wakes the step on whose behalf.
 
-    None where time is moved by hand: nobody else would go on meanwhile.
+    None where time is moved by hand: nothing else would go on meanwhile.
     """
     if not moves_by_itself(runner.clock):
         return None

@@ -40,13 +40,13 @@ class ThreadRunner(Runner):
     Thread-safe. `close` ends all of them. Of no use in a child process after a fork.
 
     A worker is *parked* (it waits for its turn), *looking* (awake, and it looks at steps and ready work before it
-    parks), or in user code. Whoever makes something due rouses a worker only if none is looking, nor roused already.
-    Where listeners are swift, a worker that leaves ready work behind rouses nobody either, since waking a thread takes
+    parks), or in user code. Making something due rouses a worker only if none is looking, nor roused already.
+    Where listeners are swift, a worker that leaves ready work behind rouses none either, since waking a thread takes
     longer than what it would do: the clock thread then sees to it, every few milliseconds, that the work does not wait
     for a listener that is swift no more.
 
-    A signal handler may raise in the main thread at any place, Ctrl-C's for one. So whoever rouses a thread does no
-    more than let go of the lock that it waits for, which may be done again; all counts are the threads' own.
+    A signal handler may raise in the main thread at any place. So rousing a thread only lets go of the lock that it
+    waits for, which may be done again; all counts are the threads' own.
     """
 
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:
@@ -58,7 +58,7 @@ class ThreadRunner(Runner):
         self._looking = 0
         self._is_roused = False  # a worker, which is about to look
         self._workers = 0
-        self._holder_looks = False  # whoever holds the lock is a thread of ours that looks again before it waits
+        self._holder_looks = False  # the lock's holder is one of these threads, and looks again before it waits
         self._sleeps_until = 0  # 0 while the clock thread is awake
         self._seen_ms = 0  # the time when the clock thread looked last
         self._begun = 0  # how often a worker has begun with user code
@@ -140,7 +140,7 @@ class ThreadRunner(Runner):
             heapq.heappop(self._heap)
             try:
                 top.go(self)
-            except BaseException:  # nobody takes it of a thread of ours
+            except BaseException:  # a thread of the runner's has no caller to raise it to
                 _log.exception("%s: librmq's own step has failed", top.label)
             now = self.now_ms()
         return top
@@ -160,7 +160,7 @@ class ThreadRunner(Runner):
         turn, lock = self._clock_turn, self.lock
         with lock:
             if self._is_clock_there:
-                return  # somebody was interrupted as he started that one
+                return  # the start of that one was interrupted
             self._is_clock_there = True
             while not self._stopping:
                 self._holder_looks = True
@@ -184,7 +184,7 @@ class ThreadRunner(Runner):
                         break
                     was_told = turn.acquire(timeout=self._sleep_s())
                 lock.acquire()
-                turn.acquire(blocking=False)  # from somebody who came too late to wake it
+                turn.acquire(blocking=False)  # of a caller that came too late to wake it
                 self._sleeps_until = 0
                 if not goes_on:
                     self._is_watched = False
@@ -206,7 +206,7 @@ class ThreadRunner(Runner):
         return begun >= _FEW if self.ready else begun > 0
 
     def _leave_ready_work(self) -> None:
-        """A worker is about to begin with user code, there is more, and nobody is looking, nor the clock thread."""
+        """See to ready work that a worker leaves behind as it begins with user code, with no other thread looking."""
         if not self._is_swift:
             self._rouse()
         else:
@@ -377,13 +377,13 @@ def _turn() -> threading.Lock:
 
 
 def _let_go(turn: threading.Lock) -> None:
-    """Have the thread go on that waits for its turn; whoever was interrupted here does it again. Under the lock."""
+    """Have the thread go on that waits for its turn; an interrupted caller does it again. Under the lock."""
     if turn.locked():
         turn.release()
 
 
 def _failure(work: Work, error: BaseException) -> RunnerError:
-    """Of a thread of ours nobody takes what is no `Exception`: it is a failure of the listener like any other."""
+    """Return what is no `Exception` as a failure of the listener: a thread has no caller to raise it to."""
     failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -162,7 +162,7 @@ class MessageStore(Appends):
         self.clock = clock
         self._now_ms = clock.now_ms
         self._lock = threading.Lock()
-        self._deriving = threading.RLock()  # of whoever flushes what is derived, taken before the other
+        self._deriving = threading.RLock()  # held while queues and index are flushed; taken before the other
         self._closed: str | None = "was not opened"
         self._accepts = False
         self._background: Background | None = None
@@ -235,7 +235,7 @@ class MessageStore(Appends):
         self._sync = config.durability == "sync"
 
     def _load(self, *, thorough: bool = False, living: bool = False) -> None:
-        """Open the parts and bring them to agree."""
+        """Open the parts and make them agree."""
         bitmaps = self.filters if self.config.enable_calc_filter_bitmap else None
         parts = load(
             self.path,
@@ -253,7 +253,7 @@ class MessageStore(Appends):
         self.recovered = self.recovered + parts.cuts
 
     def _follow(self, config: StoreConfig | None) -> None:
-        """Open the parts for reading only, beside whoever writes to them."""
+        """Open the parts for reading only, beside a writer in another process."""
 
         def opened(following: Following) -> None:
             self._set_config(following.config)
@@ -458,7 +458,7 @@ class MessageStore(Appends):
                 yield StoredMessage(raw)
 
     def refresh(self) -> bool:
-        """See what somebody else has written, deleted or recovered since; true if there is anything new.
+        """See what another process has written, deleted or recovered since; return whether there is anything new.
 
         For a handle that only reads. Reading at a queue's end, finding and iterating do it by themselves; `log`,
         `queues` and `index` show the store as of the last time, and may be other objects afterwards. What was given
@@ -584,7 +584,7 @@ class MessageStore(Appends):
         """Delete the files of queues whose topic is none of ``topics`` and of which the log has no message any more.
 
         Topics of the broker's own are left alone. Gives the queues (topic, queue id); one that is written again starts
-        at queue offset 0. The original's ``cleanUnusedTopic`` deletes the queues of messages too that the log still
+        at queue offset 0. 4.9's ``cleanUnusedTopic`` deletes the queues of messages too that the log still
         has: those stay here until retention has taken the messages, since a store that lacks them is damaged, and is
         mended by the next recovery.
         """
@@ -604,7 +604,7 @@ class MessageStore(Appends):
                     continue
                 lane = self._lanes.get(name)
                 queue.clear()
-                if lane is not None:  # somebody may be about to append by it
+                if lane is not None:  # another thread may be about to append by it
                     lane.next_queue_offset = 0
                 queue.flush()
                 for folder in folders:
@@ -862,9 +862,9 @@ _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for store in list(_open_stores):
-        store._closed, store._accepts = "was opened before a fork: open the store anew in the child", False
+        store._closed, store._accepts = "was opened before a fork: reopen the store in the child", False
         store._background = None
-        store._file_lock = None
+        store._file_lock = store._parts = None  # so that closing waits for no thread of the parent's
         store._lock, store._deriving = threading.Lock(), threading.RLock()  # some thread of the parent may hold them
         store._commit.forget(f"{store.path}: this handle {store._closed}")
     _open_stores.clear()

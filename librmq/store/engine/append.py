@@ -1,7 +1,7 @@
-"""The writing half of a message store: messages become records in the log, with entries and keys that follow.
+"""Append messages: make records of them, write them to the log, collect the entries and keys that follow.
 
-What is hot is flat: the path of a single message is one function with locals, its checksum and encoding outside the
-lock. Mirrors 4.9.4's ``CommitLog.asyncPutMessage`` and ``asyncPutMessages``.
+The path of a single message is one flat function, since each call costs every message; its checksum and encoding are
+made outside the lock. Mirrors 4.9.4's ``CommitLog.asyncPutMessage`` and ``asyncPutMessages``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AppendResult(NamedTuple):
 
     @property
     def offset_id(self) -> str:
-        """The message id by address: store host and physical offset in hexadecimal."""
+        """Offset id of the message: store host and physical offset in hexadecimal."""
         return record_format.offset_message_id(record_format.decode_host(self.store_host), self.physical_offset)
 
 
@@ -74,7 +74,7 @@ _new_result = tuple.__new__
 
 
 class Copy(NamedTuple):
-    """A record that is to be appended once more, as `Appends.prepare_again` makes it."""
+    """A record to append once more, made by `prepare_again`."""
 
     lane: Lane
     size: int
@@ -94,7 +94,7 @@ class Copy(NamedTuple):
 
 
 class Appends:
-    """What `MessageStore` can do with a message that is to be stored; made by `MessageStore` alone. Thread-safe."""
+    """The appending methods of `MessageStore`. Thread-safe."""
 
     log: CommitLog
     clock: Clock
@@ -116,11 +116,11 @@ class Appends:
     _sync: bool
 
     def _refusal(self) -> Exception:
-        """Why nothing can be appended."""
+        """Return the error that says why nothing can be appended."""
         raise NotImplementedError
 
     def _wake(self) -> None:
-        """There is something to flush, or to make ready."""
+        """Wake housekeeping: there is something to flush, or to make ready."""
         raise NotImplementedError
 
     def append(
@@ -294,8 +294,9 @@ class Appends:
         keys: str | None,
         tags: str | None,
     ) -> Copy:
-        """The message of a record as `append_copies` takes it: for this queue of this topic, with properties that are
-        stored as ``raw``, which the caller vouches to say these keys and tags; all else stays as it is.
+        """Return the message of a record as `append_copies` takes it, for a queue of a topic.
+
+        Its properties are stored as ``raw``; the caller vouches that they say these keys and tags. The rest stays.
 
         `MessageIllegalError` for what can't be appended, `RecordError` for a record that is none.
         """
@@ -505,9 +506,9 @@ class Appends:
         return list(map(_new_result, repeat(AppendResult), results))
 
     def _admit(self) -> int:
-        """Before several records are written, under the lock: when they are stored. `append` has it inline.
+        """Return the store time of records to be written now, under the lock. `append` has this inline.
 
-        Raises why nothing can be appended, or what writing entries that are due does.
+        Raises what says why nothing can be appended, or what writing due entries raises.
         """
         if not self._accepts:
             raise self._refusal()
@@ -517,13 +518,13 @@ class Appends:
         return self._now_ms()
 
     def _catch_up(self) -> None:
-        """Before one record is written: repair what an interrupted append has left, write entries that are due."""
+        """Repair what an interrupted append has left, and write entries that are due."""
         self._mend()
         if len(self._dispatcher.records) >= _BATCH:
             self._dispatcher.advance()
 
     def _mend(self) -> None:
-        """Repair what an interrupted append has left, under the lock; whoever uses what is derived calls it first."""
+        """Repair what an interrupted append has left, under the lock, before anything derived is used."""
         if self._dispatcher.writing_at >= 0:
             assert self._parts is not None
             with critical:
@@ -543,7 +544,7 @@ class Appends:
         self._commit.reach(result.physical_offset + result.size)
 
     def is_writing(self) -> bool:
-        """Whether a call appends at this moment; retention that deletes a file is none."""
+        """Return whether a call appends at this moment; a deletion by retention does not count."""
         return self._lock.locked() and not self._is_deleting
 
     def is_free_within(self, seconds: float) -> bool:
@@ -559,7 +560,7 @@ class Appends:
                 return False
 
     def _lane(self, topic: str, queue_id: int) -> Lane:
-        """The lane of a queue that is written for the first time since opening."""
+        """Return the lane of a queue that is written for the first time since opening."""
         validate_topic(topic)
         if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
             raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
@@ -571,7 +572,7 @@ class Appends:
                 return self._parts.lane(topic, queue_id)
 
     def _delay(self, text: str) -> tuple[int, str, int]:
-        """A level as a message names it: the level that counts, its name, and how long it is in ms."""
+        """Return the level that counts for a message's delay, its name, and its length in ms."""
         level = self.levels.cap(parse_level(text))
         found = level, str(level), self.levels.delay_ms(level)
         if len(self._delays) < _DELAYS_KEPT:
@@ -579,7 +580,7 @@ class Appends:
         return found
 
     def _waits_ms(self, properties: Mapping[str, str]) -> int | None:
-        """How long a message of the schedule topic waits by its level; None if it has none."""
+        """Return how many ms a message of the schedule topic waits by its level; None if it has none."""
         level = self.levels.cap(parse_level(properties.get("DELAY")))
         return self.levels.delay_ms(level) if level > 0 else None
 
@@ -590,7 +591,7 @@ class Appends:
 
 
 def _host_flags(sys_flag: int, born_at: bytes, stored_at: bytes) -> int:
-    """The bits that tell hosts of 16 bytes; `MessageIllegalError` if ``sys_flag`` has one that the hosts do not."""
+    """Return the bits that tell hosts of 16 bytes; refuse a ``sys_flag`` that claims more than the hosts."""
     flags = (record_format.BORN_HOST_V6 if len(born_at) > 8 else 0) | (
         record_format.STORE_HOST_V6 if len(stored_at) > 8 else 0
     )

@@ -1,8 +1,8 @@
 """From the log to what is derived from it: queue entries and keys, in the order of the log.
 
-Records are collected and written in batches: one slice of entries a queue, one run of keys; the entries first. Whoever
-reads what is derived has it written before. Nothing is lost by a crash in between, since all of it can be read from the
-log again. Mirrors 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
+Records are collected and written in batches: one slice of entries a queue, one run of keys; the entries first. A reader
+has them written before it looks. A crash in between loses nothing, since all can be read from the log again. Mirrors
+4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Dispatcher:
     """Collects what records lead to and writes it. Not thread-safe: `MessageStore` calls it under its lock.
 
     ``records`` is public for the store's hot path, which adds to it and to `Lane.pending` by itself and calls `advance`
-    while there are `BATCH`. Whoever reads a queue calls `write_entries` first, whoever asks the index `drain`.
+    while there are `BATCH`. Call `write_entries` before a queue is read, `drain` before the index is asked.
     """
 
     BATCH: Final = 128
@@ -141,7 +141,7 @@ class Dispatcher:
         self._block: KeyBlock | None = None  # of the first of them
         self._indexing = False  # true outside of a call: the last one failed
         self.unflushed: set[ConsumeQueue] = set()
-        """The queues that were written since somebody last took this set to flush them."""
+        """The queues that were written since this set was last taken to flush them."""
         self.entries = 0
         """How many records were dispatched since `unflushed` was last taken."""
         self.dispatched_timestamp_ms = 0

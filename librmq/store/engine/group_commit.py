@@ -1,9 +1,9 @@
-"""When what was appended has reached the device: group commit, acknowledgements that follow, and a sticky failure.
+"""Acknowledge what has reached the device: group commit, acknowledgements that follow, and a sticky failure.
 
-One flush serves everybody who waits: the first to wait flushes for all that was appended so far, the others wait for
-their turn, and the first of those whom it came too early for flushes next. After a flush has failed the kernel may
-have dropped what it could not write and call the next flush good, so nothing is acknowledged any more until the store
-is opened anew. Mirrors 4.9.4's ``GroupCommitService`` and ``FlushRealTimeService``.
+One flush serves all waiters: the first flushes for all that was appended so far, the others wait for their turn, and
+the first of those whose message came later flushes next. After a failed flush the kernel may have dropped what it could
+not write and call the next flush good, so nothing is acknowledged until the store is reopened. Mirrors 4.9.4's
+``GroupCommitService`` and ``FlushRealTimeService``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def flush_all(parts: set[_F]) -> None:
 class GroupCommit:
     """Flushes the log on behalf of many. Thread-safe.
 
-    Whoever waits has a place in a row. The first flushes, and wakes the second before he goes on; the second finds
-    that his message has been flushed and wakes the third, and so on: nobody is woken before it is his turn, and when
-    it is that of one whose message has not been flushed, those before him have had the time to append again.
+    Waiters queue in FIFO order; the first one flushes and wakes the next. A waiter whose message has been flushed
+    wakes the next in turn. So no waiter is woken too early, and by the time one has to flush, those before it have had
+    the time to append again.
     """
 
     def __init__(self, flush: Callable[[], int], flushed: int, on_failure: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class GroupCommit:
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
-        """Return when everything below ``physical_offset`` has reached the device, flushing if nobody else does.
+        """Return when everything below ``physical_offset`` has reached the device, flushing unless another caller does.
 
         `FlushFailedError` if that will never be known, `StoreClosedError` after `stop`.
         """
@@ -95,7 +95,7 @@ class GroupCommit:
             self.check()
 
     def _lead(self, physical_offset: int) -> None:
-        """Flush, unless somebody before has."""
+        """Flush, unless a caller before has."""
         if self.flushed < physical_offset:
             self.check()
             try:
@@ -142,7 +142,7 @@ class GroupCommit:
         self._in_turn(lambda: None)
 
     def forget(self, why: str) -> None:
-        """`stop` in a child process after a fork, where nobody may still hold what this waits for."""
+        """`stop` in a child process after a fork, where no thread holds what this waits for."""
         self._stopped = why
 
 

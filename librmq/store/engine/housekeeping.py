@@ -1,7 +1,7 @@
 """What a store does by time: flush, write the checkpoint, delete what has expired, make pages ready ahead.
 
 `Housekeeping.run_due` is a pure step over the store's parts: it does what is due and says when to be called next. In an
-application a thread of the store calls it (`Background`); under a clock that a test moves, whoever moves the clock.
+application a thread of the store calls it (`Background`); under a clock that a test moves, the test does.
 Mirrors 4.9.4's ``FlushRealTimeService``, ``FlushConsumeQueueService``, ``CleanCommitLogService`` and
 ``AllocateMappedFileService``.
 """
@@ -31,7 +31,7 @@ _AGAIN_MS: Final = 10_000  # after something failed that may succeed later
 class Housekeeping:
     """One store's work by time. Not thread-safe: one caller at a time.
 
-    ``alarm`` is a physical offset: an append that ends at or behind it must wake whoever calls `run_due`. Appends
+    ``alarm`` is a physical offset: an append that ends at or behind it must wake the caller of `run_due`. Appends
     compare with it and nothing else, so that an idle store costs nothing and a busy one a comparison.
     """
 
@@ -83,7 +83,7 @@ class Housekeeping:
                 _log.error("log files that are due could not be deleted: %s", error)
                 self._expire_at_ms = now_ms + _AGAIN_MS
         if self._config.durability == "sync" and queues_due is not None:
-            log_alarm = sys.maxsize  # those who wait flush for themselves, the others wake whoever calls this
+            log_alarm = sys.maxsize  # callers who wait flush for themselves, the others wake the caller of this
         self.alarm = min(log_alarm, log.end + ahead // 2)
         if log.end > self.alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came by while the alarm was off

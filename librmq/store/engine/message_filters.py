@@ -34,7 +34,7 @@ class ByTags:
     ) -> npt.NDArray[np.bool_]:
         if self._filter.takes_all:
             return np.ones(len(tags_codes), np.bool_)
-        codes = tags_codes.astype(np.int32)  # the original compares 32 bits, of delivery times too
+        codes = tags_codes.astype(np.int32)  # 4.9 compares 32 bits, of delivery times too
         return codes == self._codes[0] if len(self._codes) == 1 else np.isin(codes, self._codes)
 
     def match_message(self, message: StoredMessage) -> bool:
