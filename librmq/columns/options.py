@@ -52,6 +52,7 @@ class Wanted:
         return self.topic(topic)
 
     def topic(self, topic: str) -> bool:
+        """Tell whether a topic is asked for."""
         if self.topics is not None:
             return topic in self.topics
         if self.topic_pattern is not None:

@@ -143,6 +143,7 @@ class PlannedStore:
                         self.damage.append(_damage_of(error))
 
     def close(self) -> None:
+        """Close the store that was opened for the plan."""
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -1,5 +1,4 @@
-"""Bloom filters with RocketMQ's own arithmetic: which bits of a message's bitmap stand for a group on a
-topic.
+"""Bloom filters with RocketMQ's own arithmetic: which bits of a message's bitmap stand for a group's topic.
 
 It mirrors ``BloomFilter``, ``BitsArray`` and ``BloomFilterData`` of ``org.apache.rocketmq.filter.util`` of
 4.9.4.
@@ -39,8 +38,9 @@ class BloomPositions:
 
 @dataclass(frozen=True, slots=True)
 class BloomFilter:
-    """The arithmetic for an error rate of ``error_percent`` (above 0, below 100) with ``expected`` texts (1
-    or more).
+    """The arithmetic for an error rate of ``error_percent`` with ``expected`` texts.
+
+    ``error_percent`` is above 0 and below 100, ``expected`` at least 1.
 
     Bitmaps are plain ``bytearray`` and ``bytes`` of ``bit_count / 8`` bytes. ``ConfigError`` for settings out
     of range. Immutable and thread-safe.

@@ -1,5 +1,4 @@
-"""How back-ends that know no exceptions, for columns of messages, get the broker's answers from two-valued
-conditions.
+"""The broker's answers from two-valued conditions, for back-ends that evaluate columns and know no exceptions.
 
 For each question three conditions can be asked for: that the answer is TRUE, that it is FALSE, that it is an
 ERROR; the rest are UNKNOWN. Each is made of the conditions of the questions below, and only those that are

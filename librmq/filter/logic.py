@@ -1,5 +1,4 @@
-"""What an expression asks of a message: its tree reduced to few kinds of questions, which all back-ends
-answer.
+"""What an expression asks of a message: its tree reduced to a few kinds of questions for all back-ends.
 
 The type of every operand is known before any message is: a literal has one, a property is a text or missing,
 a comparison is a boolean. So every comparison is resolved here to one kind of question, with constants worked
@@ -60,6 +59,8 @@ __all__ = [
 
 
 class Answer(Enum):
+    """What a question can come to, an error apart."""
+
     TRUE = "TRUE"
     FALSE = "FALSE"
     UNKNOWN = "UNKNOWN"
@@ -67,6 +68,7 @@ class Answer(Enum):
 
     @staticmethod
     def of(value: bool | None) -> Answer:
+        """Return the answer that a value of SQL stands for."""
         return Answer.UNKNOWN if value is None else Answer.TRUE if value else Answer.FALSE
 
 
@@ -171,6 +173,8 @@ class Search(Question):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Negation(Question):
+    """TRUE for FALSE and the reverse; UNKNOWN and errors stay."""
+
     of: Question
 
     def __post_init__(self) -> None:
@@ -213,8 +217,9 @@ class Mapped(Question):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SameAnswer(Question):
-    """Two booleans compared. Both are asked in any case. Both UNKNOWN: TRUE; the left: UNKNOWN; the right:
-    FALSE.
+    """Two booleans compared; both are always asked.
+
+    Both UNKNOWN: TRUE; only the left: UNKNOWN; only the right: FALSE.
 
     ``clash``: two that are known are an error (a boolean on the left, a text on the right).
     """

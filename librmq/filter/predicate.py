@@ -78,6 +78,7 @@ class WatchedPredicate(Generic[M]):
 
     @property
     def counts(self) -> PredicateCounts:
+        """How often it was asked, and with which outcome."""
         return self._counts
 
     def matches(self, message: M, address: object = None) -> bool:

@@ -60,6 +60,7 @@ class Registration:
 
     @property
     def dead(self) -> bool:
+        """Whether the group has given the subscription up since."""
         return self.dead_timestamp_ms >= self.born_timestamp_ms
 
     def matches(self, properties: Mapping[str, str] | None) -> bool:
@@ -98,12 +99,15 @@ class Registrations:
             yield from groups.values()
 
     def get(self, topic: str, group: str) -> Registration | None:
+        """Return a group's registration for a topic, if there is one."""
         return self._by_topic.get(topic, {}).get(group)
 
     def of_topic(self, topic: str) -> tuple[Registration, ...]:
+        """Return the registrations of all groups for a topic."""
         return tuple(self._by_topic.get(topic, {}).values())
 
     def of_group(self, group: str) -> tuple[Registration, ...]:
+        """Return the registrations of a group for all topics."""
         return tuple(registration for registration in self if registration.group == group)
 
     def answers_for(self, registration: Registration) -> bool:

@@ -128,6 +128,8 @@ class Truth(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Not(Node):
+    """``NOT operand``."""
+
     operand: Node
 
 

@@ -26,8 +26,9 @@ def tags_code(tags: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TagFilter:
-    """A subscription expression: tags between ``||``, blanks around them without meaning; ``*``, empty, None:
-    all.
+    """A subscription expression: tags between ``||``; ``*``, empty or None takes all messages.
+
+    Blanks around a tag have no meaning.
 
     As in the broker, only ``*`` itself is all: `` * `` asks for a tag ``*``, and nothing but ``||`` and
     blanks asks for no tag at all. ``||`` alone is a ``FilterSyntaxError``. Immutable and thread-safe.

@@ -284,8 +284,10 @@ def _share(
 
 
 def register_functions(spark: SparkSession) -> None:
-    """Make ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions``, ``dedup_key`` and
-    ``allocate`` known to the SQL of ``spark``.
+    """Register this module's functions for the SQL of ``spark``.
+
+    They are ``match_sql``, ``match_sql_5``, ``match_tags``, ``tags_code``, ``bloom_positions``, ``dedup_key`` and
+    ``allocate``.
 
     In SQL ``dedup_key`` takes application, topic, group, tags and key, and ``bloom_positions`` the error rate in
     percent and the number of texts too (a broker's are 20 and 32).

@@ -203,8 +203,9 @@ class ConfigTable:
         return known[1]
 
     def write(self, data: bytes) -> None:
-        """Write a snapshot if the file would differ; durable when it returns. The table may change meanwhile; one call
-        at a time.
+        """Write a snapshot if the file would differ; durable when it returns.
+
+        The table may change meanwhile. One call at a time.
         """
         if data == self._stored:
             return

@@ -132,6 +132,7 @@ class TimerWheel:
 
     @staticmethod
     def path_in(store: str) -> str:
+        """Return the path of the wheel in a store."""
         return os.path.join(store, TIMERWHEEL)
 
     @classmethod
@@ -367,6 +368,7 @@ class TimerCheckpoint:
 
     @staticmethod
     def path_in(store: str) -> str:
+        """Return the path of the timer's checkpoint in a store."""
         return os.path.join(store, CONFIG, "timercheck")
 
     @classmethod

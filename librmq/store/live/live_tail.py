@@ -194,6 +194,7 @@ class LiveQueues(QueueTable):
         return queue
 
     def find(self, name: QueueName) -> ConsumeQueue | None:
+        """Return a queue, opened on first use; None if there is none."""
         queue = self._open.get(name)
         if queue is None and name in self:
             with self._guard:
@@ -317,6 +318,7 @@ class LiveIndex(KeyIndex):
     def query(
         self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
     ) -> list[int]:
+        """Return physical offsets of records with a key, those that no file has yet included."""
         indexed = self.end_physical_offset  # of its record the last keys may still be missing
         found = [
             record.physical_offset

@@ -212,6 +212,7 @@ class Entry(NamedTuple):
 
     @property
     def physical_offset(self) -> int:
+        """Where the entry leads to in the log."""
         return int.from_bytes(self.packed[:8], "big")
 
 

@@ -3,7 +3,8 @@
 What the walk at opening passes (`librmq.store.recovery.open`) is dispatched again after an unclean exit. The first
 record that can't be read ends the log; what lies behind is cut, and kept aside (`librmq.store.recovery.salvage`).
 Mirrors 4.9.4's ``recoverNormally`` and ``recoverAbnormally``, but never loses keys that the log still has, indexes each
-key once, and does not cut sound records for a damage that no crash explains, unless it is told to."""
+key once, and does not cut sound records for a damage that no crash explains, unless it is told to.
+"""
 
 from __future__ import annotations
 

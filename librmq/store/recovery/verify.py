@@ -53,6 +53,7 @@ class Verdict:
 
     @property
     def sound(self) -> bool:
+        """Whether nothing is damaged."""
         return not self.damage
 
 
