@@ -138,7 +138,7 @@ _layout_of = lru_cache(maxsize=64)(_Layout)
 class _Level:
     """One level: its queue, and when to look at it next."""
 
-    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset")
+    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "trouble")
 
     def __init__(self, level: int, delay_ms: int | None, queue_offset: int) -> None:
         self.level = level
@@ -147,6 +147,8 @@ class _Level:
         self.queue_id = queue_id_of_level(level)
         self.delay_ms = delay_ms
         """None for a level that the settings no longer have."""
+        self.trouble: str | None = None
+        """Why the last look failed, as the log has told."""
         self.look_ms: int | None = None
         """The look at which the first message that waits is due; None if none was waiting."""
 
@@ -285,12 +287,18 @@ class DelaySchedule:
     def _look(self, level: _Level, look_ms: int | None) -> int | None:
         """Deliver what is due in a level at a look, nothing if that is None; returns the next look to take."""
         try:
-            return self._deliver_due(level, look_ms)
+            next_ms = self._deliver_due(level, look_ms)
         except LASTING:
             raise
         except StoreError as error:
-            _log.error("delay level %d: looked at again in %d ms: %s", level.level, self._retry_ms, error)
+            if level.trouble != str(error):
+                level.trouble = str(error)
+                _log.error("delay level %d: looked at again every %d ms: %s", level.level, self._retry_ms, error)
             return self._look_for(self._last_ms + self._retry_ms)
+        if level.trouble is not None:
+            level.trouble = None
+            _log.info("delay level %d is delivered again", level.level)
+        return next_ms
 
     def _deliver_due(self, level: _Level, look_ms: int | None) -> int | None:
         queue = self._store.queue(SCHEDULE_TOPIC, level.queue_id)

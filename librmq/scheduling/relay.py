@@ -170,6 +170,7 @@ class HopProxy:
         self._offsets = offsets
         self._choose = choose
         self._delivered = delivered
+        self._trouble: str | None = None  # as the log has told
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._saver = FlushAside(
@@ -189,11 +190,16 @@ class HopProxy:
         """
         try:
             self._send_all(now_ms)
+            if self._trouble is not None:
+                self._trouble = None
+                _log.info("the relay goes on")
             return self._saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
-            _log.error("what is carried by levels goes on in %d ms: %s", _RETRY_MS, error)
+            if self._trouble != str(error):
+                self._trouble = str(error)
+                _log.error("the relay tries again every %d ms: %s", _RETRY_MS, error)
             return now_ms + _RETRY_MS
 
     def _send_all(self, now_ms: int) -> None:

@@ -135,6 +135,7 @@ class Timers:
         self._aside = aside
         self._save_ms: int | None = None
         self._retry_at_ms: int | None = None
+        self._trouble: str | None = None  # as the log has told
         self._changed = False
         self._is_saving = False  # aside
         self._one_at_a_time = threading.Lock()  # of what is written on saving
@@ -249,8 +250,14 @@ class Timers:
             raise
         except StoreError as error:
             self._retry_at_ms = now_ms + round(1000 * self._settings.retry_s)
-            _log.error("the timer goes on at %d: %s", self._retry_at_ms, error)
+            if self._trouble != str(error):
+                self._trouble = str(error)
+                _log.error("the timer tries again every %g s, first at %d: %s",
+                           self._settings.retry_s, self._retry_at_ms, error)  # fmt: skip
             return self._retry_at_ms
+        if self._trouble is not None:
+            self._trouble = None
+            _log.info("the timer goes on")
         next_slot_ms = self._slots.next_ms(self._read_ms)
         dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, self._save_ms) if due is not None]
         return min(dues, default=None)
