@@ -235,14 +235,14 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
     """
     names = tuple(properties)
     shape = _shapes.get(names) or _property_shape(names)
-    parts, pick = shape
+    parts, pick, separators = shape
     parts = parts[:]
     try:
         parts[1::2] = pick(properties)
         text = "".join(parts)
     except TypeError:
         raise _unwritable(properties) from None
-    if text.count("\2") >= len(names) > 0:  # what stands behind it would be read as another property
+    if text.count("\2") != separators:  # what stands behind it would be read as another property
         raise _unwritable(properties)
     try:
         return text.encode()
@@ -272,9 +272,10 @@ def _is_in_order(names: tuple[str, ...]) -> bool:
     return hash_map_order(names) == tuple(range(len(names)))
 
 
-_Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]]]
-# For one set of names in one order: what stands before each value, with room for the values between, and what takes
-# the values in the order in which they are stored. An application has few; names that are made up empty the cache.
+_Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]], int]
+# For one set of names in one order: what stands before each value, with room for the values between, what takes
+# the values in the order in which they are stored, and the number of 02 between properties. An application has few;
+# names that are made up empty the cache.
 _shapes: dict[tuple[str, ...], _Shape] = {}
 _SHAPES_KEPT: Final = 1024
 _LARGEST_SHAPE_KEPT: Final = 64
@@ -299,11 +300,12 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
         def pick(properties: Mapping[str, str]) -> Iterable[str]:
             return tuple(properties.values())
 
+    separators = max(len(names) - 1, 0)
     if len(names) <= _LARGEST_SHAPE_KEPT:
         if len(_shapes) >= _SHAPES_KEPT:
             _shapes.clear()
-        _shapes[names] = parts, pick
-    return parts, pick
+        _shapes[names] = parts, pick, separators
+    return parts, pick, separators
 
 
 HEADERS: Final = {

@@ -153,7 +153,7 @@ class Appends:
         range.
         """
         topic, body = message.topic, message.body
-        if message.delay_s is not None or message.deliver_at_ms is not None:
+        if message.delay_s is not message.deliver_at_ms:  # both are None, but for a message that is to wait
             raise MessageIllegalError("delay, deliver_at: a broker resolves them; a store takes a delay_level")
         properties: Mapping[str, str] = message.properties
         waits_ms: int | None = None
