@@ -233,7 +233,7 @@ def spark(bench: Bench) -> list[Row]:
         return _spark(bench, folder)
 
 
-def _spark(bench: Bench, folder: Path) -> list[Row]:
+def _spark(bench: Bench, folder: Path) -> list[Row]:  # noqa: C901 (a row each)
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import BooleanType
 

@@ -198,7 +198,7 @@ def starts(bench: Bench) -> list[Row]:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def peers(path: str, count: int) -> dict[str, Any]:
+def peers(path: str, count: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
     """Python data sources that do equal work by other means."""
     import pyarrow as pa
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition

@@ -70,7 +70,7 @@ def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: See
         raise
 
 
-def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _Steps:
+def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _Steps:  # noqa: C901 (a case for each kind of node)
     """Evaluate one node: yields each node below that it needs, is sent its value, returns its own."""
     match node:
         case Constant():

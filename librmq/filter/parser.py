@@ -165,7 +165,7 @@ def _unreadable(expression: str, position: int) -> str:
     return f"unexpected {expression[position]!r}"
 
 
-def _expected(terminals: Any, dialect: Dialect) -> str:
+def _expected(terminals: Any, dialect: Dialect) -> str:  # noqa: ANN401 (lark's sets)
     names = {
         _READABLE.get(name, name)
         for name in (terminal.lstrip("_") for terminal in terminals)
@@ -238,7 +238,7 @@ class _Run:
             self._reduce(step)  # type: ignore[arg-type]
         return False
 
-    def end(self) -> Any | None:
+    def end(self) -> Any | None:  # noqa: ANN401 (lark's token)
         """Return the tree of what was fed; None if it is no whole expression."""
         states, tables = self._states, self._tables
         while (step := tables.steps[states[-1]].get(_END)) is not None:
@@ -326,7 +326,7 @@ def _orderable(node: Node) -> None:
         raise _RefusedError(node.start, f"expected a number or a property: a condition has no order{hint}")
 
 
-def _compare(operator: Any, left: Node, right: Node) -> Compare:
+def _compare(operator: Any, left: Node, right: Node) -> Compare:  # noqa: ANN401 (lark's token)
     _orderable(left)
     _orderable(right)
     return Compare(operator, left, right, start=left.start, end=right.end)
@@ -382,8 +382,8 @@ def _float(token: Token) -> Value:
     return value
 
 
-def _literal(read: Callable[[Token], Value]) -> Any:
-    def build(self: Any, children: list[Token]) -> Constant:
+def _literal(read: Callable[[Token], Value]) -> Any:  # noqa: ANN401 (lark's rule)
+    def build(self: Any, children: list[Token]) -> Constant:  # noqa: ANN401 (lark's transformer)
         (token,) = children
         return Constant(read(token), start=token.start_pos, end=token.end_pos)
 

@@ -161,7 +161,7 @@ class _Writer:
         self.loaded: dict[str, str] = {}
         self.later: list[tuple[str, Question, _Mode]] = []
 
-    def function(self, question: Question, mode: _Mode, on_error: str) -> Any:
+    def function(self, question: Question, mode: _Mode, on_error: str) -> Any:  # noqa: ANN401 (compiled)
         """Return the filter's function, from properties (None: there are none) to a verdict."""
         if mode == "is_true":
             question = cheapest_first(question)
@@ -191,7 +191,7 @@ class _Writer:
         exec(compile("".join(source), "<filter>", "exec"), self.namespace)
         return self.namespace["filter"]
 
-    def write(self, question: Question, mode: _Mode, level: int) -> str:
+    def write(self, question: Question, mode: _Mode, level: int) -> str:  # noqa: C901 (a case for each question)
         """Write a Python expression, in parentheses where it needs them."""
         if level >= LEVELS_PER_FUNCTION and below(question):
             name = f"f{next(self.fresh)}"

@@ -237,7 +237,7 @@ class Registrations:
             }
         }
 
-    def load(self, document: Any, now_ms: int) -> bool:
+    def load(self, document: object, now_ms: int) -> bool:
         """Replace everything by the content of the file; ``ConfigError`` where it is not such content.
 
         False, and nothing taken, where its bits were made with other bloom settings: bitmaps would not fit.
@@ -311,7 +311,7 @@ def _to_json(registration: Registration) -> dict[str, Any]:
     }
 
 
-def _object(value: Any, what: str) -> dict[str, Any]:
+def _object(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"consumerFilter.json: {what} is no object")
     return value

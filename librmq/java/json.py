@@ -49,7 +49,7 @@ class ObjectKey(tuple[tuple[str, Any], ...]):
     __slots__ = ()
 
 
-def loads(text: str | bytes) -> Any:
+def loads(text: str | bytes) -> Any:  # noqa: ANN401 (JSON has any shape)
     """The value of a config file: dicts, lists, texts, ints, floats, booleans, None.
 
     Keys are texts, ints where they stand bare, and `ObjectKey`; of equal keys the last wins. Objects may be
@@ -70,7 +70,7 @@ class _Reader:
         self._text = text
         self._at = 0
 
-    def document(self) -> Any:
+    def document(self) -> Any:  # noqa: ANN401 (JSON has any shape)
         self._skip_space()
         value = self._value(0)
         self._skip_space()
@@ -78,7 +78,7 @@ class _Reader:
             self._fail("the end")
         return value
 
-    def _value(self, depth: int) -> Any:
+    def _value(self, depth: int) -> Any:  # noqa: ANN401 (JSON has any shape)
         character = self._text[self._at : self._at + 1]
         if character == "{":
             return self._object(depth)
@@ -188,7 +188,7 @@ class _Reader:
         raise MalformedError(f"line {line}, column {column}: expected {expected}, found {found}")
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """``value`` as the broker would write it, without a new line at the end.
 
     Raises `MalformedError` for what has no form in such a file.
@@ -204,14 +204,14 @@ class Written(str):
     __slots__ = ()
 
 
-def written(value: Any, depth: int) -> Written:
+def written(value: object, depth: int) -> Written:
     """``value`` as it stands ``depth`` objects deep, for who writes it again and again."""
     parts: list[str] = []
     _write(value, depth, parts)
     return Written("".join(parts))
 
 
-def _write(value: Any, depth: int, parts: list[str]) -> None:
+def _write(value: object, depth: int, parts: list[str]) -> None:
     if type(value) is Written:
         parts.append(value)
     elif isinstance(value, str):

@@ -106,10 +106,13 @@ class MessageStore(Appends):
         A store that was not closed cleanly is recovered as RocketMQ 4.9 does it; `recovered` lists what was cut.
 
         Args:
+            path: The store's directory.
             config: None takes the sizes from the files that are there, `StoreConfig()` for a new store.
             read_only: Take no lock and change no byte. Beside a writer the handle sees what is written (`refresh`);
                 else it sees what a recovery would give, in memory.
             thorough: Look at all of the log, and make again what `recover` does.
+            files: Where the files are; the disk by default.
+            clock: What tells the time; the machine's by default.
             background: Let a thread of the store flush and expire by time, from the first append on. None does so
                 unless ``clock`` is given; without it the caller calls `run_due`.
             filters: The groups' SQL filters, by which messages get their bitmaps where the store has extension files.
@@ -334,15 +337,19 @@ class MessageStore(Appends):
         registration: tuple[str, str] | None = None,
         predicate: Callable[[StoredMessage], object] | WatchedPredicate[StoredMessage] | None = None,
     ) -> MessageFilter | None:
-        """What `read` takes as its filter: at most one of ``tags`` (``a || b``), an ``sql`` expression, the
-        ``registration`` of a group on a topic as (topic, group), whose bitmaps are looked at before the log is, or a
-        ``predicate`` of your own. None of them is None: all messages.
+        """Return what `read` takes as its filter, from at most one of the arguments; without any None: all messages.
 
-        A predicate that takes more than 10 ms for a message is reported, and one that raises does not match; a
-        `WatchedPredicate` has its own budget, policies and counts. A registration is the one in force now.
+        Args:
+            tags: Tags, as ``a || b``.
+            sql: An SQL92 expression.
+            registration: A group's registration that is in force now, as (topic, group). Its bitmaps are read before
+                the log.
+            predicate: A function of the message. One that takes more than 10 ms is reported, and one that raises does
+                not match; a `WatchedPredicate` has its own budget, policies and counts.
 
-        `ConfigError` if SQL is asked for and ``enable_property_filter`` is off, or no such group is registered;
-        `FilterSyntaxError` for an expression that does not compile.
+        Raises:
+            ConfigError: SQL is asked for and ``enable_property_filter`` is off, or no such group is registered.
+            FilterSyntaxError: The expression does not compile.
         """
         from librmq.store.engine.message_filters import message_filter  # a grammar comes with it
 

@@ -156,7 +156,7 @@ class TransactionalWorld:
         self.when_store_fails = ""
         self.unique_key = name
 
-    def deliver(self, fault: str = "", meanwhile: Callable[[], object] | None = None, ahead: float = 0) -> None:
+    def deliver(self, fault: str = "", meanwhile: Callable[[], object] | None = None, ahead: float = 0) -> None:  # noqa: C901 (a fault each)
         if fault == "dies before claim":
             raise Died
         if fault == "unreachable":

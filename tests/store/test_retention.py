@@ -658,7 +658,7 @@ def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
     assert lock.taken == 20 + 1 + len(kept.store.queues) + 1  # each file, the list of queues, each queue, the index
 
 
-def test_beside_producers_and_readers() -> None:
+def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for each thread)
     """Nothing is lost beside it, no reader fails, and the size is kept."""
     config = with_settings(max_total_size=4 * FILE)
     files = MemoryFiles()

@@ -45,7 +45,9 @@ class Housekeeping:
         expire: Callable[[int], int | None],
         now_ms: int,
     ) -> None:
-        """``flush_derived()`` flushes queues, index and checkpoint; ``entries()`` counts entries that are not flushed;
+        """Take what it does by time.
+
+        ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` counts entries that are not flushed, and
         ``expire(now_ms)`` is the step of retention.
         """
         self._config = config

@@ -32,12 +32,14 @@ class ByTags:
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
+        """Return which entries may match, by the hashes of their tags."""
         if self._filter.takes_all:
             return np.ones(len(tags_codes), np.bool_)
         codes = tags_codes.astype(np.int32)  # 4.9 compares 32 bits, of delivery times too
         return codes == self._codes[0] if len(self._codes) == 1 else np.isin(codes, self._codes)
 
     def match_message(self, message: StoredMessage) -> bool:
+        """Tell whether the tag itself matches."""
         return not self._exact or self._filter.matches(message.tags)
 
 
@@ -55,6 +57,7 @@ class BySql:
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
+        """Return which entries may match, by the bitmaps of their units."""
         may = np.ones(len(tags_codes), np.bool_)
         if units is not None and self._registrations is not None and isinstance(self._filter, Registration):
             bloom = self._registrations.bloom
@@ -65,6 +68,7 @@ class BySql:
         return may
 
     def match_message(self, message: StoredMessage) -> bool:
+        """Tell whether the expression is TRUE for the message."""
         return self._filter.matches(message.properties)
 
 
@@ -77,9 +81,11 @@ class ByPredicate:
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
+        """Return that all may match."""
         return np.ones(len(tags_codes), np.bool_)
 
     def match_message(self, message: StoredMessage) -> bool:
+        """Ask the function."""
         return self._predicate.matches(message, f"physical offset {message.physical_offset}")
 
 

@@ -109,7 +109,7 @@ def read_closed_state(path: str, files: Files) -> ClosedState | None:
         return None  # it only saves time
 
 
-def _state(document: Any) -> ClosedState | None:
+def _state(document: Any) -> ClosedState | None:  # noqa: ANN401 (JSON has any shape)
     if document["version"] != _VERSION:
         return None
     queues = {}
@@ -128,7 +128,7 @@ def _state(document: Any) -> ClosedState | None:
     )
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 63:
         raise ValueError
     return value

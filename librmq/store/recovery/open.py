@@ -103,7 +103,7 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     return gone
 
 
-def load(
+def load(  # noqa: C901, PLR0913 (a step for each part of a store)
     path: str,
     config: StoreConfig,
     levels: DelayLevels,

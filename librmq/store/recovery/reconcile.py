@@ -35,7 +35,7 @@ _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
 
 
-def reconcile(
+def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     log: CommitLog,
     queues: MutableMapping[tuple[str, int], ConsumeQueue],
     open_queue: OpenQueue,
