@@ -304,6 +304,45 @@ def opening(bench: Bench) -> list[Row]:
     return rows
 
 
+# ----------------------------------------------------------------------------------------------- opening after a kill
+
+
+KILLED: Final = {
+    "embedded sizes": (StoreConfig(disk_refuse_ratio=100), 8, 14_000, Target(0.3, at_most=True)),
+    "a broker's sizes": (StoreConfig.broker(disk_refuse_ratio=100), 8, 14_000, Target(1.5, at_most=True)),
+    "4,000 queues": (StoreConfig(disk_refuse_ratio=100), 4_000, 16_000, Target(0.5, at_most=True)),
+    "50,000 queues": (StoreConfig(disk_refuse_ratio=100), 50_000, 100_000, Target(5, at_most=True)),
+}
+
+
+def killed(bench: Bench) -> list[Row]:
+    """A store whose process was killed, with a log of some 14 MB, or many queues."""
+    rows = []
+    for case, (config, queues, messages, target) in KILLED.items():
+        body = bytes(850 if queues < 100 else 100)
+
+        def once(
+            folder: Path,
+            config: StoreConfig = config,
+            queues: int = queues,
+            count: int = bench.count(messages),
+            body: bytes = body,
+        ) -> float:
+            store = MessageStore.open(folder / "store", config)
+            for number in range(count):
+                queue = number % queues
+                store.append(Message(f"T{queue // 16}", body, keys=f"k{number}"), queue % 16)
+            store.abandon()
+            with Stopwatch() as watch:
+                store = MessageStore.open(folder / "store", config)
+            store.abandon()
+            return watch.seconds
+
+        took = statistics.median(bench.interleave({case: once})[case])
+        rows.append(Row("opening, after a kill", case, "", took, " s", target, ours=rate(took, "s")))
+    return rows
+
+
 # -------------------------------------------------------------------------------------------------------------- latency
 
 
@@ -400,6 +439,7 @@ ROWS: Final[dict[str, Measure]] = {
     "group": group_commit,
     "pipelined": pipelined,
     "opening": opening,
+    "killed": killed,
     "latency": latency,
 }
 

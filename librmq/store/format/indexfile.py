@@ -644,7 +644,7 @@ class IndexFile:
             self._dirty = True
 
     def write_again(self) -> None:
-        """Write all that the file holds once more, so that `flush` takes it along: whoever wrote it may have died."""
+        """Write all that the file holds once more for `flush`: the writer may have died before its own."""
         file = self.file
         for at in range(0, file.size, _CHUNK):
             data = file.buffer[at : at + _CHUNK]

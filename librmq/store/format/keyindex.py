@@ -109,7 +109,7 @@ class KeyIndex:
                 )
             found.append(self._open_file(path))
         if self.writable and len(found) > 1 and found[-1].header == FRESH:
-            found[-1].begin_after(found[-2].header)  # whoever made it died before it could
+            found[-1].begin_after(found[-2].header)  # the process that made it died before it could
         return found
 
     def _listed(self) -> list[Entry]:

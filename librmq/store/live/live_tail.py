@@ -166,7 +166,7 @@ class LiveQueue(ConsumeQueue):
 
 
 class LiveQueues(QueueTable):
-    """The queues of a store that somebody writes to: those that have a folder, or entries in memory."""
+    """The queues of a store that another process writes to: those that have a folder, or entries in memory."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, log: CommitLog) -> None:
         super().__init__(self.open_queue, {})
@@ -175,12 +175,12 @@ class LiveQueues(QueueTable):
         self._files = files
         self._log = log
         self._pool = MappingPool(config.mapped_files)
-        self._guard = threading.RLock()  # of whoever opens a queue, or adds to it
+        self._guard = threading.RLock()  # held while a queue is opened or added to
         self._late: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._kept = 0
 
     def open_queue(self, topic: str, queue_id: int) -> LiveQueue:
-        """The queue, opened anew; the caller holds the guard where somebody else may know of it."""
+        """Reopen the queue; the caller holds the guard where another thread may know of it."""
 
         def sequence(size: int, *, ext: bool) -> LiveSequence:
             folder = directory.queue_folder(self._path, topic, queue_id, ext=ext)
@@ -244,7 +244,7 @@ class LiveQueues(QueueTable):
                 if isinstance(queue, LiveQueue) and queue.max_offset == first:
                     queue.extend(entries)
                     continue
-                self._open.pop(name, None)  # the topic was made anew: it is looked at again when asked for
+                self._open.pop(name, None)  # the topic was made again: it is looked at when asked for
                 before = self._late.get(name)
                 if before is not None and before[0] + len(before[1]) == first:
                     before[1].extend(entries)
@@ -287,7 +287,7 @@ class LiveIndexFile(IndexFile):
 
 
 class LiveIndex(KeyIndex):
-    """The index files of a store that somebody writes to, and the keys of the records that they may not have yet."""
+    """The index files of a store that another process writes to, and the keys of records that they may lack."""
 
     def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
         self._list = []
@@ -339,7 +339,7 @@ class LiveIndex(KeyIndex):
 
 
 class LiveParts:
-    """The parts of a store that somebody writes to. One thread at a time opens it and calls its methods."""
+    """The parts of a store that another process writes to. One thread at a time opens it and calls its methods."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""A store that somebody else owns, looked into: beside whoever writes to it, or when nobody does.
+"""A read-only view of a store, beside a writer in another process, or without one.
 
 ::
 
@@ -7,7 +7,7 @@
                   walked through from where a recovery would begin        again, follows the log's begin
     is free       what a recovery would make of them, in memory           looks whether anybody has been there
 
-Nothing is locked, and no byte of a file changes. Whoever begins to write, or ends, is noticed at the next refresh; what
+Nothing is locked, and no byte of a file changes. A writer that begins or ends is noticed at the next refresh; what
 was given out before stays as it was. The files beside a writer are in `librmq.store.live.live_tail`.
 """
 
@@ -46,7 +46,7 @@ class Following:
     config: StoreConfig
     """The settings, those that the files tell if none were given."""
     parts: Parts
-    """As of the last `refresh`; replaced when somebody begins to write or ends, never closed."""
+    """As of the last `refresh`; replaced when a writer begins or ends, never closed."""
     version: int
     """How often there was something new."""
 
@@ -75,7 +75,7 @@ class Following:
         self._open()
 
     def refresh(self) -> bool:
-        """Look at what somebody else has done to the store; true if there is anything new.
+        """Look at what other processes have done to the store; return True if anything is new.
 
         Everything that was acknowledged before the call is seen. Costs a look at the lock, a listing of the folders of
         log and index, and a walk over the records that are new. Errors are those of opening; the parts stay then.
@@ -135,7 +135,7 @@ class Following:
                 parts = self._recovered(config) if live is None else live.parts
                 changed = self._lock_holder() != holder or (live is None and self._look_at_marks() != marks)
             except (StoreIOError, CorruptionError):
-                # Somebody who writes makes and deletes files between our listing and opening them.
+                # A writer makes and deletes files between our listing and opening them.
                 if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):
                     raise
                 continue
@@ -158,7 +158,7 @@ class Following:
         return load(path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of)
 
     def _look(self) -> tuple[object, ...]:
-        """What nobody leaves unchanged who has written to the store: `_look_at_marks`, and what follows the log."""
+        """What every writer to the store changes: `_look_at_marks`, and what follows the log."""
         log = self.parts.log
         start = log.sequence.start_of(log.end)
         behind = None

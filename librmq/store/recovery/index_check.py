@@ -1,4 +1,4 @@
-"""The key index held against the keys of the records, in the order of the log, and mended or made anew.
+"""The key index held against the keys of the records, in the order of the log, and mended or made again.
 
 An index can't be mended in its middle, as its chains go through the whole file: what lacks the last keys gets them,
 all else is made again.
@@ -72,7 +72,7 @@ class IndexCheck:
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
         self.lacking: list[RawPending] = []
-        """Records whose keys the index lacks; whoever adds to it calls `settle` when there are `SETTLED`."""
+        """Records whose keys the index lacks; call `settle` when there are `SETTLED`."""
         self._lacking = 0
         self.at_end = False
         """Whether the index lacks all that follows."""
@@ -118,7 +118,7 @@ class IndexCheck:
         if there == expected or last is None:
             return
         if set(there) == set(expected) and not Counter(expected) - Counter(there):
-            return  # a key twice: the original indexes a record again after an unclean exit
+            return  # a key twice: 4.9 indexes a record again after an unclean exit
         if run is not None or not there or there != expected[: len(there)]:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
         else:  # the last record that is indexed: a crash came between its keys
@@ -174,7 +174,7 @@ class IndexCheck:
 
 
 def index_again(log: CommitLog, index: KeyIndex) -> None:
-    """Make the whole key index anew."""
+    """Make the whole key index again."""
     for file in index.files:
         index.drop(file.name)
     prefixes: dict[str, int] = {}

@@ -44,7 +44,7 @@ _LONG: Final = struct.Struct(">q")
 _FILLER_SIZE: Final = 0x7FFFFFFF
 _FILLER: Final = ENTRY.pack(0, _FILLER_SIZE, 0)
 _NONE: Final = 1 << 63
-_LARGEST_GAP: Final = 100_000  # entries that are filled in where records are missing; beyond, the queue starts anew
+_LARGEST_GAP: Final = 100_000  # entries that are filled in where records are missing; beyond, the queue starts again
 COMPARED: Final = 4096
 """So many entries are compared together."""
 
@@ -371,7 +371,7 @@ class QueueCheck:
                 if self._queue.ext is not None:
                     self._units[lacking] = found
             return
-        # The topic was made anew (or lost more than can be filled in): the later records are the queue.
+        # The topic was made again, or lost more than can be filled in: the later records are the queue.
         self.damages = [damage for damage in self.damages if damage.kind == "record"]
         if gap < 0:
             replaced = min(-gap, len(self.entries))
@@ -505,13 +505,13 @@ class QueueCheck:
         return same
 
     def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
-        """Whether an entry says what is expected after all: by a unit, or as the original recovers it."""
+        """Whether an entry says what is expected after all: by a unit, or as 4.9 recovers it."""
         place, size, code = ENTRY.unpack(found)
         if found[:12] != expected[:12]:
             return False
         wanted = {ENTRY.unpack(expected)[2]}
         if self._delayed and (raw := self._log.read(place, size)):
-            # After an unclean exit the original gives delayed records the code of their tags.
+            # After an unclean exit 4.9 gives delayed records the code of their tags.
             wanted.add(record.tags_code(StoredMessage(raw).tags))
         if not is_ext_address(code):
             return code in wanted

@@ -73,7 +73,7 @@ class Recovery:
     def cut_at(self) -> tuple[LogEnd, int]:
         """Where the log is going to end, and how many bytes are going to be cut there; nothing is changed yet.
 
-        `CorruptionError` if that would cut sound records that no crash explains, and nobody asked for it.
+        `CorruptionError` if that would cut sound records that no crash explains, unless ``thorough``.
         """
         end = self._parts.log.found_end
         if not self._clean:
@@ -154,8 +154,8 @@ class Recovery:
     def _check_cut(self, end: LogEnd, cut: int) -> None:
         """Refuse to cut sound records, unless a crash explains that they stand behind something else.
 
-        It does where what was written last reached the device in another order: then records that nobody vouched for
-        stand behind a page or sector that was never written.
+        It does where what was written last reached the device in another order: then records that no checkpoint vouched
+        for stand behind a page or sector that was never written.
         """
         if not cut or self._lenient:
             return
@@ -245,7 +245,7 @@ class Recovery:
         log, begin = self._parts.log, self._unvouched_from
         log.sequence.write_again(begin, log.end)
         above = {self._path}
-        if self._thorough:  # else those that nobody vouched for are made again
+        if self._thorough:  # else those that the checkpoint does not vouch for are made again
             for file in self._unvouched_index():
                 file.write_again()
                 above.add(self._parts.index.folder)

@@ -9,7 +9,7 @@
 
 A cut is copied (whole files are linked, where the file system can) and flushed before a byte of the log goes. The
 broker knows nothing of the folder, and it can be deleted at any time. Of cuts without a sound record, as a crash
-leaves them, the newest eight are kept; the others stay until somebody deletes them.
+leaves them, the newest eight are kept; the others stay until you delete them.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 
 
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
-    """`verify` with all of it known; ``writer`` is who may be ahead with the log, None for nobody."""
+    """`verify` with all of it known; ``writer`` names the process that may be ahead with the log, if any."""
     closed = writer is None and not has_abort(files, path)
     look = _Look(path, config, files, closed=closed)
     damage = look.damage()

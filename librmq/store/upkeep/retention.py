@@ -9,7 +9,7 @@
 
 Whole files go, from the oldest, never the one that holds the last record. A file has expired when its last record was
 stored ``file_reserved_hours`` ago; the times of files in the file system mean nothing. What is more than
-``max_total_size`` goes at once. Nobody closes a mapping: whoever holds a part of a deleted file goes on reading it.
+``max_total_size`` goes at once. No mapping is closed: a reader that holds a part of a deleted file goes on reading it.
 
 A crash may come at any point. Hence the order: what is derived from the records that go must have reached the device
 first, since a queue whose messages are all gone has its offsets only from its own files. Then the log's files go one
@@ -18,7 +18,7 @@ them those of queues and index: entries that point below the log's begin are mer
 be damage. What a crash leaves of them goes with the first `Retention.run_due` after it.
 
 Mirrors 4.9.4's ``CleanCommitLogService``, ``CleanConsumeQueueService`` and ``MappedFileQueue.deleteExpiredFileByTime``:
-10 s from round to round, 10 files a round, 100 ms from file to file. Unlike the original it looks at the disk anew
+10 s from round to round, 10 files a round, 100 ms from file to file. Unlike 4.9 it looks at the disk again
 before each file, so that a forced round deletes no more than the disk wants.
 """
 
@@ -55,8 +55,8 @@ class Retention:
     """Decides what of a store goes, and lets it go; a step without a thread or a clock of its own.
 
     One thread at a time may call it, beside producers and readers. It takes ``lock`` for each log file, each queue and
-    each look at the index by itself, never for longer, so the caller must not hold it; nobody may close or replace the
-    parts meanwhile.
+    each look at the index by itself, never for longer, so the caller must not hold it; no other thread may close or
+    replace the parts meanwhile.
     """
 
     refuses_writes: bool
@@ -83,11 +83,11 @@ class Retention:
         """Take the parts of the store in folder ``path``, open for writing.
 
         ``queues()`` gives all that there are now. ``timezone`` is that of the hours, the machine's unless given.
-        ``lock`` is what producers hold while they write; none is needed where nobody writes meanwhile.
+        ``lock`` is what producers hold while they write; none is needed where no producer writes meanwhile.
         ``settled()`` is a physical offset below which all records, and the queue entries that follow from them, have
         reached the device; files that reach beyond it stay. Without it log and queues are flushed before anything is
         deleted. Without ``watch_disk`` the disk is looked at only when something else is due, or while it is too full
-        for messages: where a test moves the clock, nobody fills it between two moments.
+        for messages: where a test moves the clock, it does not fill up between two moments.
         """
         self._log = log
         self._queues = queues

@@ -98,7 +98,7 @@ def snapshot(
     The store may be in use, by this process or another; no lock is taken. Whatever was acknowledged before the call is
     in the snapshot, which is a store, cleanly closed and sound. Files of the log that are full are linked where the
     file system can, unless ``copy``, but for the last two; the rest is copied. Costs a copy of that and a walk over
-    all of the log. ``end`` tells where the log ends, where somebody knows; else it is looked for.
+    all of the log. ``end()`` returns where the log ends; without it, the end is looked for.
 
     `CorruptionError` if the log is damaged, `StoreIOError` for want of space or a ``target`` that is not empty, and
     whatever opening a store raises; there is no ``target`` then.
@@ -284,7 +284,7 @@ def _growing(target: str, files: Files) -> Iterator[str]:
         files.delete(target)
         files.rename(part, target)
         files.flush_folder(parent)
-    except StoreLockedError:  # somebody else makes it
+    except StoreLockedError:  # another process makes it
         raise
     except BaseException:
         with contextlib.suppress(StoreError):
@@ -320,7 +320,7 @@ def _is_whole(path: str, files: Files) -> bool:
 
 
 def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
-    """Where the log ends, to which somebody else may be writing."""
+    """Return where the log ends, to which another process may be writing."""
     folder = os.path.join(path, directory.COMMITLOG)
     for _ in range(_ATTEMPTS - 1):
         try:
