@@ -15,6 +15,7 @@ import pytest
 from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client.transactions import CheckedMessage, TransactionProducer
+from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.dedup import DedupListener
 from librmq.errors import (
@@ -22,6 +23,7 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     EndlessLoopError,
+    RmqError,
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
@@ -645,6 +647,13 @@ def test_a_store_that_is_not_sound_fails_the_test(tmp_path: Path) -> None:
 def test_settings_of_the_broker() -> None:
     with Kit(broker_config=BrokerConfig(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
         rmq.producer().send("orders", b"x")
+
+
+def test_sql_where_the_broker_does_not_filter_is_refused_at_the_start() -> None:
+    with Kit(store_config=StoreConfig.tiny(enable_property_filter=False)) as rmq:
+        rmq.consumer("billing").subscribe("orders", sql="amount > 3")(lambda message: None)
+        with pytest.raises(RmqError, match="enable_property_filter"):
+            rmq.run_until_idle()
 
 
 def test_work_that_does_not_end_is_told() -> None:
