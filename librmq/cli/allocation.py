@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from librmq.cli.input import field, read_rows, standard_input
 from librmq.cli.output import Output
@@ -123,8 +123,8 @@ _ANY: Final = Message("any", b"")
 _SPECIAL_DOUBLES: Final = ("NaN", "Infinity", "-Infinity")
 
 
-def _key(kind: str, row: Row, key: Any) -> object:
-    """The key as the selector takes it."""
+def _key(kind: str, row: Row, key: object) -> object:
+    """Return the key as the selector takes it."""
     match kind:
         case "null" if key is None:
             return None
@@ -138,13 +138,13 @@ def _key(kind: str, row: Row, key: Any) -> object:
             return long_hash(field(row, "arg", int))
         case "Double" if key in _SPECIAL_DOUBLES or (isinstance(key, int | float) and not isinstance(key, bool)):
             try:
-                return float(key)
+                return float(cast("str | float", key))
             except OverflowError:
                 pass
     raise InputError(f"arg: expected a value of arg_type {kind!r:.80}, found {json.dumps(key)[:80]}")
 
 
-def _required(row: Row, name: str) -> Any:
+def _required(row: Row, name: str) -> Any:  # noqa: ANN401 (any value of JSON)
     if name not in row:
         raise InputError(f"{name} is missing")
     return row[name]

@@ -1,4 +1,4 @@
-"""What the commands ``filter`` and ``bloom`` answer, one row at a time: plain values in and out."""
+"""Answer the commands ``filter`` and ``bloom``, one row at a time: plain values in and out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from librmq.filter.sqlfilter import compiled
 __all__ = ["answer_bloom", "answer_case", "explain_text", "read_case"]
 
 
-def answer_case(row: Any, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
-    """A case ``{expr, props}`` with its ``result`` (true, false, null for UNKNOWN, or an error by name) and ``match``.
+def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
+    """Return a case ``{expr, props}`` with its ``result`` and ``match``.
 
-    With ``strict`` an expression that something follows does not compile. ``FilterError`` for a row that is no case.
+    The result is true, false, null for UNKNOWN, or the name of an error. With ``strict`` an expression that something
+    follows does not compile.
+
+    Raises:
+        FilterError: The row is no case.
     """
     expression, properties = read_case(row)
+    assert isinstance(row, dict)
     answer: dict[str, Any] = {name: row[name] for name in ("expr", "props") if name in row}
     try:
         sql = compiled(expression, dialect)
@@ -35,8 +40,12 @@ def answer_case(row: Any, dialect: Dialect = "4.9", *, strict: bool = False) -> 
     return answer | {"result": result, "match": result is True}
 
 
-def read_case(row: Any) -> tuple[str, dict[str, str] | None]:
-    """The expression and the properties of a case ``{expr, props}``; ``FilterError`` for a row that is none."""
+def read_case(row: object) -> tuple[str, dict[str, str] | None]:
+    """Return the expression and the properties of a case ``{expr, props}``.
+
+    Raises:
+        FilterError: The row is no case.
+    """
     if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
         raise FilterError("a case is an object with a text expr")
     properties = row.get("props")
@@ -47,8 +56,12 @@ def read_case(row: Any) -> tuple[str, dict[str, str] | None]:
     return row["expr"], {name: value for name, value in properties.items() if value is not None}
 
 
-def answer_bloom(row: Any) -> dict[str, Any]:
-    """``{k, m, positions: [{str, bits}]}`` for ``{f, n, strings}``; ``ConfigError`` for bad input."""
+def answer_bloom(row: object) -> dict[str, Any]:
+    """Return ``{k, m, positions: [{str, bits}]}`` for ``{f, n, strings}``.
+
+    Raises:
+        ConfigError: The row is no such case.
+    """
     if not isinstance(row, dict):
         raise ConfigError("a case is an object with f, n and strings")
     f, n = row.get("f"), row.get("n")
@@ -65,7 +78,11 @@ def answer_bloom(row: Any) -> dict[str, Any]:
 
 
 def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
-    """Why ``expr`` takes a message with ``props`` or not, and what in it surprises; ``FilterSyntaxError``."""
+    """Say why ``expr`` takes a message with ``props`` or not, and what in it surprises.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile.
+    """
     selector = parse(expr, dialect)
     if strict:
         refuse_rest(selector)

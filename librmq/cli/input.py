@@ -1,4 +1,4 @@
-"""What commands are given: rows on standard input, settings in a file, times as people write them."""
+"""Read what commands are given: rows on standard input, settings in a file, times as people write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_
 
 
 def parse_time(text: str, clock: Clock) -> int:
-    """Milliseconds since 1970, from a number of them, ISO 8601 (local where it names no zone), or ``-2h``."""
+    """Return milliseconds since 1970 from a number of them, ISO 8601 (local unless it names a zone), or ``-2h``."""
     if text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _LARGEST:
         return int(text)
     ago = _AGO.fullmatch(text)
@@ -40,7 +40,11 @@ def parse_time(text: str, clock: Clock) -> int:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object; `InputError` for anything else."""
+    """Return a JSON object.
+
+    Raises:
+        InputError: The text is none.
+    """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -57,7 +61,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def standard_input() -> Iterator[bytes]:
-    """The lines of standard input, none where it is closed; one that is far too long comes in parts."""
+    """Return the lines of standard input, none where it is closed; a line that is far too long comes in parts."""
     if sys.stdin is None:
         return iter(())
     stream = sys.stdin.buffer
@@ -69,7 +73,11 @@ def _refuse_constant(name: str) -> object:
 
 
 def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of lines with their numbers, empty lines left out; `InputError` names the line."""
+    """Yield the JSON objects of lines with their numbers, without empty lines.
+
+    Raises:
+        InputError: A line has none; the error names the line.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -84,8 +92,12 @@ def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 _MISSING: Final = object()
 
 
-def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING) -> Any:
-    """A field of a question; numbers fit 8 bytes. `InputError` if it is missing or something else."""
+def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING) -> Any:  # noqa: ANN401 (a value of ``kind``)
+    """Return a field of a question; numbers fit 8 bytes.
+
+    Raises:
+        InputError: It is missing, or of another kind.
+    """
     value = row.get(name, default)
     if value is _MISSING:
         raise InputError(f"{name} is missing")
@@ -107,7 +119,11 @@ _KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true
 
 
 def read_config(config_file: str) -> dict[str, Any]:
-    """The settings in a file; `InputError`, which names it, for what can't be read, or is none."""
+    """Return the settings in a file.
+
+    Raises:
+        InputError: The file can't be read, or has no settings; the error names it.
+    """
     try:
         with open(config_file, "rb") as file:
             return parse_object(file.read(1 << 20))
@@ -118,9 +134,10 @@ def read_config(config_file: str) -> dict[str, Any]:
 
 
 def settle_config(store: str, files: Files, config_file: str | None) -> StoreConfig:
-    """The settings for a store: what its files tell, then the JSON in ``config_file``, then 4.9's defaults.
+    """Return the settings for a store: from its files, then the JSON in ``config_file``, then 4.9's defaults.
 
-    `InputError` where the file and the store's files disagree, or for what is no setting.
+    Raises:
+        InputError: The file disagrees with the store's files, or has what is no setting.
     """
     config = infer_config(store, files)
     if config_file is None:

@@ -17,9 +17,9 @@ __all__ = ["open_store", "queue", "queues"]
 
 
 def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) -> MessageStore:
-    """The store that a command reads, without a lock and changing nothing.
+    """Open the store that a command reads, without a lock and without changes.
 
-    With ``all_in_memory`` a read gives as many old messages as new ones, whatever memory the machine has.
+    With ``all_in_memory`` a read returns as many old messages as new ones, independent of the machine's memory.
     """
     files = DiskFiles()
     check_kind(arguments.store, files)

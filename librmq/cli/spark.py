@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from librmq.cli.output import Output, complain
 from librmq.errors import InputError, MissingExtraError, RmqError, StoreError
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = ["doctor", "report", "spark"]
+
+T = TypeVar("T")
 
 
 def spark(arguments: argparse.Namespace, output: Output) -> int:
@@ -65,7 +67,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
-    """Say what is there of what Spark needs, and what is missing."""
+    """Print which of Spark's needs are met, and which are missing."""
     from librmq.spark.session import java_home, require
 
     rows: list[tuple[str, bool, str]] = [
@@ -115,8 +117,8 @@ def _session(arguments: argparse.Namespace) -> SparkSession:
     return made
 
 
-def _refused(action: Any) -> Any:
-    """What Spark says is wrong with a store, as an error in a line."""
+def _refused(action: Callable[[], T]) -> T:
+    """Do what Spark may refuse; raise what it says is wrong with a store as an error of one line."""
     from pyspark.errors import PySparkException
 
     try:
@@ -136,8 +138,8 @@ def _settings(given: list[str] | None) -> Mapping[str, str]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A row's values as JSON has them."""
+def _plain(value: object) -> Any:  # noqa: ANN401 (any value of JSON)
+    """Return a row's value as JSON has it."""
     match value:
         case dict():
             return {str(name): _plain(one) for name, one in value.items()}
