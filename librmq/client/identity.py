@@ -114,7 +114,8 @@ class StateLog:
     def __init__(self, logger: logging.Logger, label: str) -> None:
         self._logger = logger
         self._label = label
-        self._causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
+        self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
+        """What fails at the moment; callers look here first where success is frequent."""
 
     def failing(
         self,
@@ -127,8 +128,8 @@ class StateLog:
     ) -> None:
         """Note that ``what`` fails: logged unless it failed for the same kind of reason before."""
         cause = type(error), getattr(error, "code", None)
-        is_known = self._causes.get(key) == cause
-        self._causes[key] = cause
+        is_known = self.causes.get(key) == cause
+        self.causes[key] = cause
         self._logger.log(
             logging.DEBUG if is_known else level,
             "%s: %s fails: %s",
@@ -140,7 +141,7 @@ class StateLog:
 
     def works(self, key: tuple[str, ...], what: str) -> None:
         """Note that ``what`` succeeds: logged if it failed before."""
-        if self._causes and self._causes.pop(key, None) is not None:
+        if self.causes and self.causes.pop(key, None) is not None:
             self._logger.info("%s: %s works again", self._label, what)
 
 

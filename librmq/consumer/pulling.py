@@ -121,11 +121,12 @@ class Pulling:
             level = logging.DEBUG if held.is_retry else logging.WARNING
             consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {held.label}", error, level)
             return now_ms + AFTER_ERROR_MS
-        consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
+        if consumer.states.causes:
+            consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
         if progress is not None:
             held.told = progress
         status = response.status
-        self._count("pulls", held, status=status.value)
+        self._count("pulls", held, status)
         if status is PullStatus.HELD:
             return self._idle(held, response, now_ms)
         held.idle_since_ms = None
@@ -141,14 +142,15 @@ class Pulling:
             self._passed_over(held)
         return now_ms + self._interval_ms
 
-    def _count(self, name: str, held: HeldQueue, status: str | None = None) -> None:
-        metrics, topic, group = self._consumer.metrics, held.queue.topic, self._consumer.group
+    def _count(self, name: str, held: HeldQueue, status: PullStatus | None = None) -> None:
+        metrics = self._consumer.metrics
         if metrics is None:
             return
+        topic, group = held.queue.topic, self._consumer.group
         if status is None:
             metrics.count(name, topic=topic, group=group)
         else:
-            metrics.count(name, topic=topic, group=group, status=status)
+            metrics.count(name, topic=topic, group=group, status=status.value)
 
     def _found(self, held: HeldQueue, response: PullResponse, now_ms: int) -> None:
         messages = response.messages
