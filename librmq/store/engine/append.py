@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict, Unpack
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
@@ -29,7 +29,7 @@ from librmq.store.engine.group_commit import Acknowledgement, GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping
 from librmq.store.engine.open_store import Parts
 
-__all__ = ["AppendResult", "Appends"]
+__all__ = ["AppendFields", "AppendResult", "Appends"]
 
 _LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
@@ -71,6 +71,18 @@ class AppendResult(NamedTuple):
 
 
 _new_result = tuple.__new__
+
+
+class AppendFields(TypedDict, total=False):
+    """The keywords of `MessageStore.append` that `MessageStore.submit` passes on."""
+
+    born_timestamp_ms: int | None
+    born_host: record_format.Host | bytes | None
+    store_host: record_format.Host | bytes | None
+    sys_flag: int
+    reconsume_times: int
+    prepared_transaction_offset: int
+    properties_raw: bytes | None
 
 
 class Copy(NamedTuple):
@@ -530,7 +542,9 @@ class Appends:
             with critical:
                 self._parts.derive_again()
 
-    def submit(self, message: Message, queue_id: int = 0, **fields: Any) -> Acknowledgement[AppendResult]:
+    def submit(
+        self, message: Message, queue_id: int = 0, **fields: Unpack[AppendFields]
+    ) -> Acknowledgement[AppendResult]:
         """Append like `append` with the same keywords, but return at once, whatever the durability.
 
         The acknowledgement completes when the message has reached the device: soon by itself with
