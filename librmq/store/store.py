@@ -499,8 +499,6 @@ class MessageStore(Appends):
     def _flush_derived(self) -> None:
         """Flush the log, then what is derived from it, then the checkpoint that vouches for both."""
         with self._deriving:
-            if self._file_lock is not None:
-                self._file_lock.check()
             with self._lock:
                 if self._parts is None:
                     raise self._unusable()

@@ -253,7 +253,7 @@ def test_links_are_not_followed_out_of_the_store_by_writing(store: Path, tmp_pat
 
 def test_a_log_file_that_is_a_link_is_not_written(store: Path, tmp_path: Path) -> None:
     """Repair 4: reading follows it."""
-    inside, outside = next((store / "commitlog").iterdir()), tmp_path / "outside"
+    inside, outside = min((store / "commitlog").iterdir()), tmp_path / "outside"
     inside.rename(outside)
     inside.symlink_to(outside)
     before = outside.read_bytes()

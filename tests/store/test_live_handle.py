@@ -10,7 +10,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, StoreIOError, StoreLockedError
+from librmq.errors import ConfigError, StoreLockedError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -112,12 +112,3 @@ def test_a_deletion_by_retention_is_no_write() -> None:
         assert seen
         assert not any(seen)
         assert not store.is_writing()
-
-
-def test_a_replaced_lock_file_is_noticed_by_the_next_flush(tmp_path: Path) -> None:
-    store = MessageStore.open(tmp_path / "s", StoreConfig.tiny(), background=False)
-    store.append(message())
-    (tmp_path / "s" / "lock").unlink()
-    with pytest.raises(StoreIOError, match="the lock file was deleted or replaced"):
-        store.flush()
-    store.abandon()
