@@ -62,6 +62,18 @@ def run_finder(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_pytest(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests in a folder in a process of its own, where nothing of this run's is set."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, "."],
+        cwd=folder,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
 @POSIX
 @pytest.mark.platform
 def test_commands_can_be_started() -> None:
@@ -226,19 +238,9 @@ def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
         "def test_passes(): pass\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    platform\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        ".",
-    ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     tallies = []
     for ci in ("true", ""):
-        child = subprocess.run(command, cwd=tmp_path, env={**environment, "CI": ci}, capture_output=True, text=True)
+        child = run_pytest(tmp_path, "--continue-on-collection-errors", CI=ci)
         tallies.append(child.stdout.splitlines()[-1].strip("= ").rpartition(" in ")[0])
     assert tallies == ["1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error", "1 passed, 3 skipped, 1 xfailed"]
 
@@ -283,14 +285,7 @@ def test_what_tests_tell_comes_from_all_processes(tmp_path: Path) -> None:
         "def test_spark(number, figure): figure(f\"by {os.environ.get('PYTEST_XDIST_WORKER')}\")\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    spark\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup", "."],
-        cwd=tmp_path,
-        env={**environment, "RMQ_SLOW_SECONDS": "100"},
-        capture_output=True,
-        text=True,
-    )
+    child = run_pytest(tmp_path, "-n", "2", "--dist", "loadgroup", RMQ_SLOW_SECONDS="100")
     assert child.returncode == 0, child.stdout
     lines = child.stdout.splitlines()
     assert lines.count("42 of 42") == 1
@@ -314,14 +309,7 @@ def test_a_reason_of_skips_is_told_once(tmp_path: Path) -> None:
         "def test_other(): pytest.skip('no Spark')\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -rfE\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "."],
-        cwd=tmp_path,
-        env={**environment, "CI": ""},
-        capture_output=True,
-        text=True,
-    )
+    child = run_pytest(tmp_path, "-n", "2", CI="")
     told = [line for line in child.stdout.splitlines() if line.startswith("skipped ")]
     assert told[0].startswith("skipped 9: this run has only a part of the reference data")
     assert told[1:] == ["skipped 2: no Spark"]
