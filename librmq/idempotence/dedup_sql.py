@@ -158,7 +158,7 @@ class SqlDedupStore:
         if taken.changed:
             return Claim.TAKEN_OVER
         record = self.look(key, now_ms)
-        # None: released or expired since. Somebody had it a moment ago, so the message comes again.
+        # None: released or expired since. Another process had it a moment ago, so the message comes again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
     def _execute(self, statement: str, **parameters: str | int) -> StatementResult:

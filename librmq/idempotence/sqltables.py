@@ -342,7 +342,7 @@ def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, 
 
 @contextmanager
 def _alone(link: Link) -> Iterator[None]:
-    """Nobody else brings tables up to date meanwhile; some databases commit each such statement by itself."""
+    """No other process brings tables up to date meanwhile; some databases commit each such statement by itself."""
     begin, end, undo = _LOCKS.get(link.dialect, ("", "", ""))
     link.commit()
     if begin:

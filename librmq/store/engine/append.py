@@ -135,7 +135,7 @@ class Appends:
         """Wake housekeeping: there is something to flush, or to make ready."""
         raise NotImplementedError
 
-    def append(
+    def append(  # noqa: C901, PLR0913 (the hot path; a keyword for each field of a record)
         self,
         message: Message,
         queue_id: int = 0,
@@ -259,7 +259,7 @@ class Appends:
                 self._wake()
         return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
 
-    def append_again(
+    def append_again(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
         record: StoredMessage,
         topic: str,
@@ -428,7 +428,7 @@ class Appends:
             with suppress(StoreIOError):  # the messages stand in the log; the next append is told
                 self._dispatcher.drain()
 
-    def append_batch(
+    def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
         messages: Sequence[Message],
         queue_id: int = 0,

@@ -279,6 +279,7 @@ class IndexFile:
 
     @property
     def name(self) -> str:
+        """Name of the file: the time at which it was made."""
         return os.path.basename(self.path)
 
     @property
@@ -325,6 +326,7 @@ class IndexFile:
 
     @property
     def full(self) -> bool:
+        """Whether it has no room for another entry."""
         return self.header.index_count >= self.max_entries
 
     def entries(self, begin: int = 1, end: int | None = None) -> NDArray[np.void]:
@@ -346,6 +348,7 @@ class IndexFile:
         return found
 
     def entry_position(self, number: int) -> int:
+        """Return where an entry begins in the file."""
         return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number
 
     def check(self) -> tuple[int, str] | None:
@@ -451,7 +454,7 @@ class IndexFile:
         self.put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
         return True
 
-    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
+    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:  # noqa: C901 (the hot path of appending keys)
         """Add all keys of records, which have room; a record before that of the last entry is passed over."""
         # The path of every append: literal sizes and locals, and no call that can be saved.
         number = start = self.count

@@ -41,7 +41,7 @@ _UNWRITTEN: Final = 16  # zeros at the end of a sector by which it is told that 
 class Recovery:
     """One recovery of the parts of a store that is opened for writing."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (a part of the store each)
         self,
         path: str,
         files: Files,

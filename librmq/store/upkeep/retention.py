@@ -66,7 +66,7 @@ class Retention:
     deleted: list[str]
     """The paths that the last `run_due` deleted: of the log, of queues, of the index."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (a part of the store each)
         self,
         log: CommitLog,
         queues: Callable[[], Iterable[ConsumeQueue]],
