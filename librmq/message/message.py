@@ -108,7 +108,7 @@ class Message:
         properties: Mapping[str, str] | None = None,
         delay: float | timedelta | None = None,
         deliver_at: datetime | None = None,
-        delay_level: int = 0,
+        delay_level: int | None = None,
         wait_store_ok: bool | None = None,
         flag: int = 0,
         unique_key: str | None = None,
@@ -124,7 +124,7 @@ class Message:
             properties: the application's own.
             delay: seconds, or a `timedelta`, for which the broker holds the message back.
             deliver_at: a time with a time zone up to which the broker holds it back.
-            delay_level: a level of the broker's instead, counting from 1; 0 is none.
+            delay_level: a level of the broker's instead, counting from 1; 0 waits for nothing, and is stored as such.
             wait_store_ok: whether the answer waits for what the broker's durability promises; None leaves it to the
                 receiver, which waits.
             flag: 32 bits of the application's own.
@@ -152,7 +152,7 @@ class Message:
                 _refuse(stored)
             if "\1" in values or "\2" in values:
                 _refuse(stored)
-        if delay_level:
+        if delay_level is not None:
             stored[PROPERTY_DELAY] = str(_int32("delay_level", delay_level))
         if wait_store_ok is not None:
             stored[PROPERTY_WAIT] = "true" if wait_store_ok else "false"
@@ -302,7 +302,7 @@ def _as_bytes(body: object, json: object) -> bytes:
 
 
 def _waiting(
-    delay: float | timedelta | None, deliver_at: datetime | None, delay_level: int
+    delay: float | timedelta | None, deliver_at: datetime | None, delay_level: int | None
 ) -> tuple[float | None, int | None]:
     if (delay is not None) + (deliver_at is not None) + bool(delay_level) > 1:
         raise MessageIllegalError("delay, deliver_at, delay_level: expected one of them, found several")

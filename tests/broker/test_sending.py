@@ -138,8 +138,8 @@ def test_a_delayed_message_waits_and_is_delivered_in_time() -> None:
         assert (delivered.queue_id, delivered.store_timestamp_ms) == (2, runner.now_ms())
 
 
-@pytest.mark.parametrize(("level", "stored"), [(0, None), (-3, "-3"), (25, "18")])
-def test_levels_out_of_range(level: int, stored: str | None) -> None:
+@pytest.mark.parametrize(("level", "stored"), [(None, None), (0, "0"), (-3, "-3"), (25, "18")])
+def test_levels_out_of_range(level: int | None, stored: str | None) -> None:
     with opened() as broker:
         send(broker, "T", delay_level=level)
         manual(broker).advance(7_200_000)

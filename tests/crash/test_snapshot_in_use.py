@@ -161,7 +161,7 @@ class Load:
         producer, number = Producer(self.broker, "p"), 0
         while not self._over.wait(0.001):
             body = b"%d" % number
-            producer.send(Message("T", body, delay_level=1 if number % 10 == 3 else 0))
+            producer.send(Message("T", body, delay_level=1 if number % 10 == 3 else None))
             number += 1
             with self.lock:
                 self.acknowledged.add(body)

@@ -37,7 +37,7 @@ def fill(store: MessageStore, clock: ManualClock, count: int = COUNT, first: int
                 tags=("vip", "plain")[number % 2],
                 keys=f"k{number}",
                 properties={"amount": str(number), "region": ("eu", "us")[number % 2]},
-                delay_level=1 if number % 10 == 0 else 0,
+                delay_level=1 if number % 10 == 0 else None,
             ),
             number // 3 % 2,
         )
