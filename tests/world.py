@@ -126,8 +126,8 @@ class World:
     def bodies(self, consumer: str | None = None) -> list[str]:
         return [seen.body for seen in self.seen if consumer in (None, seen.consumer)]
 
-    def held(self, consumer: PushConsumer, topic: str = "t") -> list[int]:
-        return sorted(queue.queue_id for queue in consumer.held if queue.topic == topic)
+    def assigned(self, consumer: PushConsumer, topic: str = "t") -> list[int]:
+        return sorted(queue.queue_id for queue in consumer.assigned if queue.topic == topic)
 
 
 @contextmanager

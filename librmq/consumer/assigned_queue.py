@@ -10,10 +10,10 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import Endpoint
 from librmq.runtime.runner import Step
 
-__all__ = ["HeldQueue"]
+__all__ = ["AssignedQueue"]
 
 
-class HeldQueue:
+class AssignedQueue:
     """One queue, from its assignment until it is given up. Changed under the runner's lock."""
 
     __slots__ = (
@@ -81,5 +81,5 @@ class HeldQueue:
         """Dropped while a listener runs: until then its end gives the queue up at once, later the next rebalance."""
 
     def __repr__(self) -> str:
-        state = "dropped" if self.dropped else "locked" if self.locked else "held"
-        return f"HeldQueue({self.label}, {state}, next_offset={self.next_offset}, progress={self.progress})"
+        state = "dropped" if self.dropped else "locked" if self.locked else "assigned"
+        return f"AssignedQueue({self.label}, {state}, next_offset={self.next_offset}, progress={self.progress})"

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 from librmq.client.allocation import refuse_differences, told_differences
 from librmq.client.identity import Client, LifeCycle, State, StateLog, check_route
 from librmq.config import to_seconds
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
@@ -76,7 +76,7 @@ class Member(Generic[C]):
         """By topic."""
         self.filters: dict[str, TagFilter] = {}
         """By topic, where only some tags are asked for: the exact check."""
-        self.held: dict[MessageQueue, HeldQueue] = {}
+        self.assigned: dict[MessageQueue, AssignedQueue] = {}
         """The queues that this instance has at the moment, dropped ones until they are given up."""
         self.stopping = False
         """Shutting down: nothing new begins."""
@@ -92,23 +92,23 @@ class Member(Generic[C]):
 
     # ---- what push and pull do differently
 
-    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make the state of a queue that is about to be taken."""
         raise NotImplementedError
 
     @property
     def shares_queues(self) -> bool:
-        """Whether rebalancing says which queues are held."""
+        """Whether rebalancing assigns the queues."""
         return True
 
-    def _take(self, held: HeldQueue) -> None:
+    def _take(self, assigned: AssignedQueue) -> None:
         raise NotImplementedError
 
-    def _give_up(self, held: HeldQueue, now_ms: int) -> bool:
-        self._save((held,))
+    def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        self._save((assigned,))
         return True
 
-    def _may_store(self, held: HeldQueue) -> bool:
+    def _may_store(self, assigned: AssignedQueue) -> bool:
         """Whether the progress of a queue is this instance's to tell."""
         return True
 
@@ -244,16 +244,16 @@ class Member(Generic[C]):
             if is_first:
                 with self.runner.lock:
                     try:
-                        self._save(self.held.values())
+                        self._save(self.assigned.values())
                         self._end()
                     finally:
                         self._leave()
         return in_time
 
     def _leave(self) -> None:
-        for held in self.held.values():
-            held.dropped = True
-        self.held.clear()
+        for assigned in self.assigned.values():
+            assigned.dropped = True
+        self.assigned.clear()
         self.client.leave(self)
 
     def _end(self) -> None:
@@ -275,7 +275,7 @@ class Member(Generic[C]):
     def __repr__(self) -> str:
         topics = ", ".join(topic for topic in self.subscriptions if topic != retry_topic(self.group))
         kind, state = type(self).__name__, self._life.state.value
-        return f"<{kind} {self.label}, {state}, topics: {topics or 'none'}, queues: {len(self.held)}>"
+        return f"<{kind} {self.label}, {state}, topics: {topics or 'none'}, queues: {len(self.assigned)}>"
 
     def start(self) -> Self:
         """Join the group and begin to consume.
@@ -309,9 +309,9 @@ class Member(Generic[C]):
 
     # ---- progress
 
-    def progressed(self, held: HeldQueue, progress: int) -> None:
+    def progressed(self, assigned: AssignedQueue, progress: int) -> None:
         """Note how far a queue has come; it is stored soon."""
-        held.progress = progress
+        assigned.progress = progress
         if self._saving.at is None:
             self.save_soon()
 
@@ -321,25 +321,27 @@ class Member(Generic[C]):
         self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
 
     def _save_due(self, now_ms: int) -> int | None:
-        if self.stopping or self.offsets.save_soon(self._changed(self.held.values())):
+        if self.stopping or self.offsets.save_soon(self._changed(self.assigned.values())):
             return None
         return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
 
-    def _save(self, queues: Iterable[HeldQueue]) -> bool:
+    def _save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Store what is not stored yet; gives whether all is."""
         return self.offsets.save(self._changed(queues))
 
-    def _changed(self, queues: Iterable[HeldQueue]) -> list[HeldQueue]:
-        changed = [held for held in queues if held.progress is not None and held.progress != held.told]
-        return [held for held in changed if self._may_store(held)]
+    def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
+        changed = [
+            assigned for assigned in queues if assigned.progress is not None and assigned.progress != assigned.told
+        ]
+        return [assigned for assigned in changed if self._may_store(assigned)]
 
     def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
         """Return how far the assigned queues have come: the queue offset of the next message to be consumed."""
         with self.runner.lock:
             return {
-                queue: held.progress
-                for queue, held in self.held.items()
-                if held.progress is not None and topic in (None, queue.topic)
+                queue: assigned.progress
+                for queue, assigned in self.assigned.items()
+                if assigned.progress is not None and topic in (None, queue.topic)
             }
 
     # ---- what brokers ask
@@ -368,12 +370,12 @@ class Member(Generic[C]):
         forgotten = self.client.times_forgotten != self._times_forgotten
         self._times_forgotten = self.client.times_forgotten
         names = self.route.broker_names()
-        for held in self.held.values():
-            name = held.queue.broker_name
-            if forgotten or (name in names and self.client.endpoint(name) is not held.endpoint):
-                held.told = None
-                if held.pull.at is None and not held.dropped and not held.throttled:
-                    self.runner.wake(held.pull)
+        for assigned in self.assigned.values():
+            name = assigned.queue.broker_name
+            if forgotten or (name in names and self.client.endpoint(name) is not assigned.endpoint):
+                assigned.told = None
+                if assigned.pull.at is None and not assigned.dropped and not assigned.throttled:
+                    self.runner.wake(assigned.pull)
                 if self._saving.at is None:
                     self.save_soon()
 

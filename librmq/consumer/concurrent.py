@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import Delivery, cause_of
 from librmq.consumer.instance import PushInstance
@@ -36,10 +36,10 @@ _log = logging.getLogger("librmq.consumer")
 class _Pulled:
     """Messages of one pull that wait for a listener; a batch is never of two pulls."""
 
-    __slots__ = ("again", "count", "held")
+    __slots__ = ("again", "assigned", "count")
 
-    def __init__(self, held: HeldQueue, count: int, again: list[DeliveredMessage] | None = None) -> None:
-        self.held = held
+    def __init__(self, assigned: AssignedQueue, count: int, again: list[DeliveredMessage] | None = None) -> None:
+        self.assigned = assigned
         self.count = count
         self.again = again
         """Messages that have begun before, instead."""
@@ -65,19 +65,21 @@ class ConcurrentDelivery(Delivery):
         """Return the redeliveries before a message becomes a dead letter."""
         return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
 
-    def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+    def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin with messages that were added to a queue, as far as there are threads."""
-        self._pulled.append(_Pulled(held, count))
+        self._pulled.append(_Pulled(assigned, count))
         self._begin(now_ms)
 
-    def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+    def begins_with(
+        self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int
+    ) -> bool:
         """Add and begin a message at once where nothing precedes it: the fast path of a consumer that keeps up."""
         if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
             return False
-        begun = held.messages.begin(message, bounds)
+        begun = assigned.messages.begin(message, bounds)
         if begun is None:
             return False
-        self._deliver(held, [begun], now_ms)
+        self._deliver(assigned, [begun], now_ms)
         return True
 
     def _begin(self, now_ms: int) -> None:
@@ -87,40 +89,40 @@ class ConcurrentDelivery(Delivery):
             return
         while pulled and self.running < most:
             next_one = pulled[0]
-            held = next_one.held
-            if held.dropped:
+            assigned = next_one.assigned
+            if assigned.dropped:
                 pulled.popleft()
                 continue
             if next_one.again is not None:
                 messages = next_one.again
                 pulled.popleft()
             else:
-                count, batch = next_one.count, self.batch_size(held)
-                messages = held.messages.take(count if count < batch else batch)
+                count, batch = next_one.count, self.batch_size(assigned)
+                messages = assigned.messages.take(count if count < batch else batch)
                 next_one.count = count = count - len(messages)
                 if count <= 0 or not messages:
                     pulled.popleft()
                 if not messages:
                     continue
-            self._deliver(held, messages, now_ms)
+            self._deliver(assigned, messages, now_ms)
 
-    def _deliver(self, held: HeldQueue, messages: list[DeliveredMessage], now_ms: int) -> None:
+    def _deliver(self, assigned: AssignedQueue, messages: list[DeliveredMessage], now_ms: int) -> None:
         for message in messages:
             message.consume_start_timestamp_ms = now_ms
         if self._expiring.at is None:
             self.runner.wake(self._expiring, next_on_grid(now_ms, self._started_ms, self._timeout_ms))
-        self.submit(held, messages, self._done)
+        self.submit(assigned, messages, self._done)
 
     def _done(
         self,
-        held: HeldQueue,
+        assigned: AssignedQueue,
         messages: list[DeliveredMessage],
         listener: Listener,
         result: object,
         error: Exception | None,
     ) -> None:
         self.ended()
-        if not held.dropped:
+        if not assigned.dropped:
             consumed = 0
             if error is None:
                 try:
@@ -129,35 +131,37 @@ class ConcurrentDelivery(Delivery):
                     error = refused
             elif isinstance(error, ReconsumeLater) and listener.as_list:
                 consumed = min(max(0, error.consumed), len(messages))
-            self._apply(held, messages, consumed, error)
+            self._apply(assigned, messages, consumed, error)
         if self._pulled:
             self._begin(self.runner.now_ms())
 
-    def _apply(self, held: HeldQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None) -> None:
+    def _apply(
+        self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
+    ) -> None:
         self.counts.consumed += consumed
         if self.consumer.metrics is not None:
-            self.count(held, consumed, "success")
+            self.count(assigned, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]
             self.counts.failed += len(failed)
-            self.count(held, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+            self.count(assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             if self.config.model is MessageModel.BROADCASTING:
                 self.counts.dropped += len(failed)
-                self.log_retry(held, failed, 1, 0, "and it is dropped: broadcasting repeats nothing", error)
+                self.log_retry(assigned, failed, 1, 0, "and it is dropped: broadcasting repeats nothing", error)
             else:
-                kept = self._send_all_back(held, failed, error)
+                kept = self._send_all_back(assigned, failed, error)
                 if kept:
                     ended = [message for message in messages if message not in kept]
-                    self._later(held, kept)
-        progress = held.messages.remove(ended)
-        if progress is not None and (held.progress is None or progress > held.progress):
-            self.consumer.progressed(held, progress)
-        if held.throttled:
-            self.consumer.pulling.less_is_held(held)
+                    self._later(assigned, kept)
+        progress = assigned.messages.remove(ended)
+        if progress is not None and (assigned.progress is None or progress > assigned.progress):
+            self.consumer.progressed(assigned, progress)
+        if assigned.throttled:
+            self.consumer.pulling.less_is_held(assigned)
 
     def _send_all_back(
-        self, held: HeldQueue, failed: list[DeliveredMessage], error: Exception | None
+        self, assigned: AssignedQueue, failed: list[DeliveredMessage], error: Exception | None
     ) -> list[DeliveredMessage]:
         """Send failed messages back and log what becomes of them; gives those that no broker took."""
         level = error.delay_level if isinstance(error, ReconsumeLater) else 0
@@ -166,25 +170,25 @@ class ConcurrentDelivery(Delivery):
         due_ms: int | None = None
         most = self.max_times()
         for message in failed:
-            sent = self._send_back(held, message, level, cause_of(error))
+            sent = self._send_back(assigned, message, level, cause_of(error))
             if sent is False:
                 kept.append(message)
             elif sent is not None and sent.is_dead:
-                self.log_dead_letter(held, message, message.reconsume_times + 1, error)
+                self.log_dead_letter(assigned, message, message.reconsume_times + 1, error)
             else:
                 if sent is not None and not again:
                     most, due_ms = sent.max_reconsume_times, sent.due_timestamp_ms
                 again.append(message)
         if again:
             wait = "" if due_ms is None else f" in {(due_ms - self.runner.now_ms()) / 1000:g} s"
-            self.log_retry(held, again, again[0].reconsume_times + 1, most, f"the next comes{wait}", error)
+            self.log_retry(assigned, again, again[0].reconsume_times + 1, most, f"the next comes{wait}", error)
         if kept:
             told = f"the next comes in {AGAIN_MS / 1000:g} s, since no broker took it back"
-            self.log_retry(held, kept, kept[0].reconsume_times + 1, most, told, error)
+            self.log_retry(assigned, kept, kept[0].reconsume_times + 1, most, told, error)
         return kept
 
     def _send_back(
-        self, held: HeldQueue, message: DeliveredMessage, level: int, cause: str
+        self, assigned: AssignedQueue, message: DeliveredMessage, level: int, cause: str
     ) -> SentBack | Literal[False] | None:
         """Send one message back; gives what became of it, or False where no broker took it."""
         consumer = self.consumer
@@ -197,7 +201,7 @@ class ConcurrentDelivery(Delivery):
             message.origin_message_id,
             cause,
         )
-        broker_name = held.queue.broker_name
+        broker_name = assigned.queue.broker_name
         key, what = ("send back", broker_name), f"sending failed messages back to {broker_name}"
         try:
             sent = consumer.client.endpoint(broker_name).call(request)
@@ -210,14 +214,14 @@ class ConcurrentDelivery(Delivery):
 
     # ---- what could not be sent back
 
-    def _later(self, held: HeldQueue, messages: list[DeliveredMessage]) -> None:
+    def _later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
             message.failed_again()
         due_ms = self.runner.now_ms() + AGAIN_MS
-        batch = self.batch_size(held)
+        batch = self.batch_size(assigned)
         for at in range(0, len(messages), batch):
             again = messages[at : at + batch]
-            self._again.append((due_ms, _Pulled(held, len(again), again)))
+            self._again.append((due_ms, _Pulled(assigned, len(again), again)))
         self.runner.wake(self._delivering_again, self._again[0][0])
 
     def _deliver_again(self, now_ms: int) -> int | None:
@@ -232,24 +236,24 @@ class ConcurrentDelivery(Delivery):
         """Send back what the first listeners of each queue have had for longer than the consume timeout."""
         if self.consumer.stopping:
             return None
-        for held in list(self.consumer.held.values()):
+        for assigned in list(self.consumer.assigned.values()):
             for _ in range(MOST_EXPIRED):
-                first = held.messages.first_begun()
+                first = assigned.messages.first_begun()
                 started_ms = None if first is None else first.consume_start_timestamp_ms
-                if first is None or held.dropped or started_ms is None or now_ms - started_ms <= self._timeout_ms:
+                if first is None or assigned.dropped or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
-                _log.warning("%s: timeout of %s at %d", self.consumer.label, held.label, first.queue_offset)
+                _log.warning("%s: timeout of %s at %d", self.consumer.label, assigned.label, first.queue_offset)
                 cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
-                sent = self._send_back(held, first, EXPIRED_LEVEL, cause)
+                sent = self._send_back(assigned, first, EXPIRED_LEVEL, cause)
                 if sent is False:
                     break
                 if sent is not None and sent.is_dead:
-                    self.log_dead_letter(held, first, first.reconsume_times + 1, TimeoutError(cause))
-                held.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
-                if held.throttled:
-                    self.consumer.pulling.less_is_held(held)
-                elif not len(held.messages):
-                    self.runner.wake(held.pull)
-        if any(held.messages.begun for held in self.consumer.held.values()):
+                    self.log_dead_letter(assigned, first, first.reconsume_times + 1, TimeoutError(cause))
+                assigned.messages.remove((first,))  # progress goes on with the next that ends, or when nothing is held
+                if assigned.throttled:
+                    self.consumer.pulling.less_is_held(assigned)
+                elif not len(assigned.messages):
+                    self.runner.wake(assigned.pull)
+        if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):
             return next_on_grid(now_ms, self._started_ms, self._timeout_ms)
         return None

@@ -60,9 +60,9 @@ class ConsumerConfig(Config):
     max_held_bytes: Annotated[int, Between(0)] = 100 << 20
     """Pulling stops while the bodies that a queue holds are more."""
     max_held_messages_of_topic: Annotated[int | None, Between(0)] = None
-    """Shared out among the queues held; takes the place of ``max_held_messages``."""
+    """Shared out among the assigned queues; takes the place of ``max_held_messages``."""
     max_held_bytes_of_topic: Annotated[int | None, Between(0)] = None
-    """Shared out among the queues held; takes the place of ``max_held_bytes``."""
+    """Shared out among the assigned queues; takes the place of ``max_held_bytes``."""
     max_span: Annotated[int, Between(0)] = 2000
     """Pulling stops while more queue offsets lie between the first and the last message held; concurrent only."""
 

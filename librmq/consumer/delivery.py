@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import ConsumeContext, PushInstance
 from librmq.consumer.listeners import Listener
@@ -80,26 +80,28 @@ class Delivery:
         """Return whether the queue may be taken."""
         return True
 
-    def take(self, held: HeldQueue) -> None:
+    def take(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken."""
 
-    def give_up(self, held: HeldQueue, now_ms: int) -> bool:
+    def give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Note that a queue was dropped; gives whether it may be given up now."""
         return True
 
-    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+    def may_store(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Return whether the progress of the queue may be stored."""
         return True
 
-    def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
+    def may_pull(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Return whether the queue may be pulled; if not, its pull is woken when it may."""
         return True
 
-    def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+    def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin with ``count`` messages that were added to a queue."""
         raise NotImplementedError
 
-    def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+    def begins_with(
+        self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int
+    ) -> bool:
         """Add one message to a queue and begin with it, if nothing precedes it: the fast path.
 
         ``bounds`` are the minimum and maximum offset of the queue. False if the message is left to `pulled`.
@@ -116,28 +118,28 @@ class Delivery:
 
     # ---- one call
 
-    def batch_size(self, held: HeldQueue) -> int:
+    def batch_size(self, assigned: AssignedQueue) -> int:
         """Return how many messages of a queue a call gets at most: one where listeners take turns in the queue."""
         size = self.config.batch_size
-        if size > 1 and not self.consumer.listeners.share_batches(held.queue.topic, held.is_retry):
+        if size > 1 and not self.consumer.listeners.share_batches(assigned.queue.topic, assigned.is_retry):
             return 1
         return size
 
     def submit(
         self,
-        held: HeldQueue,
+        assigned: AssignedQueue,
         messages: list[DeliveredMessage],
-        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
+        done: Callable[[AssignedQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
         """Have the listener called; ``done`` gets what it returned or raised."""
         consumer = self.consumer
-        topic = messages[0].topic if held.is_retry else held.queue.topic
+        topic = messages[0].topic if assigned.is_retry else assigned.queue.topic
         listener = consumer.listeners.find(topic, messages[0])
         if listener is None:  # the topic of a redelivery was given up, or is another instance's of the group
             listener = _unknown(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        self.runner.submit(_Call(self, listener, held, messages, done))
+        self.runner.submit(_Call(self, listener, assigned, messages, done))
 
     def ended(self) -> None:
         """Note that a listener has ended."""
@@ -145,9 +147,9 @@ class Delivery:
         if self._ended is not None and not self.running:
             self._ended.set()
 
-    def _call(self, listener: Listener, held: HeldQueue, messages: list[DeliveredMessage]) -> object:
+    def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
-        if held.dropped:
+        if assigned.dropped:
             return None  # what comes of it is ignored
         consumer = self.consumer
         metrics = consumer.metrics
@@ -158,7 +160,7 @@ class Delivery:
             for message in messages:
                 if message.reconsume_times >= most:
                     consumer.before_last_attempt(message)
-        context = ConsumeContext(consumer.group, held.queue, tuple(messages))
+        context = ConsumeContext(consumer.group, assigned.queue, tuple(messages))
         after = [then for hook in consumer.hooks if (then := hook(context)) is not None]
         if metrics is not None:
             after.append(self._stopwatch(messages[0].topic, metrics))
@@ -182,15 +184,15 @@ class Delivery:
             "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
         )
 
-    def count(self, held: HeldQueue, count: int, result: str) -> None:
+    def count(self, assigned: AssignedQueue, count: int, result: str) -> None:
         """Count messages by their result."""
         if count and self.consumer.metrics is not None:
-            topic, group = held.queue.topic, self.consumer.group
+            topic, group = assigned.queue.topic, self.consumer.group
             self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
 
     def log_retry(
         self,
-        held: HeldQueue,
+        assigned: AssignedQueue,
         messages: Sequence[DeliveredMessage],
         attempt: int,
         most: int | None,
@@ -208,16 +210,16 @@ class Delivery:
             self.consumer.label,
             attempt,
             of,
-            _where(held, first),
+            _where(assigned, first),
             others,
             cause_of(error),
             next_one,
             exc_info=error if attempt == 1 and not is_asked_for else None,
-            extra=self._fields(held, first, attempt),
+            extra=self._fields(assigned, first, attempt),
         )
 
     def log_dead_letter(
-        self, held: HeldQueue, message: DeliveredMessage, attempt: int, error: Exception | None
+        self, assigned: AssignedQueue, message: DeliveredMessage, attempt: int, error: Exception | None
     ) -> None:
         """Log that a message was given up."""
         is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
@@ -225,27 +227,27 @@ class Delivery:
             "%s: dead letter of group %s: %s, key %s, after %d attempts: %s",
             self.consumer.label,
             self.consumer.group,
-            _where(held, message),
+            _where(assigned, message),
             " ".join(message.keys) or "none",
             attempt,
             cause_of(error),
             exc_info=error if attempt == 1 and not is_asked_for else None,
-            extra=self._fields(held, message, attempt),
+            extra=self._fields(assigned, message, attempt),
         )
 
-    def _fields(self, held: HeldQueue, message: DeliveredMessage, attempt: int) -> dict[str, object]:
+    def _fields(self, assigned: AssignedQueue, message: DeliveredMessage, attempt: int) -> dict[str, object]:
         return {
             "rmq_group": self.consumer.group,
             "rmq_topic": message.topic,
-            "rmq_queue": str(held.queue),
+            "rmq_queue": str(assigned.queue),
             "rmq_queue_offset": message.queue_offset,
             "rmq_message_id": message.message_id,
             "rmq_attempt": attempt,
         }
 
 
-def _where(held: HeldQueue, message: DeliveredMessage) -> str:
-    return f"{held.label} at {message.queue_offset} ({message.message_id})"
+def _where(assigned: AssignedQueue, message: DeliveredMessage) -> str:
+    return f"{assigned.label} at {message.queue_offset} ({message.message_id})"
 
 
 def cause_of(error: Exception | None) -> str:
@@ -267,17 +269,17 @@ class _Call(Work):
         self,
         delivery: Delivery,
         listener: Listener,
-        held: HeldQueue,
+        assigned: AssignedQueue,
         messages: list[DeliveredMessage],
-        done: Callable[[HeldQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
+        done: Callable[[AssignedQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
-        self.call = partial(delivery._call, listener, held, messages)
+        self.call = partial(delivery._call, listener, assigned, messages)
         consumer = self._consumer = delivery.consumer
         self.owner = consumer.client
         self.loop = consumer.loop
         self._done = done
         self._listener = listener
-        self._held = held
+        self._held = assigned
         self._messages = messages
 
     def done(self, result: object, error: Exception | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.instance import Instance
 from librmq.errors import RmqError
 from librmq.metrics import Metrics
@@ -12,18 +12,20 @@ from librmq.protocol import MaxOffset
 
 __all__ = ["show_gauges"]
 
-_GAUGES: dict[str, Callable[[Instance, HeldQueue], float]] = {
-    "queues": lambda member, held: 1,
-    "waiting_messages": lambda member, held: len(held.messages),
-    "waiting_bytes": lambda member, held: held.messages.size,
-    "lag": lambda member, held: _lag(member, held),
+_GAUGES: dict[str, Callable[[Instance, AssignedQueue], float]] = {
+    "queues": lambda member, assigned: 1,
+    "waiting_messages": lambda member, assigned: len(assigned.messages),
+    "waiting_bytes": lambda member, assigned: assigned.messages.size,
+    "lag": lambda member, assigned: _lag(member, assigned),
 }
 
 
-def _lag(member: Instance, held: HeldQueue) -> float:
-    progress = held.next_offset if held.progress is None else held.progress
+def _lag(member: Instance, assigned: AssignedQueue) -> float:
+    progress = assigned.next_offset if assigned.progress is None else assigned.progress
     try:
-        end = member.client.endpoint(held.queue.broker_name).call(MaxOffset(held.queue.topic, held.queue.queue_id))
+        end = member.client.endpoint(assigned.queue.broker_name).call(
+            MaxOffset(assigned.queue.topic, assigned.queue.queue_id)
+        )
     except RmqError:
         return 0  # nothing is known while the broker is away
     return max(0, end - progress)
@@ -36,10 +38,10 @@ def show_gauges(member: Instance, metrics: Metrics) -> None:
             metrics.gauge(name, _gauge(member, topic, measure), of=member, topic=topic, group=member.group)
 
 
-def _gauge(member: Instance, topic: str, measure: Callable[[Instance, HeldQueue], float]) -> Callable[[], float]:
+def _gauge(member: Instance, topic: str, measure: Callable[[Instance, AssignedQueue], float]) -> Callable[[], float]:
     def total() -> float:
         with member.runner.lock:
-            held = [one for one in member.held.values() if one.queue.topic == topic and not one.dropped]
-            return sum(measure(member, one) for one in held)
+            assigned = [one for one in member.assigned.values() if one.queue.topic == topic and not one.dropped]
+            return sum(measure(member, one) for one in assigned)
 
     return total

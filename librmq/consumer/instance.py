@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from librmq.client.identity import Client, StateLog
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.listeners import Listeners
@@ -47,7 +47,7 @@ class Instance(Hashable, Protocol):
     states: StateLog
     offsets: Offsets
     subscriptions: dict[str, Subscription]
-    held: dict[MessageQueue, HeldQueue]
+    assigned: dict[MessageQueue, AssignedQueue]
     stopping: bool
 
     @property
@@ -57,10 +57,10 @@ class Instance(Hashable, Protocol):
 
     @property
     def shares_queues(self) -> bool:
-        """Whether rebalancing says which queues are held."""
+        """Whether rebalancing assigns the queues."""
         ...
 
-    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make a queue that is about to be taken."""
         ...
 
@@ -76,15 +76,17 @@ class _Rebalancing(Protocol):
 
 
 class _Pulling(Protocol):
-    def less_is_held(self, held: HeldQueue, /) -> None: ...
+    def less_is_held(self, assigned: AssignedQueue, /) -> None: ...
 
 
 class _Delivery(Protocol):
-    def may_pull(self, held: HeldQueue, now_ms: int, /) -> bool: ...
+    def may_pull(self, assigned: AssignedQueue, now_ms: int, /) -> bool: ...
 
-    def pulled(self, held: HeldQueue, count: int, now_ms: int, /) -> None: ...
+    def pulled(self, assigned: AssignedQueue, count: int, now_ms: int, /) -> None: ...
 
-    def begins_with(self, held: HeldQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int, /) -> bool: ...
+    def begins_with(
+        self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int, /
+    ) -> bool: ...
 
 
 class PushInstance(Instance, Protocol):
@@ -104,7 +106,7 @@ class PushInstance(Instance, Protocol):
 
     @property
     def pulling(self) -> _Pulling:
-        """Pulls the queues held."""
+        """Pulls the assigned queues."""
         ...
 
     @property
@@ -112,10 +114,10 @@ class PushInstance(Instance, Protocol):
         """Brings messages to listeners."""
         ...
 
-    def progressed(self, held: HeldQueue, progress: int) -> None:
+    def progressed(self, assigned: AssignedQueue, progress: int) -> None:
         """Note how far a queue has come; it is stored soon."""
         ...
 
-    def let_go(self, held: HeldQueue) -> None:
+    def let_go(self, assigned: AssignedQueue) -> None:
         """Give up a queue whose progress was set from outside."""
         ...

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol
 
 from librmq.client.identity import Client, StateLog
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
@@ -42,11 +42,11 @@ class Offsets(Protocol):
         """
         ...
 
-    def save(self, held: Iterable[HeldQueue]) -> bool:
+    def save(self, assigned: Iterable[AssignedQueue]) -> bool:
         """Store progress that is not stored yet; gives whether all of it is."""
         ...
 
-    def save_soon(self, held: Iterable[HeldQueue]) -> bool:
+    def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
         """Store progress without waiting for a disk; gives whether all of it is stored by now."""
         ...
 
@@ -64,10 +64,10 @@ class BrokerOffsets:
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.endpoint(queue.broker_name).call(request)
 
-    def save(self, held: Iterable[HeldQueue]) -> bool:
+    def save(self, assigned: Iterable[AssignedQueue]) -> bool:
         """Tell the brokers progress that they do not know yet; gives whether they took all of it."""
         all_stored = True
-        for one in held:
+        for one in assigned:
             progress, queue = one.progress, one.queue
             if progress is None or progress == one.told:
                 continue
@@ -140,9 +140,9 @@ class LocalOffsets:
         """Return the stored progress, None if there is none."""
         return self._table.get(queue)
 
-    def save(self, held: Iterable[HeldQueue]) -> bool:
+    def save(self, assigned: Iterable[AssignedQueue]) -> bool:
         """Write progress that is not in the file yet; gives whether it is now."""
-        changed = self._note(held)
+        changed = self._note(assigned)
         if not changed or os.getpid() != self._process:  # after a fork the file is the parent's
             return True
         try:
@@ -153,11 +153,11 @@ class LocalOffsets:
         self._stored(changed)
         return True
 
-    def save_soon(self, held: Iterable[HeldQueue]) -> bool:
+    def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
         """Have progress written while others go on; gives whether there was nothing to write."""
         if self._aside is None:
-            return self.save(held)
-        changed = self._note(held)
+            return self.save(assigned)
+        changed = self._note(assigned)
         if changed and not self._is_writing:
 
             def written(error: Exception | None) -> None:
@@ -171,9 +171,9 @@ class LocalOffsets:
             self._aside(partial(self._write, *self._document()), written)
         return not changed
 
-    def _note(self, held: Iterable[HeldQueue]) -> dict[HeldQueue, int]:
+    def _note(self, assigned: Iterable[AssignedQueue]) -> dict[AssignedQueue, int]:
         """Take what is not stored yet into the table; gives the queues and their progress."""
-        changed = {one: one.progress for one in held if one.progress is not None and one.progress != one.told}
+        changed = {one: one.progress for one in assigned if one.progress is not None and one.progress != one.told}
         self._table.update((one.queue, progress) for one, progress in changed.items())
         return changed
 
@@ -200,7 +200,7 @@ class LocalOffsets:
     def _failed(self, error: Exception) -> None:
         self._states.failing(("progress",), f"storing progress in {self.path}", error)
 
-    def _stored(self, changed: Mapping[HeldQueue, int]) -> None:
+    def _stored(self, changed: Mapping[AssignedQueue, int]) -> None:
         self._states.works(("progress",), f"storing progress in {self.path}")
         for one, progress in changed.items():
             one.told = progress

@@ -4,7 +4,7 @@
 
     broker's lock      of group, queue and client; ends 60 s after it was last renewed
     trusted            for 30 s after it was renewed; renewed on a grid of 20 s that begins 1 s after the start
-    one call a queue   ``HeldQueue.delivering``: nothing else of the queue begins
+    one call a queue   ``AssignedQueue.delivering``: nothing else of the queue begins
     consume lock       a queue is not given up while its listener runs, unless that takes over 1 s: then the next
                        rebalance tries again
 
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery, cause_of
 from librmq.consumer.instance import PushInstance
@@ -81,7 +81,7 @@ class OrderlyDelivery(Delivery):
         super().__init__(consumer)
         self._locks = self.config.lock_queues and self.config.model is MessageModel.CLUSTERING
         self._suspend_ms = round(self.config.suspend_time * 1000)
-        self._waiting: deque[HeldQueue] = deque()  # for a listener
+        self._waiting: deque[AssignedQueue] = deque()  # for a listener
         self._resting: dict[MessageQueue, Step] = {}
         self._unlocking: dict[MessageQueue, Step] = {}
         self._started_ms = 0
@@ -105,10 +105,10 @@ class OrderlyDelivery(Delivery):
         request = LockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
         return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
 
-    def take(self, held: HeldQueue) -> None:
+    def take(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken: it is consumed after the next periodic lock."""
         if self._locks:
-            held.owned_timestamp_ms = self.runner.now_ms()
+            assigned.owned_timestamp_ms = self.runner.now_ms()
             self._renew_on_grid(self.runner.now_ms())  # as in 4.9, a taken queue waits for it
 
     def _renew_on_grid(self, now_ms: int) -> None:
@@ -117,15 +117,15 @@ class OrderlyDelivery(Delivery):
             self.runner.wake(self._renewing, due_ms)
 
     def _renew(self, now_ms: int) -> int | None:
-        """Lock all queues held, or go on holding them; those that were not locked begin."""
+        """Lock all assigned queues, or go on holding them; those that were not locked begin."""
         consumer = self.consumer
         if consumer.stopping:
             return None
-        by_broker: dict[str, list[HeldQueue]] = {}
-        for held in consumer.held.values():
-            by_broker.setdefault(held.queue.broker_name, []).append(held)
+        by_broker: dict[str, list[AssignedQueue]] = {}
+        for assigned in consumer.assigned.values():
+            by_broker.setdefault(assigned.queue.broker_name, []).append(assigned)
         for broker_name, queues in by_broker.items():
-            wanted = frozenset(held.queue for held in queues)
+            wanted = frozenset(assigned.queue for assigned in queues)
             try:
                 request = LockQueues(consumer.group, consumer.client.client_id, wanted)
                 got = consumer.client.endpoint(broker_name).call(request)
@@ -133,86 +133,86 @@ class OrderlyDelivery(Delivery):
                 consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
                 continue
             consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
-            for held in queues:
-                self._judge_lock(held, held.queue in got, now_ms)
-        if any(not held.locked or len(held.messages) for held in consumer.held.values()):
+            for assigned in queues:
+                self._judge_lock(assigned, assigned.queue in got, now_ms)
+        if any(not assigned.locked or len(assigned.messages) for assigned in consumer.assigned.values()):
             return next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         return None
 
-    def _judge_lock(self, held: HeldQueue, got: bool, now_ms: int) -> None:
+    def _judge_lock(self, assigned: AssignedQueue, got: bool, now_ms: int) -> None:
         if not got:
-            if held.locked:
-                _log.warning("%s: the lock of %s is lost", self.consumer.label, held.label)
-            held.locked = False
+            if assigned.locked:
+                _log.warning("%s: the lock of %s is lost", self.consumer.label, assigned.label)
+            assigned.locked = False
             return
-        held.owned_timestamp_ms = now_ms
-        renewed_ms = held.lock_timestamp_ms
+        assigned.owned_timestamp_ms = now_ms
+        renewed_ms = assigned.lock_timestamp_ms
         if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # others may have been here
-            if held.running:
+            if assigned.running:
                 return  # what its listener does is judged first
             try:
-                self._find_position(held)
+                self._find_position(assigned)
             except RmqError as error:
-                _log.warning("%s: no position is known in %s: %s", self.consumer.label, held.label, error)
-                held.locked = False
+                _log.warning("%s: no position is known in %s: %s", self.consumer.label, assigned.label, error)
+                assigned.locked = False
                 return
-        held.lock_timestamp_ms = now_ms
-        was_locked, held.locked = held.locked, True
-        if not was_locked and not held.dropped:
-            self.runner.wake(held.pull)
-            self._go_on(held, now_ms)
+        assigned.lock_timestamp_ms = now_ms
+        was_locked, assigned.locked = assigned.locked, True
+        if not was_locked and not assigned.dropped:
+            self.runner.wake(assigned.pull)
+            self._go_on(assigned, now_ms)
 
-    def _find_position(self, held: HeldQueue) -> None:
+    def _find_position(self, assigned: AssignedQueue) -> None:
         """Go on where the group is, if that is further."""
-        stored = self.consumer.offsets.read(held.queue)
+        stored = self.consumer.offsets.read(assigned.queue)
         if stored is None:
-            stored = held.next_offset if held.progress is None else held.progress
-        position = stored if held.progress is None else max(stored, held.progress)
-        if held.progress is not None and position > held.progress:
-            held.progress = held.told = position
-        if position != held.messages.progress or not len(held.messages):
-            held.messages.clear()
-            held.next_offset = position
-            self.runner.wake(held.pull)
+            stored = assigned.next_offset if assigned.progress is None else assigned.progress
+        position = stored if assigned.progress is None else max(stored, assigned.progress)
+        if assigned.progress is not None and position > assigned.progress:
+            assigned.progress = assigned.told = position
+        if position != assigned.messages.progress or not len(assigned.messages):
+            assigned.messages.clear()
+            assigned.next_offset = position
+            self.runner.wake(assigned.pull)
 
-    def _has_lock(self, held: HeldQueue, now_ms: int) -> bool:
+    def _has_lock(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Whether the lock is there and trusted; one that was not renewed while nothing was to do is renewed."""
         if not self._locks:
             return True
-        if not held.locked or held.lock_timestamp_ms is None:
+        if not assigned.locked or assigned.lock_timestamp_ms is None:
             self._renew_on_grid(now_ms)
             return False
-        if now_ms - held.lock_timestamp_ms > TRUSTED_MS:
-            if not self._renew_one(held, now_ms):
+        if now_ms - assigned.lock_timestamp_ms > TRUSTED_MS:
+            if not self._renew_one(assigned, now_ms):
                 return False
-            if not held.locked:
+            if not assigned.locked:
                 self._renew_on_grid(now_ms)
                 return False
         return True
 
-    def may_store(self, held: HeldQueue, now_ms: int) -> bool:
+    def may_store(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Return whether this client may store the progress: after a minute without a lock others may be further."""
-        if not self._locks or now_ms - held.owned_timestamp_ms < BROKER_LOCK_MS:
+        if not self._locks or now_ms - assigned.owned_timestamp_ms < BROKER_LOCK_MS:
             return True
-        return self._renew_one(held, now_ms) and held.locked
+        return self._renew_one(assigned, now_ms) and assigned.locked
 
-    def _renew_one(self, held: HeldQueue, now_ms: int) -> bool:
+    def _renew_one(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Ask for the lock of one queue; False where the broker can't be asked."""
-        broker_name = held.queue.broker_name
+        broker_name = assigned.queue.broker_name
         try:
-            self._judge_lock(held, self.lock(held.queue), now_ms)
+            self._judge_lock(assigned, self.lock(assigned.queue), now_ms)
         except RmqError as error:
             self.consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
             return False
         self.consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
         return True
 
-    def may_pull(self, held: HeldQueue, now_ms: int) -> bool:
+    def may_pull(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Return whether this client has the queue's lock."""
-        if self._has_lock(held, now_ms):
+        if self._has_lock(assigned, now_ms):
             return True
-        if held.locked:  # as far as is known: the broker could not be asked
-            self.runner.wake(held.pull, now_ms + LOCK_AGAIN_MS)
+        if assigned.locked:  # as far as is known: the broker could not be asked
+            self.runner.wake(assigned.pull, now_ms + LOCK_AGAIN_MS)
         return False
 
     def _unlock(self, queue: MessageQueue) -> None:
@@ -224,18 +224,18 @@ class OrderlyDelivery(Delivery):
 
     # ---- giving up
 
-    def give_up(self, held: HeldQueue, now_ms: int) -> bool:
+    def give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Unlock a queue that was dropped; False while its listener runs."""
-        if held.running:
-            if not held.release_until_ms:
-                held.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
+        if assigned.running:
+            if not assigned.release_until_ms:
+                assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
             return False
-        self._stop_resting(held)
+        self._stop_resting(assigned)
         if self._locks:
-            if held.messages.waiting:
-                self._unlock_later(held.queue, now_ms)
+            if assigned.messages.waiting:
+                self._unlock_later(assigned.queue, now_ms)
             else:
-                self._unlock(held.queue)
+                self._unlock(assigned.queue)
         return True
 
     def _unlock_later(self, queue: MessageQueue, now_ms: int) -> None:
@@ -252,8 +252,8 @@ class OrderlyDelivery(Delivery):
     def end(self) -> None:
         """Give all locks back but those of listeners that run on."""
         if self._locks:
-            running = {held.queue for held in self.consumer.held.values() if held.running}
-            queues = {*self.consumer.held, *self._unlocking} - running
+            running = {assigned.queue for assigned in self.consumer.assigned.values() if assigned.running}
+            queues = {*self.consumer.assigned, *self._unlocking} - running
             for broker_name in sorted({queue.broker_name for queue in queues}):
                 of_broker = frozenset(queue for queue in queues if queue.broker_name == broker_name)
                 try:
@@ -264,98 +264,98 @@ class OrderlyDelivery(Delivery):
 
     # ---- delivery
 
-    def pulled(self, held: HeldQueue, count: int, now_ms: int) -> None:
+    def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin with messages that were added to a queue, unless its listener runs."""
         if self._locks:
             self._renew_on_grid(now_ms)
-        self._go_on(held, now_ms)
+        self._go_on(assigned, now_ms)
 
-    def _go_on(self, held: HeldQueue, now_ms: int) -> None:
+    def _go_on(self, assigned: AssignedQueue, now_ms: int) -> None:
         """Let the next messages of a queue begin, if nothing of it is under way."""
-        if not held.delivering and not held.dropped and held.messages.waiting:
-            held.delivering = True
-            held.since_ms = now_ms
-            self._waiting.append(held)
+        if not assigned.delivering and not assigned.dropped and assigned.messages.waiting:
+            assigned.delivering = True
+            assigned.since_ms = now_ms
+            self._waiting.append(assigned)
             self._begin(now_ms)
 
     def _begin(self, now_ms: int) -> None:
         waiting, most = self._waiting, self.config.threads
         while waiting and self.running < most and not self.consumer.stopping:
-            held = waiting.popleft()
-            if held.dropped:
-                held.delivering = False
-            elif not self._has_lock(held, now_ms):
-                self._rest(held, LOCK_AGAIN_MS if held.locked else None)
+            assigned = waiting.popleft()
+            if assigned.dropped:
+                assigned.delivering = False
+            elif not self._has_lock(assigned, now_ms):
+                self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
             else:
-                messages = held.messages.take(self.batch_size(held))
+                messages = assigned.messages.take(self.batch_size(assigned))
                 if messages:
-                    held.running = True
-                    self.submit(held, messages, self._done)
+                    assigned.running = True
+                    self.submit(assigned, messages, self._done)
                 else:
-                    held.delivering = False
+                    assigned.delivering = False
 
-    def _rest(self, held: HeldQueue, milliseconds: int | None) -> None:
+    def _rest(self, assigned: AssignedQueue, milliseconds: int | None) -> None:
         """Begin nothing of the queue for a time; None: until it is locked."""
         if milliseconds is None:
-            held.delivering = False
+            assigned.delivering = False
             return
 
         def go_on(now_ms: int) -> int | None:
-            if self._resting.get(held.queue) is step:
-                del self._resting[held.queue]
-                held.delivering = False
-                self._go_on(held, now_ms)
+            if self._resting.get(assigned.queue) is step:
+                del self._resting[assigned.queue]
+                assigned.delivering = False
+                self._go_on(assigned, now_ms)
             return None
 
-        step = Step(f"{self.consumer.label} resume {held.label}", go_on, self.consumer.client)
-        self._resting[held.queue] = step
+        step = Step(f"{self.consumer.label} resume {assigned.label}", go_on, self.consumer.client)
+        self._resting[assigned.queue] = step
         self.runner.wake(step, self.runner.now_ms() + milliseconds)
 
-    def _stop_resting(self, held: HeldQueue) -> None:
-        if self._resting.pop(held.queue, None) is not None:
-            held.delivering = False
+    def _stop_resting(self, assigned: AssignedQueue) -> None:
+        if self._resting.pop(assigned.queue, None) is not None:
+            assigned.delivering = False
 
     def _done(
         self,
-        held: HeldQueue,
+        assigned: AssignedQueue,
         messages: list[DeliveredMessage],
         listener: Listener,
         result: object,
         error: Exception | None,
     ) -> None:
         self.ended()
-        held.running = False
+        assigned.running = False
         now_ms = self.runner.now_ms()
-        if held.dropped:
-            self._done_after_drop(held, messages, now_ms)
+        if assigned.dropped:
+            self._done_after_drop(assigned, messages, now_ms)
         else:
-            rest_ms = self._judge(held, messages, listener, result, error)
-            if held.throttled:
-                self.consumer.pulling.less_is_held(held)
-            if rest_ms is None and now_ms - held.since_ms > MOST_WITHOUT_REST_MS:
+            rest_ms = self._judge(assigned, messages, listener, result, error)
+            if assigned.throttled:
+                self.consumer.pulling.less_is_held(assigned)
+            if rest_ms is None and now_ms - assigned.since_ms > MOST_WITHOUT_REST_MS:
                 rest_ms = REST_MS
             if rest_ms is not None:
-                self._rest(held, rest_ms)
-            elif held.messages.waiting:
-                self._waiting.appendleft(held)  # go on with the same queue
+                self._rest(assigned, rest_ms)
+            elif assigned.messages.waiting:
+                self._waiting.appendleft(assigned)  # go on with the same queue
             else:
-                held.delivering = False
+                assigned.delivering = False
         self._begin(now_ms)
 
-    def _done_after_drop(self, held: HeldQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
-        held.delivering = False
-        held.messages.remove(messages)
-        if held.release_until_ms and not self.consumer.stopping:
-            if now_ms <= held.release_until_ms:
-                if self.give_up(held, now_ms):
-                    self.consumer.held.pop(held.queue, None)
+    def _done_after_drop(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
+        assigned.delivering = False
+        assigned.messages.remove(messages)
+        if assigned.release_until_ms and not self.consumer.stopping:
+            if now_ms <= assigned.release_until_ms:
+                if self.give_up(assigned, now_ms):
+                    self.consumer.assigned.pop(assigned.queue, None)
                     self.consumer.rebalancing.wake()
             else:
                 self.consumer.rebalancing.look_again()
 
     def _judge(
         self,
-        held: HeldQueue,
+        assigned: AssignedQueue,
         messages: list[DeliveredMessage],
         listener: Listener,
         result: object,
@@ -369,31 +369,31 @@ class OrderlyDelivery(Delivery):
             if result is OrderlyResult.HOLD:
                 return None
             if result is OrderlyResult.ROLLBACK:
-                held.messages.roll_back()
+                assigned.messages.roll_back()
                 return self._suspension(None)
-            self._commit(held, "success")
+            self._commit(assigned, "success")
             return None
         self.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
-        if self._all_given_up(held, messages, error):
-            self._commit(held, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+        if self._all_given_up(assigned, messages, error):
+            self._commit(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
-        self.count(held, len(messages), "suspend")
-        held.messages.put_back(messages)
+        self.count(assigned, len(messages), "suspend")
+        assigned.messages.put_back(messages)
         rest_ms = self._suspension(error)
         if attempt == 1:
             self.log_retry(
-                held, messages, 1, self.config.max_reconsume_times, f"the next comes in {rest_ms / 1000:g} s", error
+                assigned, messages, 1, self.config.max_reconsume_times, f"the next comes in {rest_ms / 1000:g} s", error
             )
-        self._report(held, messages[0])
+        self._report(assigned, messages[0])
         return rest_ms
 
-    def _commit(self, held: HeldQueue, result: str) -> None:
-        self.counts.consumed += held.messages.begun
-        self.count(held, held.messages.begun, result)
-        progress = held.messages.commit()
+    def _commit(self, assigned: AssignedQueue, result: str) -> None:
+        self.counts.consumed += assigned.messages.begun
+        self.count(assigned, assigned.messages.begun, result)
+        progress = assigned.messages.commit()
         if progress is not None:
-            self.consumer.progressed(held, progress)
+            self.consumer.progressed(assigned, progress)
 
     def _suspension(self, error: Exception | None) -> int:
         asked_ms = self._suspend_ms
@@ -401,13 +401,13 @@ class OrderlyDelivery(Delivery):
             asked_ms = round(error.seconds * 1000)
         return min(MOST_SUSPENSION_MS, max(LEAST_SUSPENSION_MS, asked_ms))
 
-    def _report(self, held: HeldQueue, message: DeliveredMessage) -> None:
+    def _report(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
         if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
             _log.warning(
                 "%s: %s is blocked at %d by %s, which failed %d times",
                 self.consumer.label,
-                held.label,
+                assigned.label,
                 message.queue_offset,
                 message.message_id,
                 times,
@@ -416,34 +416,36 @@ class OrderlyDelivery(Delivery):
     def blocked(self) -> list[BlockedQueue]:
         """Return the queues that rest because their first message fails."""
         found = []
-        for held in self.consumer.held.values():
-            first = held.messages.peek()
-            if isinstance(first, DeliveredMessage) and first.reconsume_times and held.queue in self._resting:
-                found.append(BlockedQueue(held.queue, first.queue_offset, first.message_id, first.reconsume_times))
+        for assigned in self.consumer.assigned.values():
+            first = assigned.messages.peek()
+            if isinstance(first, DeliveredMessage) and first.reconsume_times and assigned.queue in self._resting:
+                found.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))
         return found
 
     # ---- at the maximum
 
-    def _all_given_up(self, held: HeldQueue, messages: list[DeliveredMessage], error: Exception | None) -> bool:
+    def _all_given_up(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None) -> bool:
         """Count a failure of each message, or send it back if it has had enough; whether all have."""
         most = self.config.max_reconsume_times
         at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
         done = True
         for message in messages:
             has_had_enough = at_once or (most is not None and message.reconsume_times >= most)
-            if not has_had_enough or not self._give_message_up(held, message, error, at_once):
+            if not has_had_enough or not self._give_message_up(assigned, message, error, at_once):
                 message.failed_again()
                 done = False
         return done
 
     def _give_message_up(
-        self, held: HeldQueue, message: DeliveredMessage, error: Exception | None, at_once: bool
+        self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, at_once: bool
     ) -> bool:
         """Make a message a dead letter: as 4.9 does by way of its next delay, or ``at_once``; whether it is one."""
         consumer = self.consumer
         if self.config.model is MessageModel.BROADCASTING:
             self.counts.dropped += 1
-            self.log_retry(held, [message], message.reconsume_times + 1, None, "and it is dropped: broadcasting", error)
+            self.log_retry(
+                assigned, [message], message.reconsume_times + 1, None, "and it is dropped: broadcasting", error
+            )
             return True
         times = message.reconsume_times + at_once
         most = times if at_once else self.config.max_reconsume_times or 0
@@ -463,7 +465,7 @@ class OrderlyDelivery(Delivery):
         request = SendMessage(
             INNER_PRODUCER, back, 0, self.runner.now_ms(), client.host, reconsume_times=times, max_reconsume_times=most
         )
-        broker_name = held.queue.broker_name
+        broker_name = assigned.queue.broker_name
         key, what = ("send back", broker_name), f"sending dead letters to {broker_name}"
         try:
             client.endpoint(broker_name).call(request)
@@ -472,5 +474,5 @@ class OrderlyDelivery(Delivery):
             return False
         consumer.states.works(key, what)
         self.counts.sent_back += 1
-        self.log_dead_letter(held, message, message.reconsume_times + 1, error)
+        self.log_dead_letter(assigned, message, message.reconsume_times + 1, error)
         return True

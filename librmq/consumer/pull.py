@@ -16,7 +16,7 @@ from typing import Final, Unpack
 from librmq.client.identity import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Member
 from librmq.consumer.config import PullConsumerConfig, PullConsumerSettings
 from librmq.consumer.delivered import DeliveredMessage
@@ -105,7 +105,7 @@ class PullConsumer(Member[PullConsumerConfig]):
         self._paused: set[MessageQueue] = set()
         self._turn = 0
         self._pulled_end = 0  # where the queue goes on behind the messages that are being handed out
-        self._last: tuple[HeldQueue, int, int] | None = None  # what was pulled last: from where, and up to where
+        self._last: tuple[AssignedQueue, int, int] | None = None  # what was pulled last: from where, and up to where
         self._arrived = _Arrival()
         self._polling = threading.Lock()
 
@@ -134,22 +134,22 @@ class PullConsumer(Member[PullConsumerConfig]):
 
     def _take_assigned(self) -> None:
         wanted = self._assigned or ()
-        for queue in [queue for queue in self.held if queue not in wanted]:
-            held = self.held.pop(queue)
-            held.dropped = True
-            self._give_up(held, self.runner.now_ms())
+        for queue in [queue for queue in self.assigned if queue not in wanted]:
+            assigned = self.assigned.pop(queue)
+            assigned.dropped = True
+            self._give_up(assigned, self.runner.now_ms())
         for queue in wanted:
-            if queue not in self.held:
+            if queue not in self.assigned:
                 stored = self.offsets.read(queue)
                 next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
-                held = self.held[queue] = self.make_held(queue, next_offset, stored)
-                self._take(held)
+                assigned = self.assigned[queue] = self.make_assigned(queue, next_offset, stored)
+                self._take(assigned)
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:
         """The queues that are read at the moment, sorted."""
         with self.runner.lock:
-            return tuple(sorted(queue for queue, held in self.held.items() if not held.dropped))
+            return tuple(sorted(queue for queue, assigned in self.assigned.items() if not assigned.dropped))
 
     # ---- life
 
@@ -185,16 +185,16 @@ class PullConsumer(Member[PullConsumerConfig]):
 
     # ---- queues as the rebalance gives them
 
-    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """A queue that is about to be taken."""
         label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
-        held = HeldQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
-        held.notify = self._arrived.set
-        return held
+        assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
+        assigned.notify = self._arrived.set
+        return assigned
 
-    def _take(self, held: HeldQueue) -> None:
-        if held.progress is not None:
-            self.progressed(held, held.progress)
+    def _take(self, assigned: AssignedQueue) -> None:
+        if assigned.progress is not None:
+            self.progressed(assigned, assigned.progress)
         self._arrived.set()
 
     def _routes_changed(self) -> None:
@@ -203,9 +203,9 @@ class PullConsumer(Member[PullConsumerConfig]):
 
     def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         for queue, queue_offset in offsets.items():
-            if queue in self.held:
-                self._go_to(self.held[queue], queue_offset)
-                self.progressed(self.held[queue], queue_offset)
+            if queue in self.assigned:
+                self._go_to(self.assigned[queue], queue_offset)
+                self.progressed(self.assigned[queue], queue_offset)
 
     # ---- polling
 
@@ -304,12 +304,12 @@ class PullConsumer(Member[PullConsumerConfig]):
     def _hand_out(self, message: DeliveredMessage, behind: int) -> bool:
         """Move the position past one message; False if the position is elsewhere by now."""
         with self.runner.lock:
-            held = self.held.get(message.queue)
-            if held is None or held.dropped or held.next_offset != message.queue_offset:
+            assigned = self.assigned.get(message.queue)
+            if assigned is None or assigned.dropped or assigned.next_offset != message.queue_offset:
                 return False
-            if self.config.auto_commit and held.progress != held.next_offset:
-                self.progressed(held, held.next_offset)
-            held.next_offset = behind
+            if self.config.auto_commit and assigned.progress != assigned.next_offset:
+                self.progressed(assigned, assigned.next_offset)
+            assigned.next_offset = behind
             return True
 
     def _begin_poll(self) -> None:
@@ -323,9 +323,9 @@ class PullConsumer(Member[PullConsumerConfig]):
         """Have what was pulled last pulled again."""
         with self.runner.lock:
             if self._last is not None:
-                held, before, behind = self._last
-                if held.next_offset == behind:
-                    held.next_offset = before
+                assigned, before, behind = self._last
+                if assigned.next_offset == behind:
+                    assigned.next_offset = before
 
     def _look(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Ask the queues, and leave word at those that have nothing."""
@@ -336,7 +336,11 @@ class PullConsumer(Member[PullConsumerConfig]):
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Ask each queue once, up to the first that has something; and whether any went on without."""
         has_moved = False
-        queues = [held for held in self.held.values() if not held.dropped and held.queue not in self._paused]
+        queues = [
+            assigned
+            for assigned in self.assigned.values()
+            if not assigned.dropped and assigned.queue not in self._paused
+        ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
             before = queues[at].next_offset
@@ -351,21 +355,21 @@ class PullConsumer(Member[PullConsumerConfig]):
             has_moved |= queues[at].next_offset != before
         return [], has_moved
 
-    def _pull(self, held: HeldQueue) -> list[DeliveredMessage]:
-        queue = held.queue
-        held.pulled_timestamp_ms = self.runner.now_ms()
+    def _pull(self, assigned: AssignedQueue) -> list[DeliveredMessage]:
+        queue = assigned.queue
+        assigned.pulled_timestamp_ms = self.runner.now_ms()
         try:
-            response = self._ask(held)
+            response = self._ask(assigned)
         except RmqError as error:
-            self.states.failing(("poll", queue.broker_name, queue.topic), f"polling {held.label}", error)
+            self.states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
             return []
         self.states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
         if response.status is PullStatus.HELD:
             return []
-        self._last = held, held.next_offset, response.next_offset
-        held.next_offset = response.next_offset
+        self._last = assigned, assigned.next_offset, response.next_offset
+        assigned.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
-            _log.warning("%s: %s goes on at %d", self.label, held.label, response.next_offset)
+            _log.warning("%s: %s goes on at %d", self.label, assigned.label, response.next_offset)
         tag_filter = self.filters.get(queue.topic)
         bounds = response.min_offset, response.max_offset
         return [
@@ -374,22 +378,22 @@ class PullConsumer(Member[PullConsumerConfig]):
             if tag_filter is None or tag_filter.matches(message.tags)
         ]
 
-    def _ask(self, held: HeldQueue) -> PullResponse:
-        queue = held.queue
+    def _ask(self, assigned: AssignedQueue) -> PullResponse:
+        queue = assigned.queue
         subscription: Subscription | None = None if self.shares_queues else self.subscriptions.get(queue.topic)
         request = PullMessage(
             self.client.client_id,
             self.group,
             queue.topic,
             queue.queue_id,
-            held.next_offset,
+            assigned.next_offset,
             self.config.pull_batch_size,
             subscription,
             None,
-            held.notify,
+            assigned.notify,
         )
-        held.endpoint = self.client.endpoint(queue.broker_name)
-        return held.endpoint.call(request)
+        assigned.endpoint = self.client.endpoint(queue.broker_name)
+        return assigned.endpoint.call(request)
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
         """Leave queues out of polls."""
@@ -402,14 +406,14 @@ class PullConsumer(Member[PullConsumerConfig]):
 
     # ---- positions
 
-    def _held_queue(self, queue: MessageQueue) -> HeldQueue:
-        held = self.held.get(queue)
-        if held is None or held.dropped:
+    def _assigned_queue(self, queue: MessageQueue) -> AssignedQueue:
+        assigned = self.assigned.get(queue)
+        if assigned is None or assigned.dropped:
             raise ClientStateError(f"{self._life.what} does not read {queue} at the moment")
-        return held
+        return assigned
 
-    def _go_to(self, held: HeldQueue, queue_offset: int) -> None:
-        held.next_offset = queue_offset
+    def _go_to(self, assigned: AssignedQueue, queue_offset: int) -> None:
+        assigned.next_offset = queue_offset
         self._arrived.set()
 
     def seek(self, queue: MessageQueue, queue_offset: int) -> None:
@@ -419,26 +423,26 @@ class PullConsumer(Member[PullConsumerConfig]):
             ClientStateError: The queue is not read, or has no such offset.
         """
         with self.runner.lock:
-            held = self._held_queue(queue)
+            assigned = self._assigned_queue(queue)
             first, end = self.min_offset(queue), self.max_offset(queue)
             if not first <= queue_offset <= end:
                 raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset}")
-            self._go_to(held, queue_offset)
+            self._go_to(assigned, queue_offset)
 
     def seek_to_begin(self, queue: MessageQueue) -> None:
         """Go on at the oldest message."""
         with self.runner.lock:
-            self._go_to(self._held_queue(queue), self.min_offset(queue))
+            self._go_to(self._assigned_queue(queue), self.min_offset(queue))
 
     def seek_to_end(self, queue: MessageQueue) -> None:
         """Go on at what comes next."""
         with self.runner.lock:
-            self._go_to(self._held_queue(queue), self.max_offset(queue))
+            self._go_to(self._assigned_queue(queue), self.max_offset(queue))
 
     def position(self, queue: MessageQueue) -> int:
         """Return the queue offset at which the next poll reads."""
         with self.runner.lock:
-            return self._held_queue(queue).next_offset
+            return self._assigned_queue(queue).next_offset
 
     def min_offset(self, queue: MessageQueue) -> int:
         """Return the queue offset of the oldest message."""
@@ -455,9 +459,9 @@ class PullConsumer(Member[PullConsumerConfig]):
     # ---- progress
 
     def _commit_polled(self) -> None:
-        for held in self.held.values():
-            if not held.dropped and held.progress != held.next_offset:
-                self.progressed(held, held.next_offset)
+        for assigned in self.assigned.values():
+            if not assigned.dropped and assigned.progress != assigned.next_offset:
+                self.progressed(assigned, assigned.next_offset)
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
         """Store progress now: that of all that was polled, or these queue offsets.
@@ -468,11 +472,11 @@ class PullConsumer(Member[PullConsumerConfig]):
         with self.runner.lock:
             self._life.check_running("commit")
             if offsets is None:
-                chosen = {held: held.next_offset for held in self.held.values() if not held.dropped}
+                chosen = {assigned: assigned.next_offset for assigned in self.assigned.values() if not assigned.dropped}
             else:
-                chosen = {self._held_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
-            for held, queue_offset in chosen.items():
-                held.progress = queue_offset
+                chosen = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
+            for assigned, queue_offset in chosen.items():
+                assigned.progress = queue_offset
             if not self.offsets.save(chosen):
                 raise ClientStateError(f"{self._life.what}: a broker has not stored the progress")
 

@@ -10,7 +10,7 @@ import logging
 from functools import partial
 from typing import Final
 
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.instance import PushInstance
 from librmq.errors import BrokerError, RmqError
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
@@ -40,24 +40,24 @@ class Pulling:
         """Return the step of a queue that is to be pulled."""
         return Step(label, lambda now_ms: None, self._consumer.client)
 
-    def start(self, held: HeldQueue) -> None:
+    def start(self, assigned: AssignedQueue) -> None:
         """Begin to pull."""
         wake = self._consumer.runner.wake
-        held.pull.run_due = partial(self._pull_or_lose, held)
-        held.notify = partial(wake, held.pull)
-        wake(held.pull)
+        assigned.pull.run_due = partial(self._pull_or_lose, assigned)
+        assigned.notify = partial(wake, assigned.pull)
+        wake(assigned.pull)
 
     def share_limits(self) -> None:
-        """Share out the limits of a topic among the queues held. As in 4.9, those of all topics together."""
-        config, count = self._consumer.config, max(1, len(self._consumer.held))
+        """Share out the limits of a topic among the assigned queues. As in 4.9, those of all topics together."""
+        config, count = self._consumer.config, max(1, len(self._consumer.assigned))
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
         if config.max_held_bytes_of_topic is not None:
             self.max_bytes = max(1 << 20, config.max_held_bytes_of_topic // count)
 
-    def is_too_much(self, held: HeldQueue) -> bool:
+    def is_too_much(self, assigned: AssignedQueue) -> bool:
         """Return whether the queue holds too much to be pulled."""
-        messages, config = held.messages, self._consumer.config
+        messages, config = assigned.messages, self._consumer.config
         count = len(messages)
         return count > 0 and (
             count > self.max_messages
@@ -65,137 +65,139 @@ class Pulling:
             or (count > 1 and not config.orderly and messages.span > config.max_span)
         )
 
-    def less_is_held(self, held: HeldQueue) -> None:
+    def less_is_held(self, assigned: AssignedQueue) -> None:
         """Pull a queue again that was throttled, once it holds less."""
-        if not self.is_too_much(held):
-            held.throttled = False
-            self._consumer.runner.wake(held.pull)
+        if not self.is_too_much(assigned):
+            assigned.throttled = False
+            self._consumer.runner.wake(assigned.pull)
 
     def wake_all(self) -> None:
         """Let all queues be pulled again."""
-        for held in self._consumer.held.values():
-            if not held.dropped:
-                self._consumer.runner.wake(held.pull)
+        for assigned in self._consumer.assigned.values():
+            if not assigned.dropped:
+                self._consumer.runner.wake(assigned.pull)
 
-    def _pull_or_lose(self, held: HeldQueue, now_ms: int) -> int | None:
-        held.lost = False
+    def _pull_or_lose(self, assigned: AssignedQueue, now_ms: int) -> int | None:
+        assigned.lost = False
         try:
-            return self._pull(held, now_ms)
+            return self._pull(assigned, now_ms)
         except BaseException:
-            held.lost = True
+            assigned.lost = True
             self._consumer.rebalancing.look_again()
             raise
 
-    def _pull(self, held: HeldQueue, now_ms: int) -> int | None:
+    def _pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
         consumer = self._consumer
-        if held.dropped or consumer.stopping or consumer.is_paused:
+        if assigned.dropped or consumer.stopping or consumer.is_paused:
             return None
-        held.pulled_timestamp_ms = now_ms
-        held.throttled = self.is_too_much(held)
-        if held.throttled:
-            self._count("flow_controls", held)
+        assigned.pulled_timestamp_ms = now_ms
+        assigned.throttled = self.is_too_much(assigned)
+        if assigned.throttled:
+            self._count("flow_controls", assigned)
             return None
-        queue = held.queue
+        queue = assigned.queue
         try:
-            if not consumer.delivery.may_pull(held, now_ms):
+            if not consumer.delivery.may_pull(assigned, now_ms):
                 return None
-            progress = held.progress if self._is_clustering and held.progress else None
-            endpoint = held.endpoint = consumer.client.endpoint(queue.broker_name)
+            progress = assigned.progress if self._is_clustering and assigned.progress else None
+            endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
             response = endpoint.call(
                 PullMessage(
                     consumer.client.client_id,
                     consumer.group,
                     queue.topic,
                     queue.queue_id,
-                    held.next_offset,
+                    assigned.next_offset,
                     consumer.config.pull_batch_size,
                     None,
                     progress,
-                    held.notify,
+                    assigned.notify,
                     not self._interval_ms,
                 )
             )
         except RmqError as error:
             if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
                 consumer.client.forgotten_by(queue.broker_name)
-            level = logging.DEBUG if held.is_retry else logging.WARNING
-            consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {held.label}", error, level)
+            level = logging.DEBUG if assigned.is_retry else logging.WARNING
+            consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
             return now_ms + AFTER_ERROR_MS
         if consumer.states.causes:
             consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
         if progress is not None:
-            held.told = progress
+            assigned.told = progress
         status = response.status
-        self._count("pulls", held, status)
+        self._count("pulls", assigned, status)
         if status is PullStatus.HELD:
-            return self._idle(held, response, now_ms)
-        held.idle_since_ms = None
+            return self._idle(assigned, response, now_ms)
+        assigned.idle_since_ms = None
         if status is PullStatus.OFFSET_ILLEGAL:
-            self._correct_later(held, response.next_offset, now_ms)
+            self._correct_later(assigned, response.next_offset, now_ms)
             return None
-        held.next_offset = response.next_offset
+        assigned.next_offset = response.next_offset
         if status is PullStatus.FOUND:
-            self._found(held, response, now_ms)
-            if response.is_held and not self.is_too_much(held):
-                return self._idle(held, response, now_ms)
+            self._found(assigned, response, now_ms)
+            if response.is_held and not self.is_too_much(assigned):
+                return self._idle(assigned, response, now_ms)
         else:
-            self._passed_over(held)
+            self._passed_over(assigned)
         return now_ms + self._interval_ms
 
-    def _count(self, name: str, held: HeldQueue, status: PullStatus | None = None) -> None:
+    def _count(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
         metrics = self._consumer.metrics
         if metrics is None:
             return
-        topic, group = held.queue.topic, self._consumer.group
+        topic, group = assigned.queue.topic, self._consumer.group
         if status is None:
             metrics.count(name, topic=topic, group=group)
         else:
             metrics.count(name, topic=topic, group=group, status=status.value)
 
-    def _found(self, held: HeldQueue, response: PullResponse, now_ms: int) -> None:
+    def _found(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> None:
         messages = response.messages
-        tag_filter = self._consumer.filters.get(held.queue.topic)
+        tag_filter = self._consumer.filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
         delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
-        if len(messages) != 1 or not delivery.begins_with(held, messages[0], bounds, now_ms):
-            count = held.messages.put(messages, *bounds)
+        if len(messages) != 1 or not delivery.begins_with(assigned, messages[0], bounds, now_ms):
+            count = assigned.messages.put(messages, *bounds)
             if count:
-                delivery.pulled(held, count, now_ms)
+                delivery.pulled(assigned, count, now_ms)
 
-    def _idle(self, held: HeldQueue, response: PullResponse, now_ms: int) -> int | None:
+    def _idle(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         """Nothing there. What was passed over since the last message counts as consumed when the hold is over."""
-        held.next_offset = response.next_offset
-        will_reach = held.messages.end if len(held.messages) else held.progress
-        if will_reach is not None and will_reach >= held.next_offset:  # nothing was passed over
-            held.idle_since_ms = None
+        assigned.next_offset = response.next_offset
+        will_reach = assigned.messages.end if len(assigned.messages) else assigned.progress
+        if will_reach is not None and will_reach >= assigned.next_offset:  # nothing was passed over
+            assigned.idle_since_ms = None
             return None
-        if held.idle_since_ms is None:
-            held.idle_since_ms = now_ms
-        due_ms = held.idle_since_ms + HOLD_MS
+        if assigned.idle_since_ms is None:
+            assigned.idle_since_ms = now_ms
+        due_ms = assigned.idle_since_ms + HOLD_MS
         if now_ms < due_ms:
             return due_ms
-        if len(held.messages):
+        if len(assigned.messages):
             return now_ms + HOLD_MS
-        self._passed_over(held)
+        self._passed_over(assigned)
         return None
 
-    def _passed_over(self, held: HeldQueue) -> None:
-        if not len(held.messages) and (held.progress is None or held.progress < held.next_offset):
-            self._consumer.progressed(held, held.next_offset)
+    def _passed_over(self, assigned: AssignedQueue) -> None:
+        if not len(assigned.messages) and (assigned.progress is None or assigned.progress < assigned.next_offset):
+            self._consumer.progressed(assigned, assigned.next_offset)
 
-    def _correct_later(self, held: HeldQueue, next_offset: int, now_ms: int) -> None:
+    def _correct_later(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
         """The queue has no such offset: let it go, and take it again from where it has some."""
         consumer = self._consumer
-        _log.warning("%s: %s has no offset %d; %d is next", consumer.label, held.label, held.next_offset, next_offset)
-        held.dropped = True
+        _log.warning(
+            "%s: %s has no offset %d; %d is next", consumer.label, assigned.label, assigned.next_offset, next_offset
+        )
+        assigned.dropped = True
 
         def correct(now_ms: int) -> int | None:
-            if not consumer.stopping and consumer.held.get(held.queue) is held:
-                held.progress = next_offset
-                consumer.let_go(held)
+            if not consumer.stopping and consumer.assigned.get(assigned.queue) is assigned:
+                assigned.progress = next_offset
+                consumer.let_go(assigned)
                 consumer.rebalancing.look_again()
             return None
 
-        step = Step(f"{consumer.label} correct {held.label}", correct, consumer.client)
+        step = Step(f"{consumer.label} correct {assigned.label}", correct, consumer.client)
         consumer.runner.wake(step, now_ms + CORRECTION_MS)

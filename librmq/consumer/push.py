@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar, Unpack, overload
 
 from librmq.client.identity import Client
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Member
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerSettings
@@ -245,48 +245,50 @@ class PushConsumer(Member[ConsumerConfig]):
 
     # ---- queues
 
-    def make_held(self, queue: MessageQueue, next_offset: int, progress: int | None) -> HeldQueue:
+    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """A queue that is about to be taken."""
         step = self.pulling.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
-        return HeldQueue(queue, next_offset, progress, step)
+        return AssignedQueue(queue, next_offset, progress, step)
 
     def _lock(self, queue: MessageQueue) -> bool:
         return self.delivery.lock(queue)
 
-    def _take(self, held: HeldQueue) -> None:
+    def _take(self, assigned: AssignedQueue) -> None:
         self.pulling.share_limits()
-        if held.progress is not None:
-            self.progressed(held, held.progress)
-        self.delivery.take(held)
-        self.pulling.start(held)
+        if assigned.progress is not None:
+            self.progressed(assigned, assigned.progress)
+        self.delivery.take(assigned)
+        self.pulling.start(assigned)
 
-    def _may_store(self, held: HeldQueue) -> bool:
-        return self.delivery.may_store(held, self.runner.now_ms())
+    def _may_store(self, assigned: AssignedQueue) -> bool:
+        return self.delivery.may_store(assigned, self.runner.now_ms())
 
-    def _give_up(self, held: HeldQueue, now_ms: int) -> bool:
-        super()._give_up(held, now_ms)
-        return self.delivery.give_up(held, now_ms)
+    def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        super()._give_up(assigned, now_ms)
+        return self.delivery.give_up(assigned, now_ms)
 
-    def let_go(self, held: HeldQueue) -> None:
+    def let_go(self, assigned: AssignedQueue) -> None:
         """Give up a queue whose progress was set from outside; the next rebalance takes it again from there."""
-        held.told = None
-        if self._give_up(held, self.runner.now_ms()):
-            self.held.pop(held.queue, None)
+        assigned.told = None
+        if self._give_up(assigned, self.runner.now_ms()):
+            self.assigned.pop(assigned.queue, None)
 
     def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         """Let go of what is held, wait for what runs, and go on from other offsets."""
         self.is_paused = True
         self._resets += 1
-        reset = [(held, offsets[held.queue]) for held in self.held.values() if held.queue in offsets]
-        for held, _ in reset:
-            held.dropped = True
-            held.messages.clear()
+        reset = [
+            (assigned, offsets[assigned.queue]) for assigned in self.assigned.values() if assigned.queue in offsets
+        ]
+        for assigned, _ in reset:
+            assigned.dropped = True
+            assigned.messages.clear()
 
         def go_on(now_ms: int) -> int | None:
-            for held, queue_offset in reset:
-                if self.held.get(held.queue) is held and not self.stopping:
-                    held.progress = queue_offset
-                    self.let_go(held)
+            for assigned, queue_offset in reset:
+                if self.assigned.get(assigned.queue) is assigned and not self.stopping:
+                    assigned.progress = queue_offset
+                    self.let_go(assigned)
             self._resets -= 1
             if not self._resets:
                 self.resume()

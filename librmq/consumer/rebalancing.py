@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.client.allocation import own_share
-from librmq.consumer.assigned_queue import HeldQueue
+from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.instance import Instance
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue
@@ -52,8 +52,8 @@ class Rebalancing:
     def __init__(
         self,
         member: Instance,
-        take: Callable[[HeldQueue], None],
-        give_up: Callable[[HeldQueue, int], bool],
+        take: Callable[[AssignedQueue], None],
+        give_up: Callable[[AssignedQueue, int], bool],
         lock: Callable[[MessageQueue], bool],
     ) -> None:
         """Share out the queues of ``member``.
@@ -114,10 +114,10 @@ class Rebalancing:
             return None
         self._open = False
         changed = [topic for topic in member.subscriptions if self._topic(topic, now_ms)]
-        for held in list(member.held.values()):
-            if held.queue.topic not in member.subscriptions:
-                self._drop(held, now_ms)
-        if any(held.lost for held in member.held.values()):
+        for assigned in list(member.assigned.values()):
+            if assigned.queue.topic not in member.subscriptions:
+                self._drop(assigned, now_ms)
+        if any(assigned.lost for assigned in member.assigned.values()):
             self._open = True
         member.warn_of_differences()
         if changed:
@@ -169,27 +169,27 @@ class Rebalancing:
     def _update(self, topic: str, share: dict[MessageQueue, None], now_ms: int) -> bool:
         member = self._member
         changed = False
-        for held in [held for held in member.held.values() if held.queue.topic == topic]:
-            given_back = held.dropped and held.release_until_ms  # while its listener ran
-            if held.queue not in share or given_back:
-                changed |= self._drop(held, now_ms)
-            elif now_ms - held.pulled_timestamp_ms > PULL_IDLE_MS:
-                if held.lost:
-                    changed |= self._drop(held, now_ms)  # and made again below
-                elif held.pull.at is None and not held.throttled:
-                    member.runner.wake(held.pull)  # the broker may have forgotten the pull that it held
+        for assigned in [assigned for assigned in member.assigned.values() if assigned.queue.topic == topic]:
+            given_back = assigned.dropped and assigned.release_until_ms  # while its listener ran
+            if assigned.queue not in share or given_back:
+                changed |= self._drop(assigned, now_ms)
+            elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
+                if assigned.lost:
+                    changed |= self._drop(assigned, now_ms)  # and made again below
+                elif assigned.pull.at is None and not assigned.throttled:
+                    member.runner.wake(assigned.pull)  # the broker may have forgotten the pull that it held
         for queue in share:
-            if queue not in member.held:
+            if queue not in member.assigned:
                 changed |= self._add(queue, now_ms)
         return changed
 
-    def _drop(self, held: HeldQueue, now_ms: int) -> bool:
-        held.dropped = True
-        if not self._give_up(held, now_ms):
+    def _drop(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        assigned.dropped = True
+        if not self._give_up(assigned, now_ms):
             self._open = True
             return False
-        self._member.held.pop(held.queue, None)
-        _log.info("%s: gives up %s", self._member.label, held.label)
+        self._member.assigned.pop(assigned.queue, None)
+        _log.info("%s: gives up %s", self._member.label, assigned.label)
         return True
 
     def _add(self, queue: MessageQueue, now_ms: int) -> bool:
@@ -206,10 +206,10 @@ class Rebalancing:
             self._open = True
             return False
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
-        held = member.make_held(queue, next_offset, stored)
-        member.held[queue] = held
-        _log.info("%s: takes %s at %d", member.label, held.label, next_offset)
-        self._take(held)
+        assigned = member.make_assigned(queue, next_offset, stored)
+        member.assigned[queue] = assigned
+        _log.info("%s: takes %s at %d", member.label, assigned.label, next_offset)
+        self._take(assigned)
         return True
 
     def start_offset(self, queue: MessageQueue) -> int:

@@ -364,7 +364,7 @@ def test_a_broadcasting_consumer_writes_its_progress_while_others_go_on(caplog: 
             assert eventually(broker, lambda: consumer.progress().get(queue) == number)
 
         def stored() -> bool:
-            return consumer.held[queue].told == consumer.held[queue].progress
+            return consumer.assigned[queue].told == consumer.assigned[queue].progress
 
         def save() -> int | None:
             with broker.runner.lock:
@@ -377,7 +377,7 @@ def test_a_broadcasting_consumer_writes_its_progress_while_others_go_on(caplog: 
             assert others_go_on(broker)
             consumed(2)
             assert save() is not None  # one at a time
-        assert eventually(broker, lambda: consumer.held[queue].told == 1)
+        assert eventually(broker, lambda: consumer.assigned[queue].told == 1)
         gate.failures.append(StoreIOError("write", "offsets.json", OSError(errno.ENOSPC, "full")))
         assert save() is not None
         assert eventually(broker, lambda: "offsets.json fails" in caplog.text)

@@ -236,15 +236,15 @@ def test_a_queue_in_mid_message_is_kept_until_its_listener_ends(world: World) ->
         if not second.is_running:
             second.start()
             world.advance_steps()
-            assert world.held(second) == []
-            assert world.held(first) == [0]
+            assert world.assigned(second) == []
+            assert world.assigned(first) == [0]
 
     first = _ordered(world, "b", listener=listener)
     first.start()
     world.advance(1)
     world.send("1", "2")
     world.advance()
-    assert world.held(first) == []
+    assert world.assigned(first) == []
     world.advance(60)
     assert world.bodies("b") == ["1"]
     assert world.bodies("a") == ["1", "2"]  # the progress was saved before the listener ended
@@ -331,7 +331,7 @@ def test_after_its_lock_was_lost_a_client_goes_on_where_others_have_come(world: 
     seam.fail = unreachable()
     first.client.forgotten_by("broker-a")
     world.advance(60)
-    assert world.held(first) == [0]
+    assert world.assigned(first) == [0]
     second.shutdown()
     world.send("4")
     world.advance(100)

@@ -461,7 +461,7 @@ def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: World) -
     consumer.start()
     one_queue.advance(10)
     assert one_queue.broker.consumer_offset("g", "t") == 2
-    assert one_queue.held(consumer) == []
+    assert one_queue.assigned(consumer) == []
     one_queue.send("c")
     one_queue.advance(60)
     assert [(seen.body, seen.at_ms - begin) for seen in one_queue.seen] == [("c", 20_000)]
@@ -604,7 +604,7 @@ def test_what_fails_at_the_end_keeps_nobody_in_the_group(one_queue: World, monke
     with pytest.raises(RuntimeError, match="oops"):
         consumer.shutdown()
     assert one_queue.broker.call(ConsumerIds("g")) == ()
-    assert not consumer.held
+    assert not consumer.assigned
 
 
 # --------------------------------------------------------------------------------------------------------- rebalancing
@@ -614,14 +614,14 @@ def test_queues_are_shared_out_when_members_come_and_go(world: World) -> None:
     first, second, third = (world.consumer(name) for name in ("c1", "c2", "c3"))
     first.start()
     world.advance()
-    assert world.held(first) == [0, 1, 2, 3]
+    assert world.assigned(first) == [0, 1, 2, 3]
     second.start()
     third.start()
     world.advance()
-    assert [world.held(one) for one in (first, second, third)] == [[0, 1], [2], [3]]
+    assert [world.assigned(one) for one in (first, second, third)] == [[0, 1], [2], [3]]
     second.shutdown()
     world.advance()
-    assert [world.held(one) for one in (first, third)] == [[0, 1], [2, 3]]
+    assert [world.assigned(one) for one in (first, third)] == [[0, 1], [2, 3]]
 
 
 def test_a_member_without_a_queue(one_queue: World) -> None:
@@ -646,7 +646,7 @@ def test_a_queue_that_is_lost_while_its_listener_runs_repeats_the_message(one_qu
     one_queue.send("a")
     one_queue.advance()
     assert one_queue.bodies() == ["a", "a"]
-    assert one_queue.held(consumer) == []
+    assert one_queue.assigned(consumer) == []
 
 
 def test_a_topic_that_is_made_later_is_noticed(world: World) -> None:
@@ -663,7 +663,7 @@ def test_more_queues_are_noticed(one_queue: World) -> None:
     one_queue.advance()
     one_queue.broker.create_topic("t", 3)
     one_queue.advance()
-    assert one_queue.held(consumer) == [0, 1, 2]
+    assert one_queue.assigned(consumer) == [0, 1, 2]
 
 
 def test_what_was_open_is_looked_at_on_the_grid_of_20_seconds(one_queue: World) -> None:
@@ -672,15 +672,15 @@ def test_what_was_open_is_looked_at_on_the_grid_of_20_seconds(one_queue: World) 
     consumer = one_queue.consumer(route=seam)
     consumer.start()
     one_queue.advance(19)
-    assert one_queue.held(consumer) == []
+    assert one_queue.assigned(consumer) == []
     seam.fail = unreachable(QueryOffset)
     one_queue.advance(20)
-    assert one_queue.held(consumer) == []
+    assert one_queue.assigned(consumer) == []
     seam.fail = unreachable()
     one_queue.advance(0.999)
-    assert one_queue.held(consumer) == []
+    assert one_queue.assigned(consumer) == []
     one_queue.advance(0.001)
-    assert one_queue.held(consumer) == [0]
+    assert one_queue.assigned(consumer) == [0]
 
 
 def test_instances_that_differ_leave_queues_unowned(world: World) -> None:
@@ -692,7 +692,7 @@ def test_instances_that_differ_leave_queues_unowned(world: World) -> None:
     first.start()
     second.start()
     world.advance()
-    assert world.held(second, "B") == [1]
+    assert world.assigned(second, "B") == [1]
 
 
 def test_the_guard_refuses_a_group_that_differs(world: World) -> None:
@@ -706,7 +706,7 @@ def test_the_guard_refuses_a_group_that_differs(world: World) -> None:
 
 
 def _held_most(world: World, consumer: PushConsumer) -> int:
-    return max(len(held.messages) for held in consumer.held.values())
+    return max(len(assigned.messages) for assigned in consumer.assigned.values())
 
 
 @pytest.mark.parametrize(
@@ -740,7 +740,9 @@ def test_pulling_stops_while_offsets_span_too_much(one_queue: World) -> None:
 
     def note(request: Any) -> None:
         if isinstance(request, PullMessage) and request.topic == "t":
-            at_pulls.append(next(held.messages.span for held in consumer.held.values() if held.queue.topic == "t"))
+            at_pulls.append(
+                next(assigned.messages.span for assigned in consumer.assigned.values() if assigned.queue.topic == "t")
+            )
 
     seam.fail = note
 
@@ -748,7 +750,7 @@ def test_pulling_stops_while_offsets_span_too_much(one_queue: World) -> None:
         release = asyncio.Event()
 
         async def listener(message: DeliveredMessage) -> None:
-            most.append(max(held.messages.span for held in consumer.held.values()))
+            most.append(max(assigned.messages.span for assigned in consumer.assigned.values()))
             if message.queue_offset == 0:
                 await release.wait()
 
@@ -1263,13 +1265,13 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, ca
     broken = True
     one_queue.broker.create_topic("t", 2)
     one_queue.advance()
-    assert one_queue.held(consumer) == [0]
+    assert one_queue.assigned(consumer) == [0]
     assert "sharing out the queues of t fails: oops" in caplog.text
     broken = False
     one_queue.advance(19)
-    assert one_queue.held(consumer) == [0]
+    assert one_queue.assigned(consumer) == [0]
     one_queue.advance(1)
-    assert one_queue.held(consumer) == [0, 1]
+    assert one_queue.assigned(consumer) == [0, 1]
 
 
 def test_a_queue_whose_pull_was_lost_is_made_again_after_120_seconds(one_queue: World) -> None:
@@ -1278,7 +1280,7 @@ def test_a_queue_whose_pull_was_lost_is_made_again_after_120_seconds(one_queue: 
     consumer.start()
     one_queue.advance(30)
     queue = MessageQueue("t", "broker-a", 0)
-    before = consumer.held[queue]
+    before = consumer.assigned[queue]
     seam.fail = lambda request: RuntimeError("oops") if isinstance(request, PullMessage) else None
     one_queue.send("a")
     with pytest.raises(RuntimeError, match="oops"):
@@ -1286,10 +1288,10 @@ def test_a_queue_whose_pull_was_lost_is_made_again_after_120_seconds(one_queue: 
     seam.fail = unreachable()
     one_queue.advance(129)  # the first of the 20 s behind 30 + 120 is 160
     assert one_queue.bodies() == []
-    assert consumer.held[queue] is before
+    assert consumer.assigned[queue] is before
     one_queue.advance(1)
     assert one_queue.bodies() == ["a"]
-    assert consumer.held[queue] is not before
+    assert consumer.assigned[queue] is not before
     one_queue.advance(60)
     asked = len(seam.asked)
     one_queue.advance(86_400)  # the pull that the broker holds is not lost

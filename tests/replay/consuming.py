@@ -168,8 +168,8 @@ class Consumers:
         """Note how much the consumers hold, if it is more than before."""
         for name, consumer in self.consumers.items():
             most = self.stage.played.held.setdefault(name, {"count": 0, "bytes": 0, "span": 0})
-            for held in consumer.held.values():
-                now = {"count": len(held.messages), "bytes": held.messages.size, "span": held.messages.span}
+            for assigned in consumer.assigned.values():
+                now = {"count": len(assigned.messages), "bytes": assigned.messages.size, "span": assigned.messages.span}
                 most.update({what: max(most[what], value) for what, value in now.items()})
 
 

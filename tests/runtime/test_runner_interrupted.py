@@ -342,7 +342,7 @@ def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
             consumer.shutdown()
         with broker.runner.lock:
             assert broker.client_ids() == ()
-            assert not consumer.held
+            assert not consumer.assigned
 
     assert interruptions(functions, start) >= 20
 
@@ -370,6 +370,6 @@ def test_a_consumer_whose_shutdown_is_interrupted_has_left_its_group(
         assert consumer.shutdown()
         with broker.runner.lock:
             assert broker.client_ids() == ()
-            assert not consumer.held
+            assert not consumer.assigned
 
     assert interruptions(functions, shut_down) >= 8
