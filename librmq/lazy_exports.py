@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-__all__ = ["lazy_exports"]
+__all__ = ["exported", "lazy_exports"]
+
+_packages: dict[str, Callable[[str], object]] = {}
 
 
 def lazy_exports(
@@ -17,8 +19,8 @@ def lazy_exports(
     ``modules`` maps a module, named relative to the package, to the names that it defines. Type checkers see the same
     names by imports under ``TYPE_CHECKING``.
     """
-    module_of = {name: module for module, names in modules.items() for name in names}
-    exported = sorted(module_of)
+    module_of = {name: module for module, its_names in modules.items() for name in its_names}
+    names = sorted(module_of)
 
     def get_attribute(name: str) -> object:
         module = module_of.get(name)
@@ -29,6 +31,19 @@ def lazy_exports(
         return value
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *exported})
+        return sorted({*vars(sys.modules[package]), *names})
 
-    return get_attribute, list_names, exported
+    _packages[package] = get_attribute
+    return get_attribute, list_names, names
+
+
+def exported(package: str, name: str) -> object:
+    """Return what a package exports under a name.
+
+    For a convenience that makes something of a higher layer: the layer below knows its public name alone.
+
+    Raises:
+        KeyError: The package has registered no exports: it is not imported.
+        AttributeError: It does not export the name.
+    """
+    return _packages[package](name)

@@ -19,8 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
-from importlib import import_module
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Protocol, Self, TypeVar, cast
 
 from librmq.broker.administration import Administration
 from librmq.broker.answers import ConnectedClient, GroupConnections
@@ -59,6 +58,7 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
+from librmq.lazy_exports import exported
 from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage, dead_letter_topic
 from librmq.message.topics import HALF_TOPIC
@@ -113,6 +113,18 @@ _LOOK_FOR_LOCK_S: Final = 0.05
 _LOOK_FOR_LEVEL_S: Final = 0.02
 _WRITE_AGAIN_MS: Final = 10_000
 """After a failure that may pass."""
+
+
+class _Reader(Protocol):
+    """What `Broker.consume` needs of a consumer."""
+
+    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[StoredMessage]: ...
 
 
 class Broker:
@@ -662,17 +674,26 @@ class Broker:
     ) -> Iterator[StoredMessage]:
         """Iterate over a topic as an instance of a consumer group, until no message comes for a poll's time.
 
-        A message counts as consumed when the next one is asked for; leaving the loop leaves the group.
-        For more control use `librmq.PullConsumer`.
+        A message counts as consumed when the next one is asked for: where the loop is left early, the message that it
+        was at comes again, to this group. For more control use `librmq.PullConsumer`.
+
+        Raises:
+            BrokerUnreachableError: the broker is closed.
+            ConfigError: both ``tags`` and ``sql`` are given.
+            FilterSyntaxError: the expression does not compile.
+            MessageIllegalError: the topic or the group has a name that is refused.
         """
-        facade = import_module("librmq")  # which knows of consumers: they build upon brokers, not the reverse
-        consumer = facade.PullConsumer(self, group)
+        with self._errors():
+            self._check_open()
+        make = cast("Callable[[Broker, str], _Reader]", exported("librmq", "PullConsumer"))  # it builds upon brokers
+        consumer = make(self, group)
         consumer.subscribe(topic, tags=tags, sql=sql)
-        consumer.start()
-        try:
+        return self._handed_out(consumer)
+
+    @staticmethod
+    def _handed_out(consumer: _Reader) -> Iterator[StoredMessage]:
+        with consumer:  # a loop that is left early ends this block by an exception
             yield from consumer
-        finally:
-            consumer.shutdown()
 
     def forget(self, client_id: str) -> None:
         """A client is gone without a word: it leaves all its groups. Its queue locks expire by themselves."""
@@ -786,7 +807,7 @@ class Broker:
             last.callback(self._release)
             if self._temporary is not None:
                 self._end_writing()
-                last.callback(self.store.abandon)  # no other handle opens it
+                last.callback(self.store.abandon, why="was closed")  # no other handle opens it
                 return
             last.callback(self.store.close)
             last.callback(self._end_writing)

@@ -90,7 +90,7 @@ class DelayedSends:
         if topic in (None, HOP_TOPIC) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
             raise MessageIllegalError(
                 f"topic {HOP_TOPIC!r}: a message needs {TARGET_MS}, {TARGET_TOPIC} and {TARGET_QUEUE_ID}: "
-                "make it by librmq.hops.send_at"
+                "make it by librmq.scheduling.relay.send_at"
             )
         return topic or "", queue_id
 

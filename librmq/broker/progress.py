@@ -122,7 +122,11 @@ class Progress:
                 topic = self._topics.known.get(name)
                 reached: dict[int, int] = {}
                 for client in list(group.clients.values()):
-                    for queue, queue_offset in client.call(ConsumerOffsets(group.name, name)).items():
+                    try:
+                        told = client.call(ConsumerOffsets(group.name, name))
+                    except RmqError:  # it is about to leave: what it has stored counts
+                        continue
+                    for queue, queue_offset in told.items():
                         if queue.broker_name == self._broker_name:
                             reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
                 for queue_id in range(0 if topic is None else topic.read_queues):

@@ -325,7 +325,7 @@ class Producer:
             MessageIllegalError: The messages have several topics or wait flags, one has a delay, or they have over
                 4 MiB in all: `split_batch` cuts what is longer. Otherwise errors are those of `send`.
         """
-        batch = tuple(self._prepare(message, None, {}) for message in messages)
+        batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
             return self._send_to(batch[0], self._given(batch[0].topic, queue), self._usual_timeout_ms, batch)
@@ -387,6 +387,8 @@ class Producer:
         """Return a copy that has a unique id, checked."""
         if isinstance(message, str):
             message = Message(message, body, **fields)
+        elif not isinstance(message, Message):
+            raise MessageIllegalError(f"message: expected a Message, or a topic and a body, found {message!r:.80}")
         elif body is not None or fields:
             raise MessageIllegalError("body and fields go with a topic; a message has its own")
         if message.topic not in self._topics:
@@ -600,17 +602,27 @@ class Producer:
             if queue.topic != topic:
                 raise MessageIllegalError(f"the queue is of topic {queue.topic!r}, the message of {topic!r}")
             return queue
+        if type(queue) is not int:
+            raise MessageIllegalError(f"queue: expected a MessageQueue or a queue's number, found {queue!r:.80}")
         names = [data.broker_name for data in self.route.topic_route(topic)] or list(self.route.broker_names())
         if len(names) != 1:
             raise NoRouteError(f"queue {queue} of topic {topic!r}: {len(names)} brokers have it; give a MessageQueue")
         return MessageQueue(topic, names[0], queue)
 
     def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
+        if not callable(selector):
+            raise MessageIllegalError(f"selector: expected a function, found {selector!r:.80}")
         queues = self._queues(message.topic).queues
         chosen = selector(queues, message, arg)
         if chosen not in queues:
             raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
         return chosen
+
+
+def _checked(message: object) -> Message:
+    if not isinstance(message, Message):
+        raise MessageIllegalError(f"messages: expected Message after Message, found {message!r:.80}")
+    return message
 
 
 def _both_queue_and_selector(topic: str) -> MessageIllegalError:

@@ -125,6 +125,9 @@ class Member(Generic[C]):
         validate_client_topic(topic)
         if tags is not None and sql is not None:
             raise ConfigError(f"topic {topic!r}: either tags or sql")
+        for name, value in (("tags", tags), ("sql", sql)):
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"topic {topic!r}: {name}: expected text, found {value!r:.80}")
         now_ms = self.runner.now_ms()
         if sql is not None:
             SqlFilter(sql)
@@ -154,6 +157,9 @@ class Member(Generic[C]):
     def is_running(self) -> bool:
         """Whether it was started and not shut down."""
         return self._life.is_running
+
+    def _check_ready(self) -> None:
+        """Refuse to start what can be mended first; the instance can be started afterwards."""
 
     def _start(self) -> None:
         config = self.config
@@ -282,13 +288,16 @@ class Member(Generic[C]):
 
         Raises:
             BrokerError: A broker does not serve an SQL subscription.
+            ConfigError: A push consumer has no listener yet; subscribe one, then start.
             ClientStateError: The consumer was started before.
             GroupMismatchError: With ``guard``, instances of the group subscribe to something else.
         """
         is_first = False
         try:
             with self.runner.lock:
-                is_first = self._life.state is State.CREATED
+                if self._life.state is State.CREATED:
+                    self._check_ready()
+                    is_first = True
                 self._life.start(self._start)
         except BaseException:
             if is_first:

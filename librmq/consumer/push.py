@@ -93,7 +93,7 @@ class PushConsumer(Member[ConsumerConfig]):
         self.listeners = Listeners()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_paused = False
-        self._resets = 0
+        self._resets: list[list[tuple[AssignedQueue, int]]] = []
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
         self.pulling = Pulling(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
@@ -200,9 +200,13 @@ class PushConsumer(Member[ConsumerConfig]):
 
     # ---- life
 
-    def _start(self) -> None:
+    def _check_ready(self) -> None:
         if not self.subscriptions:
-            raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic first")
+            raise ConfigError(
+                f"group {self.group!r}: subscribe a listener to a topic before start() or the with block, which starts"
+            )
+
+    def _start(self) -> None:
         if self.listeners.are_async:
             try:
                 self.loop = asyncio.get_running_loop()
@@ -229,6 +233,11 @@ class PushConsumer(Member[ConsumerConfig]):
         return in_time
 
     def _end(self) -> None:
+        resets, self._resets = self._resets, []
+        for assigned, queue_offset in (one for reset in resets for one in reset):  # a shutdown keeps a reset under way
+            if self.assigned.get(assigned.queue) is assigned:
+                assigned.progress, assigned.told = queue_offset, None
+                self._save((assigned,))
         self.delivery.end()
 
     def pause(self) -> None:
@@ -261,7 +270,8 @@ class PushConsumer(Member[ConsumerConfig]):
         self.pulling.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
-        return self.delivery.may_store(assigned, self.runner.now_ms())
+        is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # what it had is over
+        return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
     def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
         super()._give_up(assigned, now_ms)
@@ -276,20 +286,22 @@ class PushConsumer(Member[ConsumerConfig]):
     def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         """Let go of what is held, wait for what runs, and go on from other offsets."""
         self.is_paused = True
-        self._resets += 1
         reset = [
             (assigned, offsets[assigned.queue]) for assigned in self.assigned.values() if assigned.queue in offsets
         ]
+        for before in self._resets:  # the latest wins
+            before[:] = [one for one in before if one[0].queue not in offsets]
+        self._resets.append(reset)
         for assigned, _ in reset:
             assigned.dropped = True
             assigned.messages.clear()
 
         def go_on(now_ms: int) -> int | None:
+            self._resets = [one for one in self._resets if one is not reset]
             for assigned, queue_offset in reset:
                 if self.assigned.get(assigned.queue) is assigned and not self.stopping:
                     assigned.progress = queue_offset
                     self.let_go(assigned)
-            self._resets -= 1
             if not self._resets:
                 self.resume()
             return None

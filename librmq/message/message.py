@@ -134,10 +134,8 @@ class Message:
             MessageIllegalError: a part has a wrong type, a property is reserved, blank or can't be stored, body and
                 ``json`` are both given or both missing, or more than one of the three delays is given.
         """
-        if type(body) is not bytes:
+        if type(body) is not bytes or json is not _UNSET:
             body = _as_bytes(body, json)
-        elif json is not _UNSET:
-            body = _as_bytes(body or None, json)
         stored = _user_properties(properties) if properties else {}
         if tags:
             stored[PROPERTY_TAGS] = tags

@@ -84,8 +84,8 @@ class MessageStore(Appends):
     recovered: list[Damage]
     """What opening and `recover` found and cut."""
 
-    def __init__(self) -> None:
-        raise TypeError("use MessageStore.open(path)")
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("a store is opened: MessageStore.open(path)")
 
     @classmethod
     def open(  # noqa: PLR0913 (each is a choice of its own, by name)
@@ -703,14 +703,14 @@ class MessageStore(Appends):
             finally:
                 self._release()
 
-    def abandon(self) -> None:
+    def abandon(self, *, why: str = "was abandoned") -> None:
         """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
 
         All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
-        recovers. Doing so again, or after `close`, does nothing.
+        recovers. Doing so again, or after `close`, does nothing. ``why`` is told to later callers.
         """
         with critical:
-            if not self._end("was abandoned"):
+            if not self._end(why):
                 self._release()
                 return
             try:

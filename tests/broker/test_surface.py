@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from librmq.errors import (
     BrokerUnreachableError,
     ConfigError,
     GroupBehindError,
+    MessageIllegalError,
+    StoreClosedError,
     StoreLockedError,
 )
 from librmq.listener import DeadLetter
+from librmq.protocol import ResetGroup
 from librmq.runtime.manual import ManualRunner
 from tests.broker.parties import manual, opened, send
 
@@ -189,3 +193,56 @@ def test_clients_and_connections() -> None:
 def test_a_config_is_checked() -> None:
     with pytest.raises(ConfigError, match="default_topic_queues: expected a whole number"):
         BrokerConfig(default_topic_queues=0)
+
+
+@pytest.mark.parametrize("is_failure", [True, False])
+def test_a_loop_left_early_gets_its_message_again(is_failure: bool) -> None:
+    """A failure within the loop had counted the message as consumed."""
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        broker.create_topic("T", 1)
+        for number in range(4):
+            send(broker, "T", b"%d" % number)
+        with suppress(ValueError):
+            for message in broker.consume("T", group="g"):
+                if message.body == b"2":
+                    if is_failure:
+                        raise ValueError
+                    break
+        assert broker.clients() == ()
+        assert [message.body for message in broker.consume("T", group="g")] == [b"2", b"3"]
+        assert list(broker.consume("T", group="g")) == []
+
+
+def test_iterating_refuses_at_the_call() -> None:
+    broker = Broker.temporary(runner=ManualRunner())
+    send(broker, "T")
+    with pytest.raises(MessageIllegalError, match="group 'g g'"):
+        broker.consume("T", group="g g")
+    with pytest.raises(ConfigError, match="either tags or sql"):
+        broker.consume("T", group="g", tags="a", sql="a = 1")
+    broker.close()
+    with pytest.raises(BrokerUnreachableError, match="this handle was closed"):
+        broker.consume("T", group="g")
+    with pytest.raises(StoreClosedError, match="was closed"):
+        list(broker.messages("T"))
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_shutdown_keeps_a_reset_under_way(orderly: bool, is_direct: bool) -> None:
+    """A running instance goes on 10 s after a reset; until then it had stored, or at its end left, its old progress."""
+    with opened() as broker:
+        broker.create_topic("T", 1)
+        consumer = running(broker, [], orderly=orderly)
+        for number in range(4):
+            send(broker, "T", b"%d" % number)
+        manual(broker).advance(13_900)
+        send(broker, "T")
+        manual(broker).advance(50)  # consumed, and not stored yet
+        if is_direct:
+            broker.reset_group("g", "T", to=2)
+        else:
+            broker.call(ResetGroup("g", "T", 0))
+        manual(broker).advance(5_000)
+        consumer.shutdown()
+        assert broker.consumer_offset("g", "T") == (2 if is_direct else 0)

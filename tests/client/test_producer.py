@@ -419,3 +419,20 @@ def test_bodies_are_bytes_text_or_json(broker: Broker) -> None:
     for wrong in ({}, {"body": b"x", "json": 1}):
         with pytest.raises(MessageIllegalError):
             producer.send("T", **wrong)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_are_named(broker: Broker) -> None:
+    """They had ended in errors of the interpreter, or were taken in silence."""
+    producer: Any = Producer(broker, "shop")
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: producer.send(3, b"x"), "message: expected a Message, or a topic and a body, found 3"),
+        (lambda: producer.send_batch(["T"]), "messages: expected Message after Message, found 'T'"),
+        (lambda: producer.send("T", b"x", queue="1"), "queue: expected a MessageQueue or a queue's number, found '1'"),
+        (lambda: producer.send_oneway("T", b"x", queue=True), "queue: expected a MessageQueue"),
+        (lambda: producer.send("T", b"x", selector=1), "selector: expected a function, found 1"),
+        (lambda: producer.send("T", b"", json=1), "expected either a body or json, found both"),
+    ]
+    for call, why in calls:
+        with pytest.raises(MessageIllegalError, match=why):
+            call()
+    assert bodies(broker) == []

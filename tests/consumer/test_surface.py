@@ -233,3 +233,25 @@ def test_sql_that_a_broker_does_not_serve_is_refused(kind: Any) -> None:
         with pytest.raises(BrokerError, match="enable_property_filter"):
             running.subscribe("t", sql="p = 1")
         running.shutdown()
+
+
+def test_a_start_without_listener_can_be_mended(world: World) -> None:
+    """The consumer had counted as failed for good."""
+    consumer = world.consumer(topic=None)
+    got: list[DeliveredMessage] = []
+    with (
+        pytest.raises(ConfigError, match=r"subscribe a listener to a topic before start\(\) or the with block"),
+        consumer,
+    ):
+        pass
+    consumer.subscribe("t", got.append)
+    with consumer:
+        world.send("a")
+        world.advance(5)
+    assert [message.body for message in got] == [b"a"]
+
+
+@pytest.mark.parametrize("filters", [{"tags": 3}, {"sql": ["a = 1"]}])
+def test_a_filter_that_is_no_text_is_refused(world: World, filters: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected text, found"):
+        world.consumer(topic=None).subscribe("t", print, **filters)
