@@ -167,6 +167,10 @@ class CommitLog:
         size = len(data)
         if self.end + size > self.sure:
             self.make_room(size)
+        self.copy_in(data, size)
+
+    def copy_in(self, data: bytes | bytearray, size: int) -> None:
+        """Write ``data`` of ``size`` bytes, for which there is room by `sure` or by `make_room`."""
         begin = self.end
         at = begin - self._file_start
         self._buffer[at : at + size] = data  # type: ignore[index]

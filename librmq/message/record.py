@@ -233,13 +233,17 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
         MessageIllegalError: a name contains 01 or 02, a value 02, one of them is no text, or has no UTF-8 (half a
             surrogate pair).
     """
+    if not properties:
+        return b""
     names = tuple(properties)
-    shape = _shapes.get(names) or _property_shape(names)
-    parts, pick, separators = shape
-    parts = parts[:]
     try:
-        parts[1::2] = pick(properties)
-        text = "".join(parts)
+        parts, pick, separators = _shapes[names]
+    except KeyError:
+        parts, pick, separators = _property_shape(names)
+    parts = parts.copy()
+    try:
+        parts[_VALUES] = pick(properties)
+        text = _join(parts)
     except TypeError:
         raise _unwritable(properties) from None
     if text.count("\2") != separators:  # what stands behind it would be read as another property
@@ -278,6 +282,8 @@ _Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]], int]
 # names that are made up empty the cache.
 _shapes: dict[tuple[str, ...], _Shape] = {}
 _SHAPES_KEPT: Final = 1024
+_VALUES: Final = slice(1, None, 2)
+_join = "".join
 _LARGEST_SHAPE_KEPT: Final = 64
 
 

@@ -220,7 +220,8 @@ class Appends:
                     records = dispatcher.records
                 now = self._now_ms()
                 physical_offset = log.end
-                if physical_offset + size > log.fits:
+                has_room = physical_offset + size <= log.sure
+                if not has_room:
                     physical_offset = log.claim(size)
                 queue_offset = lane.next_queue_offset if counted else 0
                 header = _pack_header[sys_flag & 48](
@@ -234,11 +235,11 @@ class Appends:
                     if lane.queue.ext is not None:  # before the record: should it fail, there is none without an entry
                         with critical:
                             tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
-                if physical_offset + size > log.sure:
+                if not has_room:
                     with critical:
                         log.make_room(size)
                 dispatcher.writing_at = physical_offset
-                log.append(header + tail)
+                log.copy_in(header + tail, size)
                 if counted:
                     lane.next_queue_offset = queue_offset + 1
                     pending = lane.pending
@@ -407,11 +408,12 @@ class Appends:
     ) -> None:
         """Write records side by side, and note what follows from them; `append` has the same for one."""
         log, dispatcher = self.log, self._dispatcher
-        if log.end + len(data) > log.sure:
+        size = len(data)
+        if log.end + size > log.sure:
             with critical:
-                log.make_room(len(data))
+                log.make_room(size)
         dispatcher.writing_at = log.end
-        log.append(data)
+        log.copy_in(data, size)
         for lane, entries in entries_of:
             if entries:
                 if not lane.pending:
