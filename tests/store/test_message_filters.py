@@ -463,7 +463,7 @@ def test_sql_switched_off_names_the_switch() -> None:
 
 @pytest.mark.parametrize("name", ["enable_property_filter", "enable_calc_filter_bitmap", "enable_consumequeue_ext"])
 def test_switches_are_true_or_false(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: expected true or false"):
+    with pytest.raises(ConfigError, match=f"{name}: expected True or False"):
         StoreConfig.from_row({name: "yes"})
 
 
