@@ -9,6 +9,7 @@ unless given) and left there, for you to try the ``librmq`` command on. Needs ri
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import subprocess
@@ -33,7 +34,7 @@ from librmq.store.format.directory import recognise
 from librmq.store.recovery.verify import verify
 
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
-ABOUT = "Made by examples/demo_store.py, which makes this folder anew each time it runs."
+ABOUT = "Made by examples/demo_store.py, which replaces this folder on each run."
 TOPIC, KEY = "OrderTopic", "key14"
 WANTED = 600  # messages that must have been acknowledged before the writer is killed
 TORN = 60  # bytes of a record that never became whole
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     code("verify(path)")
     show_damage(continued, verify(str(continued)).damage)
 
+    logging.getLogger("librmq").addHandler(logging.NullHandler())  # the screen shows what the log would repeat
     step(5, "Recovery")
     code("store = MessageStore.open(path)", "store.recovered")
     say("Opening is enough: the abort marker tells that nobody closed the store. What was cut or written again:")
