@@ -75,7 +75,7 @@ PUBLIC_NAMES = (
     "split_batch",
 )
 PACKAGES = {
-    "librmq.files": "Buffer Damage DiskFiles Entry File FileLock Files MemoryFiles OverlayFiles TemporaryFolder",
+    "librmq.files": "Buffer Damage DiskFiles File FileLock Files FolderEntry MemoryFiles OverlayFiles TemporaryFolder",
     "librmq.java": "",
     "librmq.message": (
         "DelayLevels Message MessageQueue StoredMessage UniqueIds dead_letter_topic decode_unique_id retry_topic "

@@ -40,7 +40,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner, Step, aside_by
 
-__all__ = ["Member"]
+__all__ = ["Consumer"]
 
 C = TypeVar("C", bound=ConsumerConfig)
 R = TypeVar("R")
@@ -51,7 +51,7 @@ SAVE_INTERVAL_MS: Final = 5_000
 _log = logging.getLogger("librmq.consumer")
 
 
-class Member(Generic[C]):
+class Consumer(Generic[C]):
     """One instance of a consumer group. Its state changes under the runner's lock."""
 
     kind: str

@@ -17,7 +17,7 @@ from librmq.client.identity import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
-from librmq.consumer.base import Member
+from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerSettings
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.errors import ClientStateError, RmqError
@@ -67,7 +67,7 @@ class _Arrival(threading.Event):
             return False
 
 
-class PullConsumer(Member[PullConsumerConfig]):
+class PullConsumer(Consumer[PullConsumerConfig]):
     """Instance of a group that polls. Thread-safe, but one thread or coroutine at a time polls.
 
     Either `subscribe`, and the group's queues are shared out among its instances, or `assign` queues. A message counts

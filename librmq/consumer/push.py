@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, Unpack, overload
 
 from librmq.client.identity import Client
 from librmq.consumer.assigned_queue import AssignedQueue
-from librmq.consumer.base import Member
+from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerSettings
 from librmq.consumer.delivered import DeliveredMessage
@@ -47,7 +47,7 @@ RESET_MS: Final = 10_000
 _log = logging.getLogger("librmq.consumer")
 
 
-class PushConsumer(Member[ConsumerConfig]):
+class PushConsumer(Consumer[ConsumerConfig]):
     """Instance of a group that pulls, and calls the listener of a message's topic. Thread-safe.
 
     ``route`` is a `Broker` or several; ``settings`` are those of `ConsumerConfig`. Instances of a group are told apart

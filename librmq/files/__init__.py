@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from librmq.files.memory import MemoryFiles as MemoryFiles
     from librmq.files.overlay import OverlayFiles as OverlayFiles
     from librmq.files.seam import Buffer as Buffer
-    from librmq.files.seam import Entry as Entry
     from librmq.files.seam import File as File
     from librmq.files.seam import FileLock as FileLock
     from librmq.files.seam import Files as Files
+    from librmq.files.seam import FolderEntry as FolderEntry
 
 _MODULES = {
     "damage": ("Damage",),
     "disk": ("DiskFiles", "TemporaryFolder"),
     "memory": ("MemoryFiles",),
     "overlay": ("OverlayFiles",),
-    "seam": ("Buffer", "Entry", "File", "FileLock", "Files"),
+    "seam": ("Buffer", "FolderEntry", "File", "FileLock", "Files"),
 }
 if not TYPE_CHECKING:  # else a checker would take any name for granted
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.lock import DiskLock, lock_holder
-from librmq.files.seam import Entry, File, FileLock, named
+from librmq.files.seam import File, FileLock, FolderEntry, named
 
 __all__ = ["DiskFiles", "TemporaryFolder"]
 
@@ -176,7 +176,7 @@ class DiskFiles:
             finally:
                 os.close(descriptor)
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[FolderEntry]:
         entries = []
         with named("list", path):
             try:
@@ -195,7 +195,7 @@ class DiskFiles:
                         if isinstance(error, FileNotFoundError):
                             continue  # deleted meanwhile
                         raise
-                    entries.append(Entry(one.name, size, folder, stat.S_ISREG(status.st_mode)))
+                    entries.append(FolderEntry(one.name, size, folder, stat.S_ISREG(status.st_mode)))
         entries.sort(key=lambda entry: entry.name)
         return entries
 

@@ -9,7 +9,7 @@ import sys
 import threading
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
-from librmq.files.seam import Buffer, Entry, File, FileLock
+from librmq.files.seam import Buffer, File, FileLock, FolderEntry
 
 __all__ = ["MemoryFiles"]
 
@@ -69,13 +69,13 @@ class MemoryFiles:
     def flush_folder(self, path: str) -> None:
         pass
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[FolderEntry]:
         prefix = path.rstrip(os.sep) + os.sep
         with self._guard:
             names = {p[len(prefix) :]: self._length(f) for p, f in self._files.items() if p.startswith(prefix)}
             folders = {p[len(prefix) :] for p in self._folders if p.startswith(prefix) and len(p) > len(prefix)}
-        entries = [Entry(name, size, False) for name, size in names.items() if os.sep not in name]
-        entries += [Entry(name, 0, True) for name in folders if os.sep not in name]
+        entries = [FolderEntry(name, size, False) for name, size in names.items() if os.sep not in name]
+        entries += [FolderEntry(name, 0, True) for name in folders if os.sep not in name]
         return sorted(entries, key=lambda entry: entry.name)
 
     def size(self, path: str) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any, Self, SupportsIndex
 from librmq.errors import StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Entry, File, FileLock
+from librmq.files.seam import File, FileLock, FolderEntry
 
 __all__ = ["OverlayFiles"]
 
@@ -88,7 +88,7 @@ class OverlayFiles(MemoryFiles):
                 raise StoreIOError("create", path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
             return super().create(path, size)
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[FolderEntry]:
         with self._guard:
             found = {entry.name: entry for entry in self._disk.list(path)} if self._below(path) else {}
             found = {name: entry for name, entry in found.items() if self._below(os.path.join(path, name))}

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.seam import Entry, File, Files, folders_to_name, used_end
+from librmq.files.seam import File, Files, FolderEntry, folders_to_name, used_end
 
 __all__ = ["MappedFileQueue", "MappingPool", "file_name"]
 
@@ -133,7 +133,7 @@ class MappedFileQueue:
             starts.append(start)
         return starts
 
-    def _listed(self) -> list[Entry]:
+    def _listed(self) -> list[FolderEntry]:
         return self._files.list(self.folder)
 
     def refresh(self) -> None:

@@ -28,10 +28,10 @@ from librmq.errors import StoreIOError
 
 __all__ = [
     "Buffer",
-    "Entry",
     "File",
     "FileLock",
     "Files",
+    "FolderEntry",
     "copy_file",
     "folders_to_name",
     "link_file",
@@ -73,7 +73,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """One name in a folder; ``size`` is 0 for a folder."""
 
     name: str
@@ -152,7 +152,7 @@ class Files(Protocol):
         """Return when names made, renamed and deleted in the folder have reached the device."""
         ...
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[FolderEntry]:
         """The names in a folder, sorted; empty when there is no such folder.
 
         Links are followed; `CorruptionError` for one that leads nowhere.

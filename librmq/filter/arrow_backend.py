@@ -29,8 +29,8 @@ from librmq.filter.logic import (
     OrderOf,
     Question,
     SameText,
-    Search,
     TextIn,
+    TextSearch,
     TextTrue,
 )
 from librmq.filter.syntax import JavaLong
@@ -263,7 +263,7 @@ class _Arrow(ColumnBackend[Any]):
                 return self._same_text(question, condition)
             case OrderOf():
                 return self._order_of(question, condition)
-            case Search():
+            case TextSearch():
                 return self._search(question, condition)
         raise AssertionError(question)
 
@@ -323,7 +323,7 @@ class _Arrow(ColumnBackend[Any]):
         found = _COMPARE[operator](_values(_sort_key(left)), _values(_sort_key(right)))
         return self.every([left.is_valid(), right.is_valid(), booleans(found)])
 
-    def _search(self, question: Search, condition: Condition) -> Any:
+    def _search(self, question: TextSearch, condition: Condition) -> Any:
         search = {
             "CONTAINS": pc.match_substring,
             "STARTSWITH": pc.starts_with,

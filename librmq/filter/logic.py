@@ -27,13 +27,13 @@ from librmq.filter.syntax import (
     Or,
     Order,
     Property,
+    Search,
     SearchKind,
     Truth,
     Value,
     children,
     postorder,
 )
-from librmq.filter.syntax import Search as SearchNode
 
 __all__ = [
     "All",
@@ -48,8 +48,8 @@ __all__ = [
     "Question",
     "SameAnswer",
     "SameText",
-    "Search",
     "TextIn",
+    "TextSearch",
     "TextTrue",
     "below",
     "cheapest_first",
@@ -162,7 +162,7 @@ class OrderOf(Question):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Search(Question):
+class TextSearch(Question):
     """Does the property contain ``text`` (not empty), begin or end so? FALSE when missing, even negated."""
 
     name: str
@@ -252,7 +252,7 @@ def names(root: Question) -> Iterator[str]:
     while pending:
         question = pending.pop()
         match question:
-            case Missing() | TextIn() | TextTrue() | NumberIs() | Search():
+            case Missing() | TextIn() | TextTrue() | NumberIs() | TextSearch():
                 yield question.name
             case SameText() | OrderOf():
                 yield question.left
@@ -287,7 +287,7 @@ def _cost(question: Question) -> int:
                 cost += 20
             case Missing() | TextIn() | SameText():
                 cost += 1
-            case TextTrue() | Search():
+            case TextTrue() | TextSearch():
                 cost += 2
         pending.extend(below(part))
     return cost
@@ -356,7 +356,7 @@ def _reduced(node: Node, operands: list[_Operand]) -> _Operand:
             return Negation(question) if node.negated else question
         case IsNull():
             return _is_null(operands[0])
-        case SearchNode():
+        case Search():
             return _search(node, operands[0])
         case Compare():
             left, right = operands
@@ -417,10 +417,10 @@ def _is_null(operand: _Operand) -> Question:
     raise AssertionError(operand)
 
 
-def _search(node: SearchNode, operand: _Operand) -> Question:
+def _search(node: Search, operand: _Operand) -> Question:
     match operand:
         case Property() if node.text:
-            return Search(operand.name, node.kind, node.text, node.negated)
+            return TextSearch(operand.name, node.kind, node.text, node.negated)
         case _Known(str(text)) if node.text:
             return Always(Answer.of(searched(node.kind, text, node.text) is not node.negated))
         case _NullAfter():

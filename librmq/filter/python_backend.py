@@ -31,8 +31,8 @@ from librmq.filter.logic import (
     Question,
     SameAnswer,
     SameText,
-    Search,
     TextIn,
+    TextSearch,
     TextTrue,
     below,
     cheapest_first,
@@ -212,7 +212,7 @@ class _Writer:
                 return self.same_text(question, mode)
             case OrderOf():
                 return self.order_of(question, mode)
-            case Search():
+            case TextSearch():
                 return self.search(question, mode)
             case Negation():
                 return self.negation(question, mode, level)
@@ -309,7 +309,7 @@ class _Writer:
             case _:
                 return f"(None if {either} else {test})"
 
-    def search(self, question: Search, mode: _Mode) -> str:
+    def search(self, question: TextSearch, mode: _Mode) -> str:
         text = self.constant(question.text)
         tests = {
             "CONTAINS": f"{text} in {{0}}",

@@ -29,8 +29,8 @@ from librmq.filter.logic import (
     OrderOf,
     Question,
     SameText,
-    Search,
     TextIn,
+    TextSearch,
     TextTrue,
     cheapest_first,
 )
@@ -169,7 +169,7 @@ class _Spark(ColumnBackend[_Expression]):
                 return self._same_text(question, is_true)
             case OrderOf():
                 return self._order_of(question, condition)
-            case Search():
+            case TextSearch():
                 return self._search(question, is_true)
         raise AssertionError(question)
 
@@ -197,7 +197,7 @@ class _Spark(ColumnBackend[_Expression]):
             return _of(lambda a, b: a.eqNullSafe(b), left, right)
         return _of(lambda a, b: a.isNotNull() & ~a.eqNullSafe(b), left, right)
 
-    def _search(self, question: Search, is_true: bool) -> _Expression:
+    def _search(self, question: TextSearch, is_true: bool) -> _Expression:
         name = {"CONTAINS": "contains", "STARTSWITH": "startswith", "ENDSWITH": "endswith"}[question.kind]
         true = _of(lambda text: getattr(text, name)(question.text), self.text(question.name))
         if question.negated:

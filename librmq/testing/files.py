@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 
 from librmq.errors import StoreIOError
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Entry, File, FileLock, Files
+from librmq.files.seam import File, FileLock, Files, FolderEntry
 
 __all__ = ["Event", "FailingFiles", "RecordingFiles"]
 
@@ -173,7 +173,7 @@ class FailingFiles:
         self._called("flush_folder", path)
         self._files.flush_folder(path)
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[FolderEntry]:
         self._called("list", path)
         return self._files.list(path)
 

@@ -18,7 +18,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Entry
+from librmq.files.seam import FolderEntry
 from librmq.listener import ReconsumeLater
 from librmq.scheduling.timer import TimerConfig
 from librmq.store import MessageStore
@@ -76,7 +76,7 @@ class Meddling(DiskFiles):
         super().__init__()
         self._at, self._meddle, self.calls = at, meddle, 0
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str) -> list[FolderEntry]:
         self.calls += 1
         if self.calls == self._at:
             self._meddle()

@@ -17,7 +17,7 @@ from librmq.broker.offsets import GroupOffsets
 from librmq.broker.persistence import Saving, Writing
 from librmq.client.identity import Client, LifeCycle
 from librmq.consumer import PullConsumer, PushConsumer
-from librmq.consumer.base import Member
+from librmq.consumer.base import Consumer
 from librmq.consumer.delivery import Delivery
 from librmq.consumer.rebalancing import Rebalancing
 from librmq.files.disk import DiskFiles
@@ -317,8 +317,8 @@ def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
     kind: type[PushConsumer] | type[PullConsumer], broker: Broker
 ) -> None:
     functions = (
-        Member.start,
-        Member._start,
+        Consumer.start,
+        Consumer._start,
         kind._start,
         LifeCycle.start,
         Client.join,
@@ -353,7 +353,7 @@ def test_a_consumer_whose_shutdown_is_interrupted_has_left_its_group(
 ) -> None:
     functions = (
         kind.shutdown,
-        Member._stop,
+        Consumer._stop,
         LifeCycle.shut_down,
         Delivery.stop,
         Delivery.ended,

@@ -16,7 +16,7 @@ from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Entry, File, Files
+from librmq.files.seam import File, Files, FolderEntry
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
@@ -574,7 +574,7 @@ class Meanwhile(MemoryFiles):
             self.then = None
             then()
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[FolderEntry]:
         found = super().list(path)
         self._do(path)
         return found

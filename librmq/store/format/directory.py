@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.seam import Entry, Files
+from librmq.files.seam import Files, FolderEntry
 from librmq.message.topics import validate_topic
 from librmq.store.format.indexfile import file_length, find_geometry, geometry
 from librmq.store.format.kept_config import read_kept_config
@@ -255,7 +255,7 @@ def _topics(path: str, name: str, files: Files) -> Iterator[tuple[str, str]]:
             yield entry.name, folder
 
 
-def _queue_id(folder: str, entry: Entry) -> int:
+def _queue_id(folder: str, entry: FolderEntry) -> int:
     name = entry.name
     if name.isascii() and name.isdigit() and len(name) <= 10:
         queue_id = int(name)

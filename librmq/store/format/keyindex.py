@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Entry, Files, make_folders
+from librmq.files.seam import Files, FolderEntry, make_folders
 from librmq.java.hashing import index_key_hash
 from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file_length
 
@@ -112,7 +112,7 @@ class KeyIndex:
             found[-1].begin_after(found[-2].header)  # the process that made it died before it could
         return found
 
-    def _listed(self) -> list[Entry]:
+    def _listed(self) -> list[FolderEntry]:
         return self._files.list(self.folder)
 
     def _open_file(self, path: str) -> IndexFile:

@@ -25,7 +25,7 @@ from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Entry, File, Files
+from librmq.files.seam import File, Files, FolderEntry
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
@@ -51,7 +51,7 @@ _LOG_FILES_MAPPED: Final = 32
 _MAX_TIMESTAMP: Final = (1 << 63) - 1
 
 
-def _without_unfinished(entries: list[Entry], size: int) -> list[Entry]:
+def _without_unfinished(entries: list[FolderEntry], size: int) -> list[FolderEntry]:
     """Entries without those of files at the end that do not have their length yet: they are just being made."""
     end = len(entries)
     while end and not entries[end - 1].is_folder and entries[end - 1].size < size:
@@ -64,7 +64,7 @@ class LiveSequence(MappedFileQueue):
 
     __slots__ = ()
 
-    def _listed(self) -> list[Entry]:
+    def _listed(self) -> list[FolderEntry]:
         return _without_unfinished(super()._listed(), self.file_size)
 
     def _list(self) -> list[int]:
@@ -294,7 +294,7 @@ class LiveIndex(KeyIndex):
         self.late: deque[_Keys] = deque(maxlen=KEPT)
         super().__init__(folder, slots, entries, files, lambda: 0, False)
 
-    def _listed(self) -> list[Entry]:
+    def _listed(self) -> list[FolderEntry]:
         return _without_unfinished(super()._listed(), file_length(self.max_slots, self.max_entries))
 
     def _open_file(self, path: str) -> IndexFile:

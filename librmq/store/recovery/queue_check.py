@@ -30,7 +30,7 @@ from librmq.store.engine.queue_table import OpenQueue, QueueName
 
 __all__ = [
     "COMPARED",
-    "Entry",
+    "ExpectedEntry",
     "GapError",
     "QueueCheck",
     "QueueChecks",
@@ -53,7 +53,7 @@ class Stray(NamedTuple):
     """A record that falls out of the count of the queue that it names."""
 
     check: QueueCheck
-    entry: Entry
+    entry: ExpectedEntry
 
 
 class GapError(Exception):
@@ -203,7 +203,7 @@ def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expe
     return Damage(path, physical_offset, "record", f"{field}: expected {expected}, found {found}", 8)
 
 
-class Entry(NamedTuple):
+class ExpectedEntry(NamedTuple):
     """The entry that a record leads to, and what its extension unit is made of."""
 
     packed: bytes
@@ -256,8 +256,8 @@ class QueueCheck:
         self._delayed = topic == SCHEDULE_TOPIC
         self._first = first_at(queue, begin)  # entries below it are of older records
         self._next: int | None = self._first if self._first > queue.min_offset else None
-        self._held: tuple[int, Entry] | None = None
-        self._units: dict[int, Entry] = {}  # of a queue with extension: by queue offset
+        self._held: tuple[int, ExpectedEntry] | None = None
+        self._units: dict[int, ExpectedEntry] = {}  # of a queue with extension: by queue offset
 
     def _expect(self) -> None:
         """Open the short cut for the next record, if there is nothing particular about it."""
@@ -283,7 +283,7 @@ class QueueCheck:
         if len(self.entries) >= COMPARED:
             self._compare()
 
-    def offer(self, queue_offset: int, entry: Entry) -> None:
+    def offer(self, queue_offset: int, entry: ExpectedEntry) -> None:
         """Take the next record of the queue, which says that it is at ``queue_offset``."""
         if entry.physical_offset < self._begin:
             self.left_out += 1
@@ -300,14 +300,14 @@ class QueueCheck:
             self._checks.add_stray(queue_offset, Stray(self, entry))
         self._expect()
 
-    def give_away(self, entry: Entry) -> None:
+    def give_away(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue whose it is."""
         if self._held is not None and self._held[1] is entry:
             self._held = None
             self.gave_all_away = self._next is None and self._queue.max_offset == 0
             self._expect()
 
-    def _settle(self, claimed: int, entry: Entry, following: int | None) -> None:
+    def _settle(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
         """Decide the queue offset of a record that falls out of the count, by the next one and by the queue."""
         due = self._next
         possible = 0 <= claimed < 1 << 58
@@ -322,7 +322,7 @@ class QueueCheck:
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._checks.drop_stray(claimed, entry.physical_offset)
-                self._checks.add_stray(claimed, Stray(self, Entry(replaced, 0, b"")))
+                self._checks.add_stray(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
                 if self._queue.ext is not None:
                     self._units[claimed] = entry
             return
@@ -332,11 +332,11 @@ class QueueCheck:
         self._checks.drop_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
-    def _points_at(self, queue_offset: int, entry: Entry) -> bool:
+    def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
         raw = self._queue.read(queue_offset, 1)
         return raw[:12] == entry.packed[:12]  # with the size: zeros are no entry of the log's first record
 
-    def _accept(self, claimed: int, entry: Entry, queue_offset: int) -> None:
+    def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
         if queue_offset != claimed:
             at = record.QUEUE_OFFSET_AT
             self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._mend))
@@ -353,7 +353,7 @@ class QueueCheck:
         if len(self.entries) >= COMPARED:
             self._compare()
 
-    def _jump(self, queue_offset: int, following: Entry) -> None:
+    def _jump(self, queue_offset: int, following: ExpectedEntry) -> None:
         """Go on with the count elsewhere."""
         assert self._next is not None
         gap = queue_offset - self._next
@@ -376,7 +376,7 @@ class QueueCheck:
         if gap < 0:
             replaced = min(-gap, len(self.entries))
             for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
-                self._checks.add_stray(number, Stray(self, Entry(packed, 0, b"")))
+                self._checks.add_stray(number, Stray(self, ExpectedEntry(packed, 0, b"")))
             del self.entries[len(self.entries) - replaced :]
             self._next -= replaced
             self._compare()
@@ -389,7 +389,7 @@ class QueueCheck:
         raw = self._queue.read(queue_offset - 1, 1)
         return ENTRY.unpack(raw)[0] if raw else -1
 
-    def _lacking(self, queue_offset: int, after: int, before: int) -> Entry | None:
+    def _lacking(self, queue_offset: int, after: int, before: int) -> ExpectedEntry | None:
         """Find the record of a queue offset that no record of the queue has; it stands between two physical offsets.
 
         One changed byte of its topic or queue id makes it a record of another queue. The entry that was written before
@@ -414,7 +414,7 @@ class QueueCheck:
         self._claim_back(message)
         if not self._delayed:
             tags_code = message.tags_code
-        return Entry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
+        return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
 
     def _log_record(self, physical_offset: int, size: int) -> StoredMessage | None:
         try:
@@ -590,7 +590,7 @@ class QueueCheck:
         queue.serve_from(self._begin)
 
 
-def _hole(log: CommitLog, following: Entry) -> bytes:
+def _hole(log: CommitLog, following: ExpectedEntry) -> bytes:
     """Return an entry for a message that is lost, by which readers come to the one that follows.
 
     A broker that finds no record at an entry leaves out all entries below the next log file, counted from the entry's

@@ -20,7 +20,7 @@ from librmq.store.engine.dispatch import BitmapOf, derived_tags_code, has_queue_
 from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.index_check import SETTLED, IndexCheck, index_again
-from librmq.store.recovery.queue_check import COMPARED, Entry, QueueChecks, Scope, misaddressed
+from librmq.store.recovery.queue_check import COMPARED, ExpectedEntry, QueueChecks, Scope, misaddressed
 
 __all__ = ["reconcile"]
 
@@ -94,7 +94,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
                 if len(entries) >= COMPARED:
                     check.settle()
             else:
-                check.offer(queue_offset, Entry(entry, stored, properties))
+                check.offer(queue_offset, ExpectedEntry(entry, stored, properties))
         if keys is not None:
             if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
                 unique = key = None

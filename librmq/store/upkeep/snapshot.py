@@ -36,7 +36,7 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
-from librmq.files.seam import Entry, FileLock, Files, copy_file, link_file, make_folders
+from librmq.files.seam import FileLock, Files, FolderEntry, copy_file, link_file, make_folders
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
@@ -344,7 +344,7 @@ def _walked_end(folder: str, config: StoreConfig, files: Files) -> int:
         return end
 
 
-def _listed(folder: str, files: Files) -> list[Entry]:
+def _listed(folder: str, files: Files) -> list[FolderEntry]:
     """The files of a folder that are named by numbers, but for those that are just being made."""
     return [
         entry

@@ -1,0 +1,83 @@
+"""What a reader may rely on in the layout: no circles between modules, one meaning a name, a top that fits a screen."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.reference import CHECKOUT
+
+LIBRARY = CHECKOUT / "librmq"
+MODULES = {".".join(path.relative_to(CHECKOUT).with_suffix("").parts): path for path in LIBRARY.rglob("*.py")}
+ROOMS = sorted({name.split(".")[1] for name, path in MODULES.items() if path.parent != LIBRARY})
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for name, path in sorted(MODULES.items()):
+        yield name, ast.parse(path.read_text("utf-8"))
+
+
+def imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
+    """The modules among these that a module imports anywhere: in a function and under ``TYPE_CHECKING`` too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from modules & {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, "imports are absolute"
+            yield from modules & {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """One circle of modules, the first of them again at its end; none where there is none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.fixture(scope="module")
+def edges() -> dict[str, set[str]]:
+    modules = {name for name in MODULES if not name.endswith(".__init__")}
+    return {name: set(imported(tree, modules)) - {name} for name, tree in trees() if name in modules}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_modules_of_a_room_import_each_other(room: str, edges: dict[str, set[str]]) -> None:
+    """Imports under ``TYPE_CHECKING`` and inside functions count. A package's ``__init__``, which is lazy, does not."""
+    inside = {name for name in edges if name.startswith(f"librmq.{room}.")}
+    assert not circle({name: edges[name] & inside for name in inside})
+
+
+def test_a_circle_under_type_checking_is_found() -> None:
+    one = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from librmq.room.two import Two")
+    other = ast.parse("def make():\n    from librmq.room import one")
+    names = {"librmq.room.one", "librmq.room.two"}
+    found = {"librmq.room.one": set(imported(one, names)), "librmq.room.two": set(imported(other, names))}
+    assert set(circle(found)) == names
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for module, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def test_the_top_fits_on_a_screen() -> None:
+    assert len([path for path in LIBRARY.iterdir() if path.name != "__pycache__"]) <= 35
+
+
+def test_the_contract_of_the_layers_fits_on_a_screen() -> None:
+    text = Path(CHECKOUT / "pyproject.toml").read_text("utf-8")
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    assert {tuple(one["containers"]) for one in contracts} == {("librmq",), ("librmq.store",)}
+    assert max(len(one["layers"]) for one in contracts) <= 30
