@@ -69,6 +69,9 @@ class ManualClock:
             raise ValueError(f"time can't go backwards: it is {self._now_ms} ms, asked for {now_ms} ms")
         self._now_ms = now_ms
 
+    def __repr__(self) -> str:
+        return f"ManualClock({self._now_ms})"
+
     def advance(
         self, *, ms: int = 0, seconds: float = 0, minutes: float = 0, hours: float = 0, days: float = 0
     ) -> None:

@@ -637,12 +637,14 @@ class Broker:
 
     def clients(self) -> tuple[ConnectedClient, ...]:
         """Return the clients that the broker knows, by id, with their groups."""
-        with self.runner.lock:
+        with self._errors(), self.runner.lock:
+            self._check_open()
             return self._registry.clients()
 
     def connections(self, group: str) -> GroupConnections | None:
         """Return the running instances of a consumer group and their subscriptions; None if there is none."""
-        with self.runner.lock:
+        with self._errors(), self.runner.lock:
+            self._check_open()
             return self._registry.connections(group)
 
     def join(self, timeout: float | timedelta = 30) -> None:

@@ -30,6 +30,9 @@ class ManualRunner(Runner):
         self._tasks: set[asyncio.Task[None]] = set()
         self._async_runner: asyncio.Runner | None = None
 
+    def __repr__(self) -> str:
+        return f"<ManualRunner at {self.now_ms()} ms>"
+
     def options(self, until_ms: int) -> Iterator[Turn]:
         """The turns that may come next, the usual one first: due steps, ready work, paused work, time."""
         now = self.now_ms()

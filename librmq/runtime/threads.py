@@ -73,6 +73,10 @@ class ThreadRunner(Runner):
         self._is_clock_missed = False  # no thread can be started
         _runners.add(self)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._stopping else "open"
+        return f"<ThreadRunner, {state}, threads: {self._workers} of {self._max_threads}>"
+
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=f"librmq-{name}", daemon=True)
         self._threads.append(thread)  # first: it may run though its start is interrupted

@@ -223,6 +223,9 @@ def test_iterating_refuses_at_the_call() -> None:
     broker.close()
     with pytest.raises(BrokerUnreachableError, match="this handle was closed"):
         broker.consume("T", group="g")
+    for ask in (broker.clients, lambda: broker.connections("g")):
+        with pytest.raises(BrokerUnreachableError, match="this handle was closed"):
+            ask()
     with pytest.raises(StoreClosedError, match="was closed"):
         list(broker.messages("T"))
 

@@ -6,6 +6,8 @@ from importlib import import_module
 
 import pytest
 
+from librmq.lazy_exports import exported
+
 EXPORTS = {
     "client": [
         "CheckedMessage",
@@ -86,3 +88,13 @@ def test_a_package_exports_the_pinned_names(package: str) -> None:
     assert module.__all__ == EXPORTS[package]
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert (module.__doc__ or "").count("\n\n") <= 1
+
+
+def test_a_lower_layer_asks_for_a_public_name() -> None:
+    """`Broker.consume` makes a consumer, which a broker's modules do not know."""
+    import_module("librmq")
+    assert exported("librmq", "PullConsumer") is import_module("librmq.consumer").PullConsumer
+    with pytest.raises(AttributeError, match="no attribute 'Member'"):
+        exported("librmq", "Member")
+    with pytest.raises(KeyError):
+        exported("librmq.nowhere", "hashing")

@@ -233,3 +233,13 @@ def test_nothing_that_is_due_is_left(seed: int, max_threads: int) -> None:
     while made.acquire(blocking=False):
         assert ended.acquire(timeout=30)
     assert runner.close() == []
+
+
+def test_runners_show_what_they_are() -> None:
+    runner = ManualRunner(ManualClock(5))
+    assert repr(runner) == "<ManualRunner at 5 ms>"
+    assert repr(runner.clock) == "ManualClock(5)"
+    threads = ThreadRunner(max_threads=3)
+    assert repr(threads) == "<ThreadRunner, open, threads: 0 of 3>"
+    threads.close()
+    assert "closed" in repr(threads)
