@@ -68,9 +68,8 @@ class Arrivals:
         if self._metrics is not None:
             self._metrics.count("messages_in", topic=topic)
             self._metrics.count("bytes_in", result.size, topic=topic)
-        wake = self.wake_by_topic.get(topic)
-        if wake is not None:
-            wake()
+        if topic in self.wake_by_topic:
+            self.wake_by_topic[topic]()
         queue = topic, queue_id
         if queue in self._held:
             with self._runner.lock:

@@ -100,7 +100,7 @@ class Sending:
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only where 4.9 stores it
-        if message.delay_s is not None or message.deliver_at_ms is not None:
+        if message._delays is not None:
             _name_time(message, properties)
         made = Message._of(name, message.body, message.flag, properties)
         stored_queue_id = queue_id

@@ -385,12 +385,13 @@ class Producer:
 
     def _prepare(self, message: Message | str, body: Body | None, fields: MessageFields) -> Message:
         """Return a copy that has a unique id, checked."""
-        if isinstance(message, str):
+        if isinstance(message, Message):
+            if body is not None or fields:
+                raise MessageIllegalError("body and fields go with a topic; a message has its own")
+        elif isinstance(message, str):
             message = Message(message, body, **fields)
-        elif not isinstance(message, Message):
+        else:
             raise MessageIllegalError(f"message: expected a Message, or a topic and a body, found {message!r:.80}")
-        elif body is not None or fields:
-            raise MessageIllegalError("body and fields go with a topic; a message has its own")
         if message.topic not in self._topics:
             validate_client_topic(message.topic)
             if message.topic in NOT_FOR_SENDING:
@@ -402,8 +403,7 @@ class Producer:
                 f"the body has {len(message.body):,} bytes, {self.config.max_message_size:,} at most"
             )
         properties = dict(message.properties)
-        delay_s, deliver_at_ms = message.delay_s, message.deliver_at_ms
-        made = Message._of(message.topic, message.body, message.flag, properties, delay_s, deliver_at_ms)
+        made = Message._of(message.topic, message.body, message.flag, properties, message._delays)
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next()
         if _WAIT not in properties:
@@ -473,9 +473,7 @@ class Producer:
             sent = message
             if len(message.body) >= self.config.compress_from:
                 packed, sys_flag = record.compress_body(message.body), sys_flag | _COMPRESSED
-                sent = Message._of(
-                    message.topic, packed, message.flag, message.properties, message.delay_s, message.deliver_at_ms
-                )
+                sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
             request = SendMessage(
                 self.group, sent, queue.queue_id, self._now_ms(), client.host, sys_flag, default_queues
             )

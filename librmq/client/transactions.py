@@ -197,7 +197,7 @@ class TransactionProducer(Producer):
         self._end(sent, opened.state)
 
     def _send_half(self, message: Message) -> tuple[Message, SendResult]:
-        if message.delay_level > 0 or message.delay_s is not None or message.deliver_at_ms is not None:
+        if message.delay_level > 0 or message._delays is not None:
             raise MessageIllegalError("a message in a transaction can't be delayed: send it without delay=")
         made = self._prepare(message, None, {})
         made.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"

@@ -48,8 +48,7 @@ def check_batch(messages: Sequence[Message]) -> None:
         properties = message.properties
         if not (waits and PROPERTY_WAIT not in properties) and message.wait_store_ok != waits:
             raise MessageIllegalError("a batch has one wait flag, found several")
-        is_timed = message.delay_s is not None or message.deliver_at_ms is not None
-        if is_timed or (PROPERTY_DELAY in properties and message.delay_level > 0):
+        if message._delays is not None or (PROPERTY_DELAY in properties and message.delay_level > 0):
             raise MessageIllegalError("a batch can't be delayed")
 
 

@@ -86,13 +86,11 @@ class Message:
     the user's, TAGS, KEYS, UNIQ_KEY, DELAY, WAIT. What sends a message may add to it. Not thread-safe.
     """
 
-    __slots__ = ("body", "delay_s", "deliver_at_ms", "flag", "properties", "topic")
+    __slots__ = ("_delays", "body", "flag", "properties", "topic")
 
+    _delays: tuple[float | None, int | None] | None
+    """`delay_s` and `deliver_at_ms`; None for the usual message, which has neither."""
     body: bytes
-    delay_s: float | None
-    """Seconds that the broker holds the message back from its arrival; None: it does not."""
-    deliver_at_ms: int | None
-    """The time in milliseconds since 1970 up to which the broker holds the message back; None: it does not."""
     flag: int
     properties: dict[str, str]
     topic: str
@@ -159,9 +157,9 @@ class Message:
         self.flag = _int32("flag", flag) if flag else 0
         self.properties = stored
         if delay is None and deliver_at is None:
-            self.delay_s = self.deliver_at_ms = None
+            self._delays = None
         else:
-            self.delay_s, self.deliver_at_ms = _waiting(delay, deliver_at, delay_level)
+            self._delays = _waiting(delay, deliver_at, delay_level)
 
     @staticmethod
     def _of(
@@ -169,8 +167,7 @@ class Message:
         body: bytes,
         flag: int,
         properties: dict[str, str],
-        delay_s: float | None = None,
-        deliver_at_ms: int | None = None,
+        delays: tuple[float | None, int | None] | None = None,
     ) -> Message:
         """Make a message of parts that were checked before, for librmq's own modules; ``properties`` is kept."""
         made: Message = _new_message(Message)
@@ -178,9 +175,18 @@ class Message:
         made.body = body
         made.flag = flag
         made.properties = properties
-        made.delay_s = delay_s
-        made.deliver_at_ms = deliver_at_ms
+        made._delays = delays
         return made
+
+    @property
+    def delay_s(self) -> float | None:
+        """Seconds that the broker holds the message back from its arrival; None: it does not."""
+        return None if self._delays is None else self._delays[0]
+
+    @property
+    def deliver_at_ms(self) -> int | None:
+        """The time in milliseconds since 1970 up to which the broker holds the message back; None: it does not."""
+        return None if self._delays is None else self._delays[1]
 
     @property
     def tags(self) -> str | None:

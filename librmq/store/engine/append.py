@@ -165,7 +165,7 @@ class Appends:
         range.
         """
         topic, body = message.topic, message.body
-        if message.delay_s is not message.deliver_at_ms:  # both are None, but for a message that is to wait
+        if message._delays is not None:
             raise MessageIllegalError("delay, deliver_at: a broker resolves them; a store takes a delay_level")
         properties: Mapping[str, str] = message.properties
         waits_ms: int | None = None
@@ -201,14 +201,15 @@ class Appends:
             stored_at = store_host if type(store_host) is bytes else record_format.encode_host(store_host)
         if born_host is not None:
             born_at = born_host if type(born_host) is bytes else record_format.encode_host(born_host)
-        if sys_flag or len(born_at) + len(stored_at) > _TWO_HOSTS:
+        hosts_size = len(born_at) + len(stored_at)
+        if sys_flag or hosts_size > _TWO_HOSTS:
             sys_flag |= _host_flags(sys_flag, born_at, stored_at)
             counted = has_queue_entry(sys_flag)
             if not is_indexed(sys_flag):
                 unique_key = keys = None
         checksum = zlib.crc32(body) & 0x7FFFFFFF
         tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
-        size = 72 + len(born_at) + len(stored_at) + len(tail)
+        size = 72 + hosts_size + len(tail)
         log, dispatcher = self.log, self._dispatcher
         try:
             with self._lock:
