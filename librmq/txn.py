@@ -218,12 +218,12 @@ class Transactions:
         of `MessageStore.append`. `MessageIllegalError` before a byte is written.
         """
         validate_topic(message.topic)
-        half = Message(HALF_TOPIC, message.body, flag=message.flag)
-        half.properties = properties = {
+        properties = {
             **message.properties,
             record.PROPERTY_REAL_TOPIC: message.topic,
             record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
+        half = Message._of(HALF_TOPIC, message.body, message.flag, properties)
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
         if len(message.body) > _REMEMBERED_SIZE or not _SPECIAL.isdisjoint(properties):
             return self._store.append(half, QUEUE, **fields)
@@ -301,8 +301,7 @@ class Transactions:
         properties = half.properties
         fields["sys_flag"] |= record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
-        message = Message(properties[record.PROPERTY_REAL_TOPIC], half.body, flag=half.flag)
-        message.properties = properties
+        message = Message._of(properties[record.PROPERTY_REAL_TOPIC], half.body, half.flag, properties)
         try:
             result = self._store.append(message, recent.queue_id, **fields, properties_raw=recent.raw, wait=False)
         except MessageIllegalError as error:
@@ -424,8 +423,8 @@ class Transactions:
         self._append_op(half.physical_offset, half.queue_offset, half.queue_id)
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
-        message = Message(OP_TOPIC, str(queue_offset).encode())
-        message.properties = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
+        properties = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
+        message = Message._of(OP_TOPIC, str(queue_offset).encode(), 0, properties)
         # With sync durability the final message is waited for too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
