@@ -146,7 +146,9 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
     assert items(opened(memory)) == items(log)
 
 
-def test_many_pages_are_let_go_before_they_are_flushed_and_few_are_not() -> None:
+def test_only_many_pages_are_let_go_before_they_are_flushed() -> None:
+    """Many pages are let go before they are flushed and few are not."""
+
     class Told(MemoryFiles):
         calls: list[tuple[str, int, int]]
 

@@ -180,7 +180,8 @@ USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", m
 
 
 @given(USUAL.map(encode_properties), STORED)
-def test_what_fits_a_layout_says_the_same_decoded_and_is_encoded_as_it_stands(first: bytes, second: bytes) -> None:
+def test_what_fits_a_layout_is_encoded_as_it_stands(first: bytes, second: bytes) -> None:
+    """What fits a layout says the same decoded and is encoded as it stands."""
     known = decode_properties(first)
     assert is_encoding_of(first, known)
     layout = _Layout(tuple(known))
@@ -213,7 +214,8 @@ def test_names_that_senders_make_up_cost_no_layout_each(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("bits", [TRANSACTION_PREPARED, TRANSACTION_ROLLBACK])
-def test_what_a_transaction_has_not_committed_is_stored_where_nobody_sees_it(bits: int) -> None:
+def test_an_uncommitted_message_is_stored_out_of_sight(bits: int) -> None:
+    """What a transaction has not committed is stored where no reader sees it."""
     waiting = Waiting()
     raw = encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
     result = waiting.store.append(Message(SCHEDULE_TOPIC, b"half"), 0, properties_raw=raw, sys_flag=bits)
@@ -229,9 +231,10 @@ def test_what_a_transaction_has_not_committed_is_stored_where_nobody_sees_it(bit
     assert is_found == (bits == TRANSACTION_PREPARED)
 
 
-def test_a_disk_that_gets_full_between_two_files_repeats_nothing(
+def test_a_disk_full_between_two_files_repeats_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A disk that gets full between two files repeats nothing."""
     waiting = Waiting()
     for number in range(40):
         waiting.put(str(number).encode() * 100)
@@ -277,7 +280,8 @@ def test_many_at_one_time_take_several_turns() -> None:
     assert [body for body, _ in waiting.delivered()] == [str(number).encode() for number in range(25)]
 
 
-def test_what_is_left_of_many_is_due_at_once_between_two_looks_too() -> None:
+def test_what_is_left_of_many_is_due_at_once() -> None:
+    """What is left of many is due at once between two looks too."""
     waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
     for number in range(25):
         waiting.put(str(number).encode())
@@ -359,7 +363,8 @@ def test_a_level_that_became_shorter_delivers_at_once() -> None:
     assert again.delivered() == [(b"b", 0)]
 
 
-def test_a_level_that_became_longer_keeps_the_time_of_what_waits() -> None:
+def test_a_longer_level_keeps_the_time_of_what_waits() -> None:
+    """A level that became longer keeps the time of what waits."""
     waiting = Waiting()
     waiting.put(level=2)
     again = reopened(waiting, "1s 60s")
@@ -394,7 +399,8 @@ def test_in_a_store_with_extension_files() -> None:
     assert len(waiting.delivered()) == 3
 
 
-def test_an_extension_unit_that_is_gone_is_made_good_from_the_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCaptureFixture) -> None:
+    """An extension unit that is gone is made good from the record."""
     waiting = Waiting(SMALL_EXT)
     waiting.put()
     queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
@@ -529,7 +535,8 @@ def flushed_apart(files: MemoryFiles | None = None) -> tuple[Waiting, Flushes]:
     return waiting, flushes
 
 
-def test_progress_is_written_when_what_it_vouches_for_was_flushed() -> None:
+def test_progress_is_written_after_what_it_vouches_for() -> None:
+    """Progress is written when what it vouches for was flushed."""
     waiting, flushes = flushed_apart()
     waiting.put()
     assert waiting.pass_to(2_000) is None  # the flush has begun: nothing is due until it ends

@@ -264,7 +264,8 @@ def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
             desk.commit(copy)
 
 
-def test_as_in_the_original_old_coordinates_leave_the_copy_pending() -> None:
+def test_old_coordinates_leave_the_copy_pending() -> None:
+    """As in 4.9 old coordinates leave the copy pending."""
     desk = Desk(original=True)
     half = desk.prepare()
     desk.check()
@@ -337,7 +338,8 @@ def test_a_commit_without_room_for_the_op_is_made_good(desk: Desk, monkeypatch: 
     assert desk.ops() == [b"0"]
 
 
-def test_a_crash_before_the_progress_is_saved_asks_twice_and_delivers_once(desk: Desk) -> None:
+def test_a_crash_before_saving_asks_twice_and_delivers_once(desk: Desk) -> None:
+    """A crash before the progress is saved asks twice and delivers once."""
     desk.prepare()
     desk.check()
     again = desk.after_crash()
@@ -447,7 +449,8 @@ def test_an_immunity_that_is_none_is_the_usual_one(desk: Desk, value: str) -> No
     assert len(desk.asked) == 1
 
 
-def test_as_in_the_original_an_op_by_the_first_place_ends_an_immune_copy() -> None:
+def test_an_op_by_the_first_place_ends_an_immune_copy() -> None:
+    """As in 4.9 an op by the first place ends an immune copy."""
     desk = Desk(original=True)
     half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
     desk.prepare(1, properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60", "TRAN_PREPARED_QUEUE_OFFSET": "2"})

@@ -168,7 +168,8 @@ def test_a_timer_log_that_cannot_be_trimmed_keeps_nobody_busy(
     assert "the timer is saved at" in caplog.text
 
 
-def test_a_timer_of_a_store_that_takes_nothing_more_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timer_says_once_that_its_store_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """A timer of a store that takes nothing more says so once."""
     gate = Gate()
     with opened(Gated(gate), timers=WHEEL) as broker:
         with gate.shut():
@@ -204,7 +205,8 @@ def test_what_was_about_to_be_saved_does_not_undo_the_last_save(end: Callable[[B
     assert files.read("/b/config/timercheck") == before
 
 
-def test_closing_waits_for_a_save_that_is_under_way_and_writes_a_later_one() -> None:
+def test_closing_waits_for_a_save_and_writes_a_later_one() -> None:
+    """Closing waits for a save that is under way and writes a later one."""
     gate = Gate()
     files = Gated(gate)
     broker = opened(files, timers=WHEEL)
@@ -339,7 +341,8 @@ def test_the_end_of_a_broker_notes_what_a_check_has_done() -> None:
         assert again.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 1
 
 
-def test_a_broadcasting_consumer_writes_its_progress_while_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_broadcast_progress_is_written_while_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """A broadcasting consumer writes its progress while others go on."""
     gate = Gate()
     files = Gated(gate, "offsets.json")
     with opened(MemoryFiles()) as broker:
@@ -389,7 +392,7 @@ def test_a_broadcasting_consumer_writes_its_progress_while_others_go_on(caplog: 
         assert b":3" in files.read(f"/offsets/{consumer.client.client_id}/G/offsets.json")
 
 
-def test_the_ends_of_transactions_share_a_flush_and_keep_no_check_waiting() -> None:
+def test_ends_of_transactions_share_a_flush() -> None:
     """With sync durability an end waits for the device, and nobody waits for that end."""
     gate = Gate()
     with Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig.tiny(durability="sync")) as broker:

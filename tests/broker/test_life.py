@@ -181,7 +181,8 @@ def test_who_waits_for_the_device() -> None:
         assert broker.store._commit.flushed == broker.store.log.end
 
 
-def test_a_message_of_which_it_is_not_known_whether_it_has_reached_the_device() -> None:
+def test_a_message_that_may_not_have_reached_the_device() -> None:
+    """A message of which it is not known whether it has reached the device."""
     files = FailingFiles(MemoryFiles())
     broker = opened(files, store=StoreConfig.tiny(durability="sync"))
     send(broker, "T")

@@ -287,7 +287,8 @@ def test_a_message_that_ends_a_hold_is_given_as_any_other() -> None:
         assert bodies(pull(broker, "T", 2, notify=bell, stay=True)) == [b"2", b"3", b"4", b"5", b"6"]
 
 
-def test_what_ended_a_hold_is_judged_by_the_subscription_of_the_next_pull() -> None:
+def test_what_ended_a_hold_is_judged_by_the_next_pull() -> None:
+    """What ended a hold is judged by the subscription of the next pull."""
     with opened() as broker:
         bell = Bell(manual(broker))
         send(broker, "T", tags="a")

@@ -70,7 +70,8 @@ def test_nobody_waits_for_the_disk_but_who_changes_a_topic(broker: Broker, disk:
     assert stored(broker).topics.rows["T"]["readQueueNums"] == 3
 
 
-def test_a_topic_made_by_a_send_is_durable_before_its_first_message(broker: Broker, disk: Gated) -> None:
+def test_a_topic_is_durable_before_its_first_message(broker: Broker, disk: Gated) -> None:
+    """A topic made by a send is durable before its first message."""
     disk.begun.clear()
     disk.may.clear()
     producer = Producer(broker, "writers").start()
@@ -84,7 +85,8 @@ def test_a_topic_made_by_a_send_is_durable_before_its_first_message(broker: Brok
     assert "T" in stored(broker).topics.rows
 
 
-def test_a_disk_that_refuses_is_told_and_what_it_refused_is_written_later(broker: Broker, disk: Gated) -> None:
+def test_what_a_disk_refused_is_told_and_written_later(broker: Broker, disk: Gated) -> None:
+    """A disk that refuses is told and what it refused is written later."""
     disk.failure = OSError(errno.ENOSPC, "no space left")
     with pytest.raises(BrokerError, match="no space left"):
         broker.create_topic("T", 3)
@@ -93,7 +95,8 @@ def test_a_disk_that_refuses_is_told_and_what_it_refused_is_written_later(broker
     assert {"T", "U"} <= set(stored(broker).topics.rows)
 
 
-def test_what_is_not_written_when_a_broker_closes_is_written_then(tmp_path: Path, disk: Gated) -> None:
+def test_what_is_unwritten_at_close_is_written_then(tmp_path: Path, disk: Gated) -> None:
+    """What is not written when a broker closes is written then."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     disk.failure = OSError(errno.EIO, "broken")
     with pytest.raises(BrokerError, match="broken"):
@@ -115,7 +118,8 @@ def test_nothing_is_written_after_a_broker_was_let_go(tmp_path: Path, disk: Gate
     assert "T" not in stored(broker).topics.rows
 
 
-def test_a_second_send_waits_until_the_topic_that_the_first_has_made_is_durable(broker: Broker, disk: Gated) -> None:
+def test_a_second_send_waits_for_the_topic_of_the_first(broker: Broker, disk: Gated) -> None:
+    """A second send waits until the topic that the first has made is durable."""
     producers = [Producer(broker, f"writers-{number}").start() for number in range(2)]
     disk.begun.clear()
     disk.may.clear()
@@ -177,7 +181,8 @@ def test_who_comes_after_the_end_changes_no_table(tmp_path: Path, end: Callable[
         assert "late" not in stored(again).groups.rows
 
 
-def test_a_change_that_the_end_of_a_broker_overtakes_is_not_called_durable(tmp_path: Path, disk: Gated) -> None:
+def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, disk: Gated) -> None:
+    """A change that the end of a broker overtakes is not called durable."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     held = threading.Event()
     write = broker._writing.write

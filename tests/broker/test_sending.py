@@ -249,7 +249,8 @@ def test_redeliveries_spread_over_the_queues_of_a_retry_topic() -> None:
         assert sorted(message.queue_id for message in broker.messages("%RETRY%g")) == [0, 1, 2, 3]
 
 
-def test_a_retry_topic_without_write_permission_refuses_a_send_back() -> None:
+def test_a_read_only_retry_topic_refuses_a_send_back() -> None:
+    """A retry topic without write permission refuses a send back."""
     with opened() as broker:
         broker.create_topic("%RETRY%g", 1, permission=PERM_READ)
         sent = send(broker, "T")

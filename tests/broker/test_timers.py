@@ -44,7 +44,8 @@ def test_a_message_comes_at_its_time() -> None:
         assert message.queue_id == 1
 
 
-def test_what_is_due_is_sent_at_once_and_what_cannot_be_is_refused() -> None:
+def test_what_is_due_is_sent_at_once_or_refused() -> None:
+    """What is due is sent at once and what cannot be is refused."""
     with opened(timers=WHEEL) as broker:
         timed(broker, TIMER_DELAY_SEC=0)
         assert bodies(broker) == [b"x"]

@@ -133,7 +133,8 @@ def test_a_half_message_is_given_up_after_its_checks() -> None:
         assert runner.next_due_ms() is None
 
 
-def test_a_check_that_reaches_no_producer_is_told_and_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_check_that_reaches_no_producer_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    """A check that reaches no producer is told and does not count."""
     with opened(transactions=QUICK) as broker:
         runner = manual(broker)
         prepare(broker)
@@ -149,7 +150,8 @@ def test_a_check_that_reaches_no_producer_is_told_and_does_not_count(caplog: pyt
         assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
 
 
-def test_halves_of_a_group_without_producer_keep_no_others_waiting() -> None:
+def test_halves_without_producer_keep_no_others_waiting() -> None:
+    """Halves of a group without producer keep no others waiting."""
     with opened(transactions=QUICK) as broker:
         runner = manual(broker)
         alone = Message("T", b"alone", unique_key="A")
@@ -234,9 +236,8 @@ def expired(broker: Broker) -> None:
 
 @pytest.mark.parametrize("state", [COMMIT, ROLLBACK])
 @pytest.mark.parametrize("has_metrics", [False, True])
-def test_the_end_of_a_half_message_that_retention_has_taken_is_refused(
-    state: TransactionState, has_metrics: bool
-) -> None:
+def test_the_end_of_a_half_that_is_gone_is_refused(state: TransactionState, has_metrics: bool) -> None:
+    """The end of a half message that retention has taken is refused."""
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)
     half, other = prepare(broker), prepare(broker, 1)
@@ -258,7 +259,8 @@ def test_the_end_of_a_half_message_that_retention_has_taken_is_refused(
         assert bodies(again) == [b"2"]
 
 
-def test_a_message_is_told_of_though_retention_takes_its_half_in_that_moment() -> None:
+def test_a_message_is_told_of_though_its_half_goes_then() -> None:
+    """A message is told of though retention takes its half in that moment."""
     with opened() as broker:
         woken: list[int] = []
         half = prepare(broker)
@@ -276,7 +278,8 @@ def test_a_message_is_told_of_though_retention_takes_its_half_in_that_moment() -
         assert woken == [1]
 
 
-def test_what_is_delivered_is_told_of_though_the_end_fails_behind_it() -> None:
+def test_what_is_delivered_is_told_of_though_the_end_fails() -> None:
+    """What is delivered is told of though the end fails behind it."""
     with opened() as broker:
         woken: list[int] = []
         half = prepare(broker)

@@ -509,7 +509,8 @@ def test_a_filter_that_is_replaced_by_none_makes_no_bitmaps(load: Load) -> None:
     assert bitmaps(load) == [MATCHES, DOES_NOT, None]
 
 
-def test_filters_that_cannot_be_read_are_told_before_anything_is_opened(load: Load) -> None:
+def test_unreadable_filters_are_told_before_opening(load: Load) -> None:
+    """Filters that cannot be read are told before anything is opened."""
     load(FILTER, PUT, config=WITH_EXT)
     for name in ("consumerFilter.json", "consumerFilter.json.bak"):
         path = load.path / "config" / name

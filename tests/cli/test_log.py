@@ -126,7 +126,8 @@ def test_files_made_ahead_are_no_damage(log: Log) -> None:
     assert dump(log.store, "--all") == expected
 
 
-def test_the_blank_at_the_end_of_the_last_file_is_not_part_of_the_log(tmp_path: Path) -> None:
+def test_the_blank_at_the_end_is_not_part_of_the_log(tmp_path: Path) -> None:
+    """The blank at the end of the last file is not part of the log."""
     log = Log(tmp_path)
     log.add(b"x" * 500)
     left = FILE_SIZE - len(log.data)

@@ -53,7 +53,8 @@ def test_five_queues_and_two_clients(strategy: AllocationStrategy, shares: list[
     assert [ids(strategy(client, queues(5), ["c0", "c1"])) for client in ("c0", "c1")] == shares
 
 
-def test_what_is_left_in_a_machine_room_is_dealt_out_from_the_end() -> None:
+def test_the_rest_of_a_machine_room_is_dealt_from_the_end() -> None:
+    """What is left in a machine room is dealt out from the end."""
     strategy = allocate_by_machine_room({"r1"})
     given = [*queues(5, "r1@b"), *queues(5, "r2@b"), *queues(5, "r1")]
     assert [ids(strategy(client, given, ["c0", "c1"])) for client in ("c0", "c1")] == [[0, 1, 4], [2, 3]]
@@ -62,7 +63,8 @@ def test_what_is_left_in_a_machine_room_is_dealt_out_from_the_end() -> None:
 @pytest.mark.parametrize(
     ("broker", "counts"), [("r@b", True), ("r@b@", True), ("r@", False), ("r@@b", False), ("@b", False)]
 )
-def test_a_machine_room_stands_before_the_only_at_as_the_original_splits_names(broker: str, counts: bool) -> None:
+def test_a_machine_room_stands_before_the_only_at(broker: str, counts: bool) -> None:
+    """A machine room stands before the only at as 4.9 splits names."""
     assert bool(allocate_by_machine_room({"r"})("c", queues(1, broker), ["c"])) is counts
 
 

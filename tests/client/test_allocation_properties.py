@@ -54,9 +54,10 @@ STRATEGIES: dict[str, AllocationStrategy] = {
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 @given(queues=QUEUES, clients=CLIENTS, data=st.data())
-def test_each_queue_has_exactly_one_owner_whoever_asks_and_in_whatever_order(
+def test_each_queue_has_one_owner_in_any_order_of_asking(
     strategy: AllocationStrategy, queues: list[MessageQueue], clients: list[str], data: st.DataObject
 ) -> None:
+    """Each queue has exactly one owner, however many clients ask and in whatever order."""
     shares = []
     for client in clients:
         shares += own_share(client, data.draw(st.permutations(queues)), data.draw(st.permutations(clients)), strategy)
@@ -71,9 +72,8 @@ def test_equal_shares_differ_by_one_at_most(name: str, queues: list[MessageQueue
 
 
 @given(queues=QUEUES, clients=CLIENTS)
-def test_with_consistent_hash_only_queues_of_a_leaving_client_move(
-    queues: list[MessageQueue], clients: list[str]
-) -> None:
+def test_consistent_hash_moves_only_queues_of_a_leaver(queues: list[MessageQueue], clients: list[str]) -> None:
+    """With a consistent hash, only queues of a leaving client move."""
     rest = clients[1:]
     for client in rest:
         before = set(own_share(client, queues, clients, allocate_consistent_hash))
@@ -94,7 +94,8 @@ def test_queues_stay_in_their_room_where_it_has_clients(queues: list[MessageQueu
         st.dictionaries(st.sampled_from("ABC"), st.sampled_from(["*", "x"])),
     )
 )
-def test_a_group_leaves_queues_to_nobody_only_where_its_instances_differ(group: dict[str, dict[str, str]]) -> None:
+def test_queues_lack_an_owner_only_where_instances_differ(group: dict[str, dict[str, str]]) -> None:
+    """A group leaves queues to no reader only where its instances differ."""
     queues = [MessageQueue(topic, "b", number) for topic in "ABC" for number in range(8)]
     differing = {difference.topic for difference in group_differences(group) if difference.without}
     assert {queue.topic for queue in unowned_queues(group, queues)} == differing

@@ -120,7 +120,8 @@ def test_a_body_is_given_again_until_it_is_done() -> None:
     assert assembler.held_size == 0
 
 
-def test_progress_goes_no_further_than_the_first_part_that_waits() -> None:
+def test_progress_stops_at_the_first_part_that_waits() -> None:
+    """Progress goes no further than the first part that waits."""
     assembler = BodyAssembler()
     a, b = split_body(Message("T", BODY), "a", 512), split_body(Message("T", BODY), "b", 512)
     one, two, three, four = deliver([a[0], b[0], b[1], a[1]])
@@ -148,7 +149,8 @@ def test_a_queue_that_went_elsewhere_is_forgotten() -> None:
     assert assembler.add(here[1]) is None
 
 
-def test_a_body_whose_other_parts_were_lost_is_given_up_and_told() -> None:
+def test_a_body_with_lost_parts_is_given_up_and_told() -> None:
+    """A body whose other parts were lost is given up and told."""
     assembler = BodyAssembler()
     stream = parts()
     for part in stream[:3]:
@@ -217,7 +219,8 @@ def test_other_bytes_for_a_part_that_is_there_are_refused() -> None:
     assert assembler.add(stream[-1]) == BODY
 
 
-def test_a_whole_without_its_checksum_is_dropped_and_may_come_anew() -> None:
+def test_a_whole_without_its_checksum_is_dropped() -> None:
+    """A whole without its checksum is dropped and may come again."""
     assembler = BodyAssembler()
     stream = parts()
     assembler.add(Delivered(stream[0].properties, b"?" * len(stream[0].body)))
@@ -229,7 +232,8 @@ def test_a_whole_without_its_checksum_is_dropped_and_may_come_anew() -> None:
     assert [assembler.add(part) for part in stream][-1] == BODY
 
 
-def test_parts_that_claim_different_bodies_under_one_id_do_not_mix() -> None:
+def test_parts_of_different_bodies_of_one_id_do_not_mix() -> None:
+    """Parts that claim different bodies under one id do not mix."""
     assembler = BodyAssembler()
     good, bad = parts(), parts(BODY[::-1])
     for part in good[:-1]:

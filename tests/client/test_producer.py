@@ -215,7 +215,8 @@ def test_the_timeout_covers_all_tries(two: tuple[Broker, Broker]) -> None:
     assert len(cluster.tried) == 2
 
 
-def test_an_answer_after_the_time_is_a_timeout_and_the_message_is_stored(two: tuple[Broker, Broker]) -> None:
+def test_a_late_answer_is_a_timeout_of_a_stored_message(two: tuple[Broker, Broker]) -> None:
+    """An answer after the time is a timeout and the message is stored."""
     runner = two[0].runner
     assert isinstance(runner, ManualRunner)
     clock = runner.manual_clock
@@ -266,9 +267,8 @@ def test_slow_brokers_are_avoided_if_asked(two: tuple[Broker, Broker]) -> None:
     assert "broker-a" in {producer.send("T", b"x").queue.broker_name for _ in range(4)}
 
 
-def test_one_way_messages_are_tried_once_and_failures_are_logged(
-    two: tuple[Broker, Broker], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_way_messages_are_tried_once(two: tuple[Broker, Broker], caplog: pytest.LogCaptureFixture) -> None:
+    """One way messages are tried once and failures are logged."""
     cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
     producer = Producer(cluster, "shop")
     producer.send_oneway("T", b"x")

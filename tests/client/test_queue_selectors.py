@@ -63,7 +63,8 @@ def test_no_queue_without_a_key_to_hash(key: object, java_name: str) -> None:
     assert caught.value.java_name == java_name
 
 
-def test_the_remainder_has_the_sign_of_the_hash_and_then_loses_it() -> None:
+def test_the_remainder_loses_the_sign_of_the_hash() -> None:
+    """The remainder has the sign of the hash and then loses it."""
     assert select_by_hash(A, MESSAGE, -(1 << 31)) == A[2]
     assert select_by_hash(A, MESSAGE, -4) == A[1]
 
@@ -75,7 +76,8 @@ def test_neighbouring_numbers_go_to_neighbouring_queues() -> None:
             select_by_remainder(A, MESSAGE, key)
 
 
-def test_random_choices_are_those_of_the_dice_and_reach_every_queue() -> None:
+def test_random_choices_are_those_of_the_dice() -> None:
+    """Random choices are those of the dice and reach every queue."""
     select = select_at_random(Random(7))
     chosen = [select(A, MESSAGE, None) for _ in range(50)]
     assert set(chosen) == set(A)
@@ -166,7 +168,8 @@ def test_queues_of_available_brokers_take_turns() -> None:
         latencies.choose([], turns)
 
 
-def test_with_no_broker_available_those_of_the_better_half_take_turns() -> None:
+def test_without_available_broker_the_better_half_take_turns() -> None:
+    """With no broker available those of the better half take turns."""
     clock = ManualClock()
     latencies = BrokerLatencies(clock.now_ms)
     given = [MessageQueue("T", broker, number) for broker in "abcd" for number in range(2)]

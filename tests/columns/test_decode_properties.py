@@ -117,7 +117,8 @@ def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes
 
 @settings(max_examples=150)
 @given(st.lists(records(), min_size=1, max_size=4), st.data())
-def test_what_is_no_record_is_told_as_the_plain_decoder_tells_it(raws: list[bytes], data: st.DataObject) -> None:
+def test_what_is_no_record_is_told_as_plainly_decoded(raws: list[bytes], data: st.DataObject) -> None:
+    """What is no record is told as the plain decoder tells it."""
     whole = bytearray(b"".join(raws))
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))

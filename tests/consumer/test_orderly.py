@@ -155,7 +155,8 @@ def test_dead_letter_ends_an_orderly_message_at_once(world: World, caplog: pytes
     assert "key k, after 2 attempts: DeadLetter: unknown customer" in dead.getMessage()
 
 
-def test_a_dead_letter_that_cannot_be_sent_keeps_the_queue_waiting(world: World) -> None:
+def test_an_unsent_dead_letter_keeps_the_queue_waiting(world: World) -> None:
+    """A dead letter that cannot be sent keeps the queue waiting."""
     seam = Seam(world.broker)
     seam.fail = unreachable(SendMessage)
     _ordered(world, listener=_fail_times({"bad": 3}), max_reconsume_times=0, route=seam).start()
@@ -268,7 +269,8 @@ def test_a_queue_with_messages_is_unlocked_later(world: World) -> None:
     assert begin + 20_000 <= world.seen[-1].at_ms <= begin + 45_000
 
 
-def test_a_queue_that_comes_back_is_not_unlocked_by_what_is_late(world: World) -> None:
+def test_a_returned_queue_is_not_unlocked_by_what_is_late(world: World) -> None:
+    """A queue that comes back is not unlocked by what is late."""
     seam = Seam(world.broker)
     first = _ordered(world, "b", listener=_fail_times({"1": 40}), route=seam)
     first.start()
@@ -312,7 +314,7 @@ def test_a_lock_that_could_not_be_renewed_is_asked_for_again(world: World) -> No
     assert [(seen.body, seen.at_ms - begin) for seen in world.seen] == [("a", 12_000)]
 
 
-def test_after_its_lock_was_lost_a_client_goes_on_where_others_have_come(world: World) -> None:
+def test_after_a_lost_lock_a_client_goes_on_behind_others(world: World) -> None:
     """It hears nothing for minutes, and another has consumed meanwhile."""
     seam = Seam(world.broker)
     first = _ordered(world, "a", route=seam)

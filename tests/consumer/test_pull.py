@@ -84,7 +84,8 @@ def test_a_subscribed_consumer_shares_queues(filled: World) -> None:
     assert filled.broker.consumer_offsets("g", "t") == {0: 10, 1: 10, 2: 11}
 
 
-def test_polls_give_messages_of_one_queue_and_pass_over_the_others(filled: World) -> None:
+def test_a_poll_gives_messages_of_one_queue(filled: World) -> None:
+    """Polls give messages of one queue and pass over the others."""
     consumer = _consumer(filled, pull_batch_size=4)
     consumer.subscribe("t", tags="b")
     consumer.start()
@@ -123,7 +124,8 @@ class _PassesOver(Seam):
         return super().call(request)
 
 
-def test_a_poll_that_passes_over_messages_lets_others_have_the_lock(filled: World) -> None:
+def test_a_poll_that_passes_over_messages_yields_the_lock(filled: World) -> None:
+    """A poll that passes over messages lets others have the lock."""
     lock = _CountedLock(filled.runner.lock)
     seam = _PassesOver(filled.broker)
     consumer = PullConsumer(seam, "g", instance_name="l1")

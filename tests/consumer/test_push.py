@@ -146,7 +146,8 @@ def test_a_batch_listener_tells_what_is_consumed(one_queue: World, index: int | 
     assert consumer.progress()[MessageQueue("t", "broker-a", 0)] == 4
 
 
-def test_where_a_result_is_asked_for_nothing_returned_is_a_failure(one_queue: World) -> None:
+def test_nothing_returned_is_a_failure_where_asked_for(one_queue: World) -> None:
+    """Where a result is asked for nothing returned is a failure."""
     answers = iter([None, False, True])
     consumer = one_queue.consumer(topic=None)
     consumer.subscribe("t", must_return=True)(lambda message: next(answers))
@@ -244,7 +245,8 @@ def test_own_maximum_and_the_hook_before_the_last_attempt(one_queue: World) -> N
     assert len(one_queue.broker.dead_letters("g")) == 1
 
 
-def test_what_cannot_be_sent_back_is_delivered_again_after_5_seconds(one_queue: World) -> None:
+def test_what_cannot_be_sent_back_comes_again_after_5_seconds(one_queue: World) -> None:
+    """What cannot be sent back is delivered again after 5 seconds."""
     seam = Seam(one_queue.broker)
     seam.fail = unreachable(SendBack)
 
@@ -308,7 +310,8 @@ def test_a_dead_letter_without_room_for_its_cause_is_stored(one_queue: World) ->
     assert second.properties["DEAD_LETTER_CAUSE"] == "DeadLetter: no way "
 
 
-def test_a_redelivery_whose_topic_has_no_listener_any_more_fails(one_queue: World) -> None:
+def test_a_redelivery_of_a_topic_without_listener_fails(one_queue: World) -> None:
+    """A redelivery whose topic has no listener any more fails."""
     one_queue.broker.create_topic("u", 1)
 
     def fail(message: DeliveredMessage) -> None:
@@ -364,7 +367,8 @@ def test_progress_passes_what_the_filter_drops_behind_a_message(one_queue: World
     assert one_queue.broker.consumer_offset("g", "t") == 2
 
 
-def test_progress_is_saved_from_10_seconds_on_every_5_when_there_is_any(one_queue: World) -> None:
+def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: World) -> None:
+    """Progress is saved from 10 seconds on every 5 when there is any."""
     seam = Seam(one_queue.broker)
     one_queue.consumer(route=seam).start()
     one_queue.send("a")
@@ -424,9 +428,8 @@ def test_shutdown_saves_and_leaves(one_queue: World) -> None:
     ("begin", "expected"),
     [(ConsumeFrom.FIRST, "abc"), (ConsumeFrom.LAST, "abc"), (ConsumeFrom.TIMESTAMP, "abc")],
 )
-def test_a_new_group_reads_a_queue_whose_first_message_is_in_memory(
-    one_queue: World, begin: ConsumeFrom, expected: str
-) -> None:
+def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: World, begin: ConsumeFrom, expected: str) -> None:
+    """A new group reads a queue whose first message is in memory."""
     one_queue.send("a", "b")
     one_queue.advance(60)
     one_queue.consumer(consume_from=begin, consume_from_timestamp_ms=one_queue.runner.now_ms()).start()
@@ -543,7 +546,8 @@ def test_broadcasting_drops_failures(one_queue: World) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"offsetTable":{"a":1}}', '{"offsetTable":3}'])
-def test_local_progress_that_cannot_be_read_is_refused_or_taken_from_the_copy(one_queue: World, text: str) -> None:
+def test_unreadable_local_progress_is_taken_from_the_copy(one_queue: World, text: str) -> None:
+    """Local progress that cannot be read is refused or taken from the copy."""
     files = MemoryFiles()
     files.make_folder("/offsets")
     consumer = _broadcasting(one_queue, "b1", files)
@@ -563,7 +567,8 @@ def test_local_progress_that_cannot_be_read_is_refused_or_taken_from_the_copy(on
         _broadcasting(one_queue, "b1", files).start()
 
 
-def test_progress_that_no_file_takes_is_written_later_and_keeps_nobody_in_the_group(one_queue: World) -> None:
+def test_progress_that_no_file_takes_is_written_later(one_queue: World) -> None:
+    """Progress that no file takes is written later and keeps no reader in the group."""
     files = _FullDisk()
     files.make_folder("/offsets")
     consumer = _broadcasting(one_queue, "b1", files)
@@ -633,7 +638,7 @@ def test_a_member_without_a_queue(one_queue: World) -> None:
     assert (one_queue.bodies("c1"), one_queue.bodies("c2")) == (["a"], [])
 
 
-def test_a_queue_that_is_lost_while_its_listener_runs_repeats_the_message(one_queue: World) -> None:
+def test_a_queue_lost_while_its_listener_runs_repeats(one_queue: World) -> None:
     """The overlap that real rebalancing has."""
     second = one_queue.consumer("a-first")
 
@@ -1081,7 +1086,8 @@ def test_a_shutdown_waits_within_its_bound() -> None:
         release.set()
 
 
-def test_a_shutdown_that_is_interrupted_leaves_the_group_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_shutdown_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shutdown that is interrupted leaves the group all the same."""
     release, begun = threading.Event(), threading.Event()
     with Broker.temporary() as broker:
         broker.create_topic("t", 1)
@@ -1177,7 +1183,8 @@ def test_gauges_of_a_groups_instances_add_up(world: World) -> None:
 # ------------------------------------------------------------------------------------------------------ brokers change
 
 
-def test_a_member_that_was_forgotten_is_told_again_and_pulls_again(one_queue: World) -> None:
+def test_a_forgotten_member_is_told_and_pulls_again(one_queue: World) -> None:
+    """A member that was forgotten is told again and pulls again."""
     consumer = one_queue.consumer()
     consumer.start()
     one_queue.advance(1)
@@ -1190,9 +1197,7 @@ def test_a_member_that_was_forgotten_is_told_again_and_pulls_again(one_queue: Wo
 
 
 @pytest.mark.parametrize("has_another", [False, True])
-def test_a_client_that_lives_though_the_broker_has_forgotten_it_finds_out_by_itself(
-    one_queue: World, has_another: bool
-) -> None:
+def test_a_forgotten_client_finds_out_by_itself(one_queue: World, has_another: bool) -> None:
     """Nobody tells it: its pull is answered, and it asks again."""
     consumer = one_queue.consumer("c1")
     consumer.start()
@@ -1274,7 +1279,8 @@ def test_a_strategy_that_fails_leaves_queues_where_they_are(one_queue: World, ca
     assert one_queue.assigned(consumer) == [0, 1]
 
 
-def test_a_queue_whose_pull_was_lost_is_made_again_after_120_seconds(one_queue: World) -> None:
+def test_a_lost_pull_is_made_again_after_120_seconds(one_queue: World) -> None:
+    """A queue whose pull was lost is made again after 120 seconds."""
     seam = Seam(one_queue.broker)
     consumer = one_queue.consumer(route=seam)
     consumer.start()

@@ -48,7 +48,8 @@ def test_flush(tmp_path: Path, calls: list[str], keep_descriptor: bool) -> None:
     assert calls[1:] == [f"fsync {tmp_path.name}"]
 
 
-def test_a_small_file_is_replaced_when_the_new_one_is_on_the_device(tmp_path: Path, calls: list[str]) -> None:
+def test_a_small_file_is_replaced_once_the_new_is_durable(tmp_path: Path, calls: list[str]) -> None:
+    """A small file is replaced when the new one is on the device."""
     DiskFiles().write(str(tmp_path / "f"), b"12345")
     assert calls == ["fsync f.tmp of 5", "replace f.tmp f", f"fsync {tmp_path.name}"]
 
@@ -69,7 +70,8 @@ def test_a_copy_is_flushed(tmp_path: Path, calls: list[str]) -> None:
     assert calls == ["fdatasync g of 10"]
 
 
-def test_a_file_that_is_linked_is_replaced_by_a_copy_on_the_device(tmp_path: Path, calls: list[str]) -> None:
+def test_a_linked_file_is_replaced_by_a_durable_copy(tmp_path: Path, calls: list[str]) -> None:
+    """A file that is linked is replaced by a copy on the device."""
     files = DiskFiles()
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -173,7 +173,8 @@ def test_a_full_disk_is_an_error_and_the_store_goes_on(disk: Path, durability: L
 
 
 @real
-def test_readers_and_the_thread_of_the_store_survive_a_full_disk(disk: Path) -> None:
+def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
+    """Readers and the thread of the store survive a full disk."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
     with MessageStore.open(path, CONFIG) as store, MessageStore.open(path, read_only=True):
@@ -308,7 +309,7 @@ print(refused, taken)
 
 
 @real
-def test_a_store_opens_read_only_on_a_full_disk_and_writes_when_there_is_room(tmp_path: Path) -> None:
+def test_a_store_opens_on_a_full_disk_and_writes_later(tmp_path: Path) -> None:
     """Not on tmpfs, which gives a page to whoever reads a hole through a mapping, and a signal if it has none."""
     with small_file_system("ext4-4096", tmp_path) as disk:
         open_when_full(disk)
@@ -425,7 +426,8 @@ EXT = replace(SMALL, enable_consumequeue_ext=True)
 
 
 @pytest.mark.parametrize("config", [SMALL, EXT], ids=["plain", "ext"])
-def test_whatever_block_is_the_last_nothing_is_lost_and_nothing_written_without_one(config: StoreConfig) -> None:
+def test_whatever_block_is_the_last_nothing_is_lost(config: StoreConfig) -> None:
+    """Whatever block is the last nothing is lost and nothing written without one."""
     assert sum(run_out(seed, config) for seed in range(8)) > 50
 
 

@@ -215,7 +215,7 @@ def test_a_forked_child_holds_no_lock(store: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["deleted", "replaced"])
-def test_a_writer_whose_lock_file_is_another_one_acknowledges_nothing_more(store: Path, change: str) -> None:
+def test_a_writer_with_a_replaced_lock_acknowledges_nothing(store: Path, change: str) -> None:
     """Repair 1.6: who locks the new file writes beside it."""
     with MessageStore.open(store, CONFIG) as writer:
         writer.append(Message("t", b"2"))

@@ -308,7 +308,8 @@ def test_a_writer_that_comes_and_goes_between_two_looks(path: Path, writers: lis
             assert len(reader.find_by_key("T", "all")) == number + 1
 
 
-def test_a_reader_of_a_crashed_store_shows_what_its_recovery_leaves(path: Path, writers: list[Writer]) -> None:
+def test_a_reader_shows_what_recovery_will_leave(path: Path, writers: list[Writer]) -> None:
+    """A reader of a crashed store shows what its recovery leaves."""
     writers.append(writer := Writer(path))
     writer.tell("append", 0, 100)
     writer.tell("flush")

@@ -189,7 +189,7 @@ def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
     assert_settled(disk)
 
 
-def test_after_a_failed_flush_of_a_queue_nothing_is_vouched_for_or_clean() -> None:
+def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
     """What it left out passes for flushed, and is not on the device."""
     disk = BusyFiles()
     files = FailingFiles(disk)
@@ -214,7 +214,8 @@ def test_after_a_failed_flush_of_a_queue_nothing_is_vouched_for_or_clean() -> No
             assert again.verify().sound
 
 
-def test_an_index_file_that_fills_up_during_a_flush_is_not_vouched_for_by_it() -> None:
+def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
+    """An index file that fills up during a flush is not vouched for by it."""
     files = BusyFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
 

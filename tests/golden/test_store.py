@@ -166,7 +166,8 @@ def test_queries(folder: Path, store: MessageStore) -> None:
         assert [place for place in places if place in there] == list(there), row
 
 
-def test_a_cleanly_closed_store_is_opened_and_closed_without_a_change(folder: Path, path: Path) -> None:
+def test_opening_a_cleanly_closed_store_changes_nothing(folder: Path, path: Path) -> None:
+    """A cleanly closed store is opened and closed without a change."""
     if not sound_as_left(folder):
         return
     before = from_disk(path)

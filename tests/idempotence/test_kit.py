@@ -99,7 +99,7 @@ def test_a_batch_goes_on_where_it_stopped(in_bulk: bool) -> None:
     assert guarded.counts.consumed == 4
 
 
-def test_a_crash_while_consuming_never_leads_to_the_dead_letters() -> None:
+def test_a_crash_while_consuming_makes_no_dead_letter() -> None:
     """The claim of the dead process lasts ten minutes; retries come until it has expired."""
     seen: list[str] = []
     store = MemoryDedupStore()

@@ -131,7 +131,8 @@ def test_a_failure_releases(failure: Exception) -> None:
     assert guarded.guard.counts == DedupCounts(consumed=1, released=1)
 
 
-def test_a_crash_leaves_the_claim_which_is_taken_over_when_it_expires(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_claim_of_a_crash_is_taken_over_when_it_expires(caplog: pytest.LogCaptureFixture) -> None:
+    """A crash leaves the claim which is taken over when it expires."""
     guarded = Guarded(consuming_timeout=timedelta(minutes=5))
 
     def crash() -> None:
@@ -249,7 +250,8 @@ def test_applications_topics_groups_and_tags_are_kept_apart() -> None:
     assert guarded.seen == ["ID1"] * 6
 
 
-def test_the_usual_key_is_the_same_for_all_deliveries_of_a_message() -> None:
+def test_the_usual_key_is_that_of_all_deliveries() -> None:
+    """The usual key is the same for all deliveries of a message."""
     message = Delivery("orders", b"x")
     assert unique_id(message) == "offset-id"
     message.properties["ORIGIN_MESSAGE_ID"] = "the first offset-id"
@@ -332,7 +334,8 @@ def test_an_async_listener_is_guarded_until_it_has_ended(tmp_path: Any) -> None:
     file.close()
 
 
-def test_a_coroutine_from_a_plain_function_is_awaited_before_the_mark() -> None:
+def test_a_coroutine_is_awaited_before_the_mark() -> None:
+    """A coroutine from a plain function is awaited before the mark."""
     store, clock = MemoryDedupStore(), ManualClock()
     seen = []
 

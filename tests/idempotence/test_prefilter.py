@@ -64,7 +64,9 @@ def test_other_processes_and_restarts_are_no_matter(tmp_path: Path) -> None:
         counted.store.close()
 
 
-def test_a_filter_that_is_wrong_costs_a_statement_and_nothing_else(tmp_path: Path) -> None:
+def test_a_wrong_filter_costs_one_statement(tmp_path: Path) -> None:
+    """A filter that is wrong costs a statement and nothing else."""
+
     class Wrong(SeenKeys):
         def add(self, key: str) -> bool:
             return True

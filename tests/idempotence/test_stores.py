@@ -82,7 +82,7 @@ def test_a_consumed_key_is_forgotten_when_it_expires(store: DedupStore, key: str
     assert store.look(key, KEPT) == DedupRecord(False, "b1", KEPT + 600_000)
 
 
-def test_whoever_slept_through_its_claim_can_neither_finish_nor_release(store: DedupStore, key: str) -> None:
+def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, key: str) -> None:
     """Paused until the claim has expired, and resumed: before a successor, beside one, and after one."""
     store.claim(key, "a1", NOW, UNTIL)
     assert not store.finish(key, "a1", UNTIL, KEPT)
@@ -100,9 +100,10 @@ def test_whoever_slept_through_its_claim_can_neither_finish_nor_release(store: D
 
 
 @pytest.mark.parametrize("meanwhile", ["nobody", "a successor"])
-def test_a_listener_that_is_paused_until_its_claim_has_expired_fails_its_mark(
+def test_a_listener_paused_beyond_its_claim_fails_its_mark(
     store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A listener that is paused until its claim has expired fails its mark."""
     clock, seen = ManualClock(), []
     settings: dict[str, Any] = {"group": name, "clock": clock, "consuming_timeout": 60}
     successor = DedupListener(lambda message: seen.append("successor"), store, **settings)
@@ -126,7 +127,8 @@ def test_a_listener_that_is_paused_until_its_claim_has_expired_fails_its_mark(
         assert "no other consumer has taken it over so far" in caplog.text
 
 
-def test_a_call_that_is_repeated_since_its_answer_was_lost_gives_the_same(store: DedupStore, key: str) -> None:
+def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, key: str) -> None:
+    """A call that is repeated since its answer was lost gives the same."""
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
     assert store.finish(key, "a1", NOW + 1, KEPT)
@@ -580,7 +582,8 @@ def test_a_memory_store_forgets_what_was_released(key: str) -> None:
 # --- purging by the clock
 
 
-def test_purging_is_due_every_minute_and_at_once_while_there_is_more() -> None:
+def test_purging_is_due_every_minute_or_while_there_is_more() -> None:
+    """Purging is due every minute and at once while there is more."""
     store = MemoryDedupStore()
     for number in range(1500):
         store.claim(f"k{number}", "a1", NOW, UNTIL)

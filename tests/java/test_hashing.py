@@ -106,7 +106,8 @@ def spread(name: str) -> int:
 
 
 @given(st.lists(ANY_TEXT, unique=True, max_size=8))
-def test_a_small_map_is_sorted_by_bucket_and_keeps_insertion_within(names: list[str]) -> None:
+def test_a_small_map_is_sorted_by_bucket_then_insertion(names: list[str]) -> None:
+    """A small map is sorted by bucket and keeps insertion within."""
     by_bucket = sorted(range(len(names)), key=lambda at: spread(names[at]) & 15)
     assert hash_map_order(names) == tuple(by_bucket)
 

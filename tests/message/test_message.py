@@ -46,7 +46,8 @@ from librmq.message.topics import NOT_FOR_SENDING
 # --- Message
 
 
-def test_everything_but_topic_body_and_flag_is_a_property_in_a_fixed_order() -> None:
+def test_all_but_topic_body_and_flag_are_ordered_properties() -> None:
+    """Everything but topic body and flag is a property in a fixed order."""
     message = Message(
         "T",
         b"body",
@@ -489,7 +490,7 @@ def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None
     assert theirs.maker != mine.maker
 
 
-def test_unique_ids_of_processes_that_share_address_and_pid_differ() -> None:
+def test_unique_ids_differ_though_address_and_pid_are_shared() -> None:
     """Repair 1.5: in containers every process has number 1, and often starts in one millisecond with others."""
     program = (
         "import os; os.getpid = lambda: 1\n"

@@ -275,7 +275,8 @@ broker.close()
     )
 
 
-def test_a_forked_child_that_ends_leaves_a_temporary_store_alone() -> None:
+def test_a_forked_child_leaves_a_temporary_store_alone() -> None:
+    """A forked child that ends leaves a temporary store alone."""
     run(
         """
 broker, store = Broker.temporary(), MessageStore.temporary()

@@ -90,9 +90,9 @@ def test_a_step_that_fails_is_logged_and_others_go_on(runner: ThreadRunner, capl
     assert "fails: librmq's own step has failed" in caplog.text
 
 
-def test_an_outcome_that_cannot_be_applied_is_logged_and_others_go_on(
-    runner: ThreadRunner, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplog: pytest.LogCaptureFixture) -> None:
+    """An outcome that cannot be applied is logged and others go on."""
+
     def done(result: object, error: Exception | None) -> None:
         raise ValueError("of the outcome")
 

@@ -178,9 +178,11 @@ def test_a_thread_whose_start_is_interrupted_is_one_of_ours(name: str, monkeypat
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_a_step_that_ends_with_what_is_no_exception_ends_no_thread(
+def test_a_step_that_ends_with_no_exception_ends_no_thread(
     raised: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A step that ends with what is no exception ends no thread."""
+
     def fails(now_ms: int) -> int | None:
         raise raised("of the step")
 
@@ -207,7 +209,8 @@ def broker() -> Iterator[Broker]:
         yield opened
 
 
-def test_a_message_whose_send_was_interrupted_is_told_of_by_the_next(broker: Broker) -> None:
+def test_the_next_send_tells_of_an_interrupted_one(broker: Broker) -> None:
+    """A message whose send was interrupted is told of by the next."""
     holds = broker._holds
     added, bodies = threading.Semaphore(0), dict[bytes, threading.Event]()
     add = holds.add
@@ -243,7 +246,8 @@ def test_a_message_whose_send_was_interrupted_is_told_of_by_the_next(broker: Bro
     consumer.shutdown()
 
 
-def test_progress_and_tables_are_saved_though_one_was_interrupted_who_changed_them() -> None:
+def test_progress_is_saved_though_a_change_was_interrupted() -> None:
+    """Progress and tables are saved though one was interrupted who changed them."""
     functions = (
         GroupOffsets.set,
         Saving._offsets_changed,
@@ -283,7 +287,9 @@ def test_progress_and_tables_are_saved_though_one_was_interrupted_who_changed_th
     assert interruptions((*functions, *ALL), change) >= 10
 
 
-def test_a_file_that_was_made_as_somebody_was_interrupted_is_made_again(tmp_path: Path) -> None:
+def test_a_file_whose_making_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    """A file that was made as a caller was interrupted is made again."""
+
     def roll(number: int) -> None:
         pool = MappingPool(4)
         files = MappedFileQueue(str(tmp_path / f"{number}"), 4096, DiskFiles(), pool, durable=bool(number % 2))
@@ -313,9 +319,10 @@ def subscribed(kind: type[PushConsumer] | type[PullConsumer], broker: Broker) ->
 
 
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
-def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
+def test_a_consumer_interrupted_at_start_leaves_its_group(
     kind: type[PushConsumer] | type[PullConsumer], broker: Broker
 ) -> None:
+    """A consumer whose start is interrupted has left its group."""
     functions = (
         Consumer.start,
         Consumer._start,
@@ -348,9 +355,10 @@ def test_a_consumer_whose_start_is_interrupted_has_left_its_group(
 
 
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
-def test_a_consumer_whose_shutdown_is_interrupted_has_left_its_group(
+def test_a_consumer_interrupted_at_shutdown_leaves_its_group(
     kind: type[PushConsumer] | type[PullConsumer], broker: Broker
 ) -> None:
+    """A consumer whose shutdown is interrupted has left its group."""
     functions = (
         kind.shutdown,
         Consumer._stop,

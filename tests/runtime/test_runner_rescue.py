@@ -45,9 +45,10 @@ def test_steps_go_on_while_every_worker_is_in_user_code(waiting: int, has_clock:
     assert runner.close() == []
 
 
-def test_where_the_system_has_no_more_threads_those_that_are_there_do_it(
+def test_without_more_threads_those_that_are_there_do_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Where the system has no more threads those that are there do it."""
     runner = ThreadRunner()
     is_in, may = threading.Event(), threading.Event()
     ended = threading.Semaphore(0)
@@ -75,7 +76,8 @@ def test_where_the_system_has_no_more_threads_those_that_are_there_do_it(
     assert "can't start new thread" in caplog.text
 
 
-def test_the_first_thread_that_cannot_start_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread that cannot start is told and tried again."""
     runner = ThreadRunner()
     stepped = threading.Event()
 
@@ -126,9 +128,10 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
     assert caplog.text.count("a worker does what the clock thread would") == 1
 
 
-def test_the_clock_thread_goes_on_where_the_first_worker_cannot_start(
+def test_the_clock_thread_goes_on_without_a_first_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The clock thread goes on where the first worker cannot start."""
     monkeypatch.setattr("librmq.runtime.threads._START_AGAIN_MS", 1)
     runner = ThreadRunner()
     start = threading.Thread.start
@@ -153,7 +156,8 @@ def test_the_clock_thread_goes_on_where_the_first_worker_cannot_start(
     assert "the first work waits for a thread: can't start new thread" in caplog.text
 
 
-def test_the_clock_thread_does_not_take_the_place_of_the_only_worker() -> None:
+def test_the_clock_thread_does_not_replace_the_only_worker() -> None:
+    """The clock thread does not take the place of the only worker."""
     runner = ThreadRunner(max_threads=1)
     ended = threading.Event()
     with runner.lock:
@@ -163,7 +167,8 @@ def test_the_clock_thread_does_not_take_the_place_of_the_only_worker() -> None:
     assert runner.close() == []
 
 
-def test_a_coroutine_that_finds_no_loop_is_a_failure_of_the_listener() -> None:
+def test_a_coroutine_without_loop_fails_its_listener() -> None:
+    """A coroutine that finds no loop is a failure of the listener."""
     runner = ThreadRunner()
     outcome: list[tuple[Any, Exception | None]] = []
     ended = threading.Event()

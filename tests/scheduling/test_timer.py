@@ -314,7 +314,8 @@ def test_a_deletion_before_what_it_deletes() -> None:
     assert wheel.delivered() == [(b"other", 11_000)]
 
 
-def test_a_deletion_that_comes_to_the_wheel_too_late_does_nothing() -> None:
+def test_a_deletion_that_comes_too_late_does_nothing() -> None:
+    """A deletion that comes to the wheel too late does nothing."""
     wheel = Wheel()
     message = Message("T", b"delete")
     message.properties |= {"TIMER_DELAY_SEC": "2", "TIMER_DEL_UNIQKEY": "T+U"}

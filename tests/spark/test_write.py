@@ -242,7 +242,7 @@ def stage(
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_a_job_comes_again_when_retention_has_taken_the_place_of_its_records(tmp_path: Path, died: bool) -> None:
+def test_a_job_comes_again_after_its_records_are_gone(tmp_path: Path, died: bool) -> None:
     """One that died before it showed a record is not done, whatever has been written and deleted there since."""
     path = new_store(tmp_path / "store")
     with MessageStore.open(path) as store:

@@ -168,7 +168,8 @@ def test_in_memory() -> None:
     assert BrokerTables.open("/store/config", files=files).delay_offset(1) == 2
 
 
-def test_rows_that_are_equal_and_not_the_same_are_written_each_as_it_is() -> None:
+def test_equal_rows_are_written_each_as_it_is() -> None:
+    """Rows that are equal and not the same are written each as it is."""
     files = MemoryFiles()
     tables = BrokerTables.open("/config", files=files)
     for number, order in enumerate([True, 1, 1.0, [True], None]):

@@ -143,7 +143,8 @@ def test_rubbish_is_passed_over(text: bytes) -> None:
     assert json.loads(files.read(f"{ROOT}/{CLOSED}"))["version"] == 1
 
 
-def test_a_queue_that_is_not_as_it_was_closed_is_refused_when_it_is_asked_for() -> None:
+def test_a_queue_changed_since_closing_is_refused_when_asked() -> None:
+    """A queue that is not as it was closed is refused when it is asked for."""
     files = in_memory(closed())
     folder = f"{ROOT}/consumequeue/TopicA/0"
     last = [entry.name for entry in files.list(folder)][-1]
@@ -162,7 +163,8 @@ def test_a_queue_that_is_gone_is_made_again() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_a_queue_that_is_gone_is_made_again_however_old_its_messages_are() -> None:
+def test_a_lost_queue_is_made_again_however_old() -> None:
+    """A queue that is gone is made again however old its messages are."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
         store.append(Message("Old", b"body"))
@@ -183,7 +185,8 @@ def test_after_a_kill_it_is_not_looked_at() -> None:
         assert len(served(again)) == 201
 
 
-def test_a_disk_without_room_for_it_is_closed_cleanly_all_the_same() -> None:
+def test_a_full_disk_is_closed_cleanly_all_the_same() -> None:
+    """A disk without room for it is closed cleanly all the same."""
     memory = in_memory(closed())
     before = contents(memory)
     for call in ("write", "make_folder"):

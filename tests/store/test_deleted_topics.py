@@ -77,7 +77,8 @@ def test_a_lost_folder_of_a_store_that_librmq_closed_is_damage(tmp_path: Path) -
     assert set(SINCE) <= set(messages(tmp_path))
 
 
-def test_a_snapshot_of_a_closed_store_leaves_deleted_topics_deleted(tmp_path: Path) -> None:
+def test_a_snapshot_leaves_deleted_topics_deleted(tmp_path: Path) -> None:
+    """A snapshot of a closed store leaves deleted topics deleted."""
     as_a_broker_left_it(tmp_path / "store")
     snapshot(str(tmp_path / "store"), str(tmp_path / "copy"), CONFIG)
     assert messages(tmp_path / "copy") == SINCE

@@ -265,7 +265,8 @@ def test_settings_that_disagree_are_refused(change: dict[str, Any]) -> None:
         directory.check_config(ROOT, dataclasses.replace(config, **change), files)
 
 
-def test_another_ratio_of_slots_to_entries_is_taken_if_it_leads_to_the_same_length() -> None:
+def test_another_ratio_of_slots_is_taken_at_the_same_length() -> None:
+    """Another ratio of slots to entries is taken if it leads to the same length."""
     files = files_with("commitlog/", sizes={"index/20240101000000000": 40 + 84 * 10})
     directory.check_config(ROOT, StoreConfig(max_hash_slot_num=5, max_index_num=41), files)
 

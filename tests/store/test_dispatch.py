@@ -51,7 +51,8 @@ def test_reading_a_queue_writes_entries_and_no_keys(store: MessageStore) -> None
     assert indexed(store) == 60
 
 
-def test_keys_are_written_in_two_parts_by_the_appends_behind_a_batch(store: MessageStore) -> None:
+def test_keys_behind_a_batch_are_written_in_two_parts(store: MessageStore) -> None:
+    """Keys are written in two parts by the appends behind a batch."""
     send(store, 0, BATCH + 1)
     assert indexed(store) == 0, "the first part works them out"
     send(store, BATCH + 1, BATCH + 2)
@@ -102,9 +103,8 @@ def test_an_interrupted_wait_for_the_writer_frees_the_lock(store: MessageStore) 
 
 
 @pytest.mark.parametrize("records", [2, 20])
-def test_a_record_whose_keys_lie_in_two_files_loses_none_however_often_the_disk_is_full(
-    records: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_in_two_files_survive_a_disk_that_is_often_full(records: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record whose keys lie in two files loses none however often the disk is full."""
     config = StoreConfig.tiny(max_index_num=2 * records)  # one key less
     with MessageStore.open(ROOT, config, files=MemoryFiles(), background=False) as store:
         send(store, 0, 1)

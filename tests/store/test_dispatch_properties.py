@@ -56,9 +56,10 @@ def message(number: int, keys: str) -> Message:
     st.lists(st.tuples(ACTS, st.sampled_from([None, None, 0, 0, 1, 2, 5])), min_size=5, max_size=20),
     st.sampled_from([4, 40, 101, 4000]),
 )
-def test_a_disk_that_is_full_now_and_then_costs_no_entry_and_no_key(
+def test_a_disk_full_now_and_then_costs_no_entry_or_key(
     acts: list[tuple[tuple[str, int, str], int | None]], keys_a_file: int
 ) -> None:
+    """A disk that is full now and then costs no entry and no key."""
     files = Filling()
     config = StoreConfig.tiny(max_index_num=keys_a_file, max_hash_slot_num=50, consumequeue_file_size=320)
     with MessageStore.open(ROOT, config, files=files, background=False) as store:

@@ -140,7 +140,8 @@ def test_a_batch_costs_one_flush() -> None:
         assert files.flushes == 1
 
 
-def test_a_message_in_the_next_file_is_flushed_with_the_blank_before_it() -> None:
+def test_a_message_is_flushed_with_the_blank_before_it() -> None:
+    """A message in the next file is flushed with the blank before it."""
     files = RecordingFiles()
     with open_store(files, SYNC_SMALL) as store:
         while store.log.end < 4096:
@@ -253,7 +254,8 @@ def test_one_who_only_looks_sees_them_complete_in_order() -> None:
 # ----------------------------------------------------------------------------------------------------- by time
 
 
-def test_under_a_manual_clock_the_log_is_flushed_by_whoever_moves_it() -> None:
+def test_who_moves_a_manual_clock_flushes_the_log() -> None:
+    """Under a manual clock the log is flushed by the one who moves it."""
     files = HeldFiles()
     clock = ManualClock(START_MS)
     with open_store(files, clock=clock) as store:
@@ -327,7 +329,8 @@ def test_a_failed_flush_is_told_to_the_producer_and_sticks() -> None:
     assert verify(ROOT, SYNC, files).sound
 
 
-def test_what_was_submitted_and_not_flushed_is_never_acknowledged_after_a_failure() -> None:
+def test_after_a_failure_nothing_unflushed_is_acknowledged() -> None:
+    """What was submitted and not flushed is never acknowledged after a failure."""
     store, _, _ = failing_store(ASYNC)
     before = store.submit(message(10))
     later = [store.submit(message(number)) for number in range(11, 20)]
@@ -348,7 +351,8 @@ def test_a_flush_by_time_that_fails_refuses_the_next_append() -> None:
     refused(store.close)
 
 
-def test_the_thread_of_the_store_outlives_a_failed_flush_and_close_ends_it() -> None:
+def test_the_store_thread_outlives_a_failed_flush() -> None:
+    """The thread of the store outlives a failed flush and close ends it."""
     files = FailingFiles(HeldFiles())
     store = open_store(files, AT_ONCE, background=True)
     files.fail("flush", code=errno.EIO)
@@ -481,7 +485,7 @@ def test_a_flush_waits_for_the_one_that_flushes_the_queues() -> None:
         assert checkpoints[0], "the checkpoint vouched for a queue that had not reached the device"
 
 
-def test_opening_after_a_kill_flushes_what_the_dead_process_may_not_have() -> None:
+def test_opening_after_a_kill_flushes_what_may_be_unflushed() -> None:
     """The page cache survived it; a checkpoint may vouch for that only once it has reached the device."""
     dead = open_store(MemoryFiles(), SMALL)
     for number in range(150):

@@ -153,7 +153,8 @@ def test_a_store_that_came_to_rest_has_nothing_due(subject: Subject) -> None:
     assert subject.flushes == flushes
 
 
-def test_the_first_append_to_an_idle_store_wakes_and_the_next_does_not(subject: Subject) -> None:
+def test_only_the_first_append_to_an_idle_store_wakes(subject: Subject) -> None:
+    """The first append to an idle store wakes and the next does not."""
     assert subject.append(100)
     subject.run()
     assert not subject.append(100)
@@ -188,7 +189,8 @@ def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("last", [1, 100, 1 << 20])
-def test_the_append_that_makes_it_enough_wakes_and_brings_the_flush_forward(subject: Subject, last: int) -> None:
+def test_the_append_that_makes_it_enough_wakes_the_flush(subject: Subject, last: int) -> None:
+    """The append that makes it enough wakes and brings the flush forward."""
     subject.append(100)
     assert subject.run() == 10
     subject.append(ENOUGH - 100 - 1)
@@ -217,7 +219,8 @@ def test_what_is_appended_during_a_flush_is_flushed_by_another(subject: Subject)
     assert subject.commit.flushed == subject.log.end
 
 
-def test_what_is_appended_while_retention_works_is_not_forgotten(subject: Subject) -> None:
+def test_what_comes_while_retention_works_is_kept_in_mind(subject: Subject) -> None:
+    """What is appended while retention works is not forgotten."""
     subject.appended_during_expire = 100  # its append looked at the alarm while it was off
     due = subject.run()
     assert subject.wakes == 0
@@ -297,7 +300,8 @@ def test_fewer_are_flushed_after_a_minute(subject: Subject) -> None:
     assert subject.derived == [60]
 
 
-def test_an_entry_that_comes_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> None:
+def test_an_entry_while_the_alarm_is_off_is_kept_in_mind(subject: Subject) -> None:
+    """An entry that comes while the alarm is off is not forgotten."""
     subject.commit.flushed = 100
     subject.append(100, 0)  # its entry is counted a little later
     counts = iter([0, 1, 1])
@@ -315,9 +319,10 @@ def test_an_entry_that_comes_while_the_alarm_is_off_is_not_forgotten(subject: Su
 
 
 @pytest.mark.parametrize("error", [io_error("flush"), CorruptionError("/index/1", 0, "size", "wrong")])
-def test_a_failure_to_flush_what_is_derived_is_told_and_tried_again(
+def test_a_failed_flush_of_derived_files_is_tried_again(
     subject: Subject, caplog: pytest.LogCaptureFixture, error: StoreError
 ) -> None:
+    """A failure to flush what is derived is told and tried again."""
     subject.append(100, MANY)
     subject.derived_error = error
     subject.run_until(1)
@@ -370,7 +375,8 @@ def test_pages_are_ready_ahead_of_the_producer(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(("waiting", "ahead"), [(1 << 20, 4 << 20), (6 << 20, 12 << 20), (100 << 20, 64 << 20)])
-def test_the_more_comes_between_two_flushes_the_more_is_made_ready(subject: Subject, waiting: int, ahead: int) -> None:
+def test_more_between_two_flushes_makes_more_ready(subject: Subject, waiting: int, ahead: int) -> None:
+    """The more comes between two flushes the more is made ready."""
     subject.append(waiting)
     subject.run()
     assert max(end for _, _, end in subject.files.touched) == waiting + ahead
@@ -419,7 +425,7 @@ def test_a_full_disk_ahead_is_no_failure(subject: Subject, caplog: pytest.LogCap
     assert subject.commit.flushed == ENOUGH
 
 
-def test_any_order_of_appends_and_time_flushes_everything_in_time() -> None:
+def test_any_order_of_appends_is_flushed_in_time() -> None:
     """Whoever appends, calls the step when told, and lets time pass, finds nothing older than 10 s unflushed."""
     for seed in range(30):
         rng = random.Random(seed)
@@ -485,7 +491,8 @@ def clock() -> Iterator[WaitingClock]:
     assert threads() == [], "a thread is left"
 
 
-def test_a_thread_runs_the_step_when_woken_and_no_more_once_stopped(clock: WaitingClock) -> None:
+def test_a_thread_runs_the_step_when_woken_until_stopped(clock: WaitingClock) -> None:
+    """A thread runs the step when woken and no more once stopped."""
     step = Calls()
     background = Background(step, clock, "housekeeping-test")
     step.ran.acquire()

@@ -132,7 +132,8 @@ def test_one_misaddressed_record_is_put_right(parts: Parts, wrong: int, at: int)
 
 
 @pytest.mark.parametrize("at", [0, 6])
-def test_a_misaddressed_record_at_either_end_is_told_by_the_queue(parts: Parts, at: int) -> None:
+def test_the_queue_tells_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
+    """A misaddressed record at either end is told by the queue."""
     places = [parts.record(n) for n in range(7)]
     parts.reconcile()
     parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", 40))

@@ -203,7 +203,8 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
 
 
 @pytest.mark.parametrize("clean", [False, True])
-def test_a_checkpoint_later_than_the_last_record_is_put_right_on_demand(clean: bool) -> None:
+def test_a_checkpoint_ahead_of_the_log_is_mended_on_demand(clean: bool) -> None:
+    """A checkpoint later than the last record is put right on demand."""
     found = filled(SMALL, 80, clean=clean)
     found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
     files = in_memory(found)
@@ -212,7 +213,8 @@ def test_a_checkpoint_later_than_the_last_record_is_put_right_on_demand(clean: b
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_after_a_recovery_the_checkpoint_vouches_for_all_and_no_more() -> None:
+def test_after_a_recovery_the_checkpoint_vouches_for_all() -> None:
+    """After a recovery the checkpoint vouches for all and no more."""
     before = filled(SMALL, 80, clean=False)
     found, place = torn(before)
     files = in_memory({**found, "checkpoint": struct.pack(">qqq", *3 * (START_MS,)) + bytes(4072)})
@@ -231,7 +233,7 @@ def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
     return {**found, path: data[:at] + bytes(size) + data[at + size :]}
 
 
-def test_after_a_clean_exit_the_queues_tell_that_the_log_went_on() -> None:
+def test_the_queues_tell_that_the_log_went_on() -> None:
     """Zeros end it in its last file."""
     found = filled(SMALL, 80)
     with opened(in_memory(found), read_only=True) as store:
@@ -243,7 +245,7 @@ def test_after_a_clean_exit_the_queues_tell_that_the_log_went_on() -> None:
     assert told.value.offset == begin
 
 
-def test_after_a_clean_exit_later_files_tell_that_the_log_went_on() -> None:
+def test_later_files_tell_that_the_log_went_on() -> None:
     """Zeros end it before them, and there are no queues."""
     found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
     with opened(in_memory(found), read_only=True) as store:
@@ -255,7 +257,7 @@ def test_after_a_clean_exit_later_files_tell_that_the_log_went_on() -> None:
     assert told.value.offset == begin
 
 
-def test_zeros_in_properties_are_no_damage_to_a_store_that_is_open() -> None:
+def test_zeros_in_properties_are_no_damage_while_open() -> None:
     """After a crash they would be: then they are where words were not written."""
     files = MemoryFiles()
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
@@ -282,9 +284,8 @@ def test_zeros_in_properties_are_no_damage_to_a_store_that_is_open() -> None:
         (1536, 64, b"", False),
     ],
 )
-def test_zeros_in_properties_of_a_record_are_a_crash_where_one_leaves_them(
-    begin: int, size: int, behind: bytes, is_served: bool
-) -> None:
+def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behind: bytes, is_served: bool) -> None:
+    """Zeros in properties of a record are a crash where one leaves them."""
     files = MemoryFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
     properties = b"a\1".ljust(1600 - record.FIXED_SIZE - len(b"TopicA") - len(b"b"), b"x")
@@ -495,7 +496,7 @@ def test_a_clean_store_is_not_walked_again() -> None:
 
 
 @pytest.mark.parametrize("words", [1, 2, 3, 4])
-def test_the_header_of_an_index_file_that_was_torn_at_its_first_entry_is_told(words: int) -> None:
+def test_an_index_header_torn_at_its_first_entry_is_told(words: int) -> None:
     """It says that the record is indexed, or when, and counts no entry."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -519,7 +520,7 @@ def test_the_header_of_an_index_file_that_was_torn_at_its_first_entry_is_told(wo
     assert verify(ROOT, SMALL, again).sound
 
 
-def test_recovery_and_verify_agree_on_a_unit_that_the_entry_before_has_whose_message_is_gone() -> None:
+def test_recovery_and_verify_agree_on_the_unit_before() -> None:
     """An address was torn, and leads to a unit that says the same."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL_EXT, files=files, clock=clock)
@@ -543,7 +544,7 @@ def test_recovery_and_verify_agree_on_a_unit_that_the_entry_before_has_whose_mes
         assert verdict.sound, verdict.damage
 
 
-def test_of_index_files_that_end_at_one_moment_the_first_is_vouched_for() -> None:
+def test_of_index_files_of_one_end_the_first_is_vouched_for() -> None:
     """Log and queues are vouched for far behind it."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
@@ -590,9 +591,10 @@ def spoil_header(data: bytes) -> bytes:
     ],
 )
 @pytest.mark.parametrize("which", [0, -1])
-def test_thoroughly_recovering_makes_again_what_can_not_be_opened(
+def test_thorough_recovery_remakes_what_cannot_be_opened(
     part: str, spoil: Callable[[bytes], bytes], which: int
 ) -> None:
+    """Thoroughly recovering makes again what can not be opened."""
     found = filled(SMALL_EXT, 80, seed=6)
     wanted = records_of(found, SMALL_EXT)
     path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]
@@ -645,7 +647,8 @@ def test_foreign_names_are_not_removed(name: str) -> None:
     assert contents(files) == before
 
 
-def test_recovering_an_open_store_mends_what_was_spoilt_meanwhile() -> None:
+def test_recovering_an_open_store_mends_it() -> None:
+    """Recovering an open store mends what was spoilt meanwhile."""
     files = in_memory(filled(SMALL, 60))
     with opened(files) as store:
         assert store.recover() == []
@@ -791,7 +794,7 @@ def test_recovering_leaves_derived_files_of_a_sound_store() -> None:
         assert derived(contents(files)) == before
 
 
-def test_index_files_behind_one_of_length_zero_go_with_it_the_last_first() -> None:
+def test_index_files_behind_an_empty_one_go_the_last_first() -> None:
     """They say that it has the keys of the records before theirs."""
     files = RecordingFiles()
     for folder in (ROOT, f"{ROOT}/commitlog", f"{ROOT}/index"):

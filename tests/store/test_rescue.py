@@ -83,7 +83,8 @@ def test_a_lost_message_at_the_progress_is_passed(tmp_path: Path) -> None:
     assert consumed(tmp_path / "new", "half-way") == [b"%d" % number for number in range(251, 500)]
 
 
-def test_progress_of_delay_levels_and_transactions_is_translated(tmp_path: Path) -> None:
+def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> None:
+    """Progress of delay levels and transactions is translated."""
     with MessageStore.open(tmp_path / "old", CONFIG, clock=ManualClock(START_MS)) as store:
         delayed = [store.append(Message("T", b"d%d" % number, delay_level=3)) for number in range(6)]
         halves = [store.append(Message(HALF_TOPIC, b"h%d" % number)) for number in range(12)]
@@ -107,7 +108,8 @@ def test_progress_of_delay_levels_and_transactions_is_translated(tmp_path: Path)
     assert verify(tmp_path / "new", CONFIG).sound
 
 
-def test_progress_of_a_topic_made_again_is_that_of_the_later_one(tmp_path: Path) -> None:
+def test_progress_of_a_remade_topic_is_that_of_the_later(tmp_path: Path) -> None:
+    """Progress of a topic made again is that of the later one."""
     store_of(tmp_path / "old", 20)
     with MessageStore.open(tmp_path / "old", CONFIG) as store:
         store.queues["T", 0].clear()

@@ -326,7 +326,8 @@ def test_above_75_percent_expired_files_go_at_any_hour(used: float, goes: bool) 
 
 
 @pytest.mark.parametrize(("used", "goes"), [(0.85, False), (0.851, True)])
-def test_above_85_percent_the_oldest_go_though_they_have_not_expired(used: float, goes: bool) -> None:
+def test_above_85_percent_the_oldest_go_before_their_time(used: float, goes: bool) -> None:
+    """Above 85 percent the oldest go though they have not expired."""
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT, MIDNIGHT))
     ratio(kept, used)
     due = kept.run(MIDNIGHT)
@@ -599,7 +600,7 @@ def test_nothing_is_flushed_where_nothing_is_deleted() -> None:
     assert kept.deleted == [0]
 
 
-def test_log_and_queues_reach_the_device_before_anything_is_deleted() -> None:
+def test_log_and_queues_are_durable_before_a_deletion() -> None:
     """Without `settled`: the log, then all queues, then each deletion before the next, then what follows."""
     files = RecordingFiles()
     kept = Kept(by_files(*[MIDNIGHT] * 12), files=files)
@@ -880,7 +881,8 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
     assert images > len(trace)
 
 
-def test_what_a_dead_process_left_of_queues_and_index_goes_with_the_first_run() -> None:
+def test_the_first_run_removes_what_a_dead_process_left() -> None:
+    """What a dead process left of queues and index goes with the first run."""
     kept = Kept(by_files(*[MIDNIGHT] * 30))
     kept.store.log.delete_before(20 * FILE)
     files = died(kept.files)  # type: ignore[arg-type]

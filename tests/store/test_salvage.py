@@ -141,7 +141,8 @@ def test_a_stretch_of_zeros_is_a_gap() -> None:
     assert [(gap.physical_offset, gap.size) for gap in gaps(files)] == [(hit.physical_offset, hit.size)]
 
 
-def test_files_that_are_missing_or_cut_short_cost_no_more_than_they_held() -> None:
+def test_missing_or_cut_files_cost_what_they_contained() -> None:
+    """Files that are missing or cut short cost no more than they held."""
     found = store_of(120)
     whole = saved(in_memory(found))
     first, second, third = sorted(path for path, data in found.items() if data and path.startswith("commitlog/"))[1:4]
@@ -478,7 +479,8 @@ def test_opening_refuses_to_cut_sound_records(what: str) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_records_behind_what_a_crash_left_unwritten_are_cut_and_kept() -> None:
+def test_records_behind_an_unwritten_gap_are_cut_and_kept() -> None:
+    """Records behind what a crash left unwritten are cut and kept."""
     found, place = unwritten(vouched_for=False)
     files = in_memory(found)
     whole = saved(files)

@@ -183,7 +183,8 @@ def test_full_files_are_linked_but_for_the_last_two(tmp_path: Path) -> None:
     assert verify(str(tmp_path / "three")).sound
 
 
-def test_what_happens_to_the_store_later_leaves_the_snapshot_alone(tmp_path: Path) -> None:
+def test_later_changes_leave_the_snapshot_alone(tmp_path: Path) -> None:
+    """What happens to the store later leaves the snapshot alone."""
     path, target = tmp_path / "store", tmp_path / "one"
     on_disk(filled(SMALL, 120), path)
     snapshot(str(path), str(target))
@@ -414,7 +415,8 @@ def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "store"]
 
 
-def test_what_a_process_left_that_died_is_removed_and_what_grows_is_not() -> None:
+def test_only_what_a_dead_process_left_is_removed() -> None:
+    """What a process left that died is removed and what grows is not."""
     files = in_memory(filled(SMALL, 40))
     files.make_folder(f"{TARGET}.part/commitlog")
     files.write(f"{TARGET}.part/commitlog/{0:020d}", b"half")

@@ -141,7 +141,8 @@ LIMITS["flag beyond 32 bits"] = flag_beyond_32_bits
 
 @pytest.mark.parametrize("used", [0, 3800, 4088], ids=["fresh", "before a roll", "full"])
 @pytest.mark.parametrize("breach", LIMITS)
-def test_what_breaks_a_limit_is_refused_before_a_byte_is_written(files: MemoryFiles, breach: str, used: int) -> None:
+def test_what_breaks_a_limit_is_refused_before_writing(files: MemoryFiles, breach: str, used: int) -> None:
+    """What breaks a limit is refused before a byte is written."""
     store = opened(files)
     if used:
         size = store.append(Message("TopicA", b"x")).size
@@ -278,7 +279,7 @@ def test_raw_properties_are_stored_as_they_are(files: MemoryFiles) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-def test_records_stand_in_the_log_before_what_is_derived_from_them() -> None:
+def test_records_are_written_before_what_is_derived() -> None:
     """No prefix of the writes has an entry or a key without its record."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
@@ -297,7 +298,8 @@ def test_records_stand_in_the_log_before_what_is_derived_from_them() -> None:
                 assert ends[place] <= written
 
 
-def test_flushing_reaches_log_queues_index_and_checkpoint_in_this_order() -> None:
+def test_flushing_goes_log_queues_index_checkpoint() -> None:
+    """Flushing reaches log queues index and checkpoint in this order."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -372,7 +374,8 @@ def test_a_read_is_bounded_by_count_and_bytes(files: MemoryFiles) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 300, 1500, 10_000])
-def test_a_read_that_begins_on_disk_is_bounded_by_where_it_comes_to(files: MemoryFiles, memory: int) -> None:
+def test_a_read_from_disk_is_bounded_by_where_it_comes_to(files: MemoryFiles, memory: int) -> None:
+    """A read that begins on disk is bounded by where it comes to."""
     config = StoreConfig.tiny(
         max_transfer_count_in_memory=7, max_transfer_bytes_in_memory=1400, max_transfer_count_on_disk=3
     )
@@ -575,7 +578,8 @@ def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> N
     store.close()
 
 
-def test_opening_after_a_kill_maps_what_the_checkpoint_does_not_vouch_for() -> None:
+def test_opening_after_a_kill_maps_what_is_not_vouched_for() -> None:
+    """Opening after a kill maps what the checkpoint does not vouch for."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)

@@ -97,7 +97,8 @@ def test_who_has_looked_the_queue_up_before_sees_an_empty_one() -> None:
         store.clean_unused_topics(())
 
 
-def test_a_broker_deletes_the_queues_of_topics_that_it_does_not_have() -> None:
+def test_a_broker_deletes_queues_of_unknown_topics() -> None:
+    """A broker deletes the queues of topics that it does not have."""
     files, runner = MemoryFiles(), ManualRunner()
     config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)
     with Broker.open("/b", files=files, runner=runner, store_config=config) as broker:
@@ -122,7 +123,9 @@ def test_a_broker_deletes_the_queues_of_topics_that_it_does_not_have() -> None:
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
 
 
-def test_where_a_disk_refuses_on_the_way_what_is_deleted_is_forgotten_all_the_same() -> None:
+def test_what_is_deleted_is_forgotten_though_a_disk_refuses() -> None:
+    """Where a disk refuses on the way what is deleted is forgotten all the same."""
+
     class Refuses(MemoryFiles):
         refused = ""
 

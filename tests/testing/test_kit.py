@@ -65,7 +65,8 @@ def test_a_failing_charge_ends_in_dead_letters(rmq: Kit) -> None:
     assert {type(one.error) for one in delivered} == {ValueError}
 
 
-def test_a_listeners_exception_fails_the_test_with_its_own_traceback() -> None:
+def test_a_listeners_exception_fails_with_its_traceback() -> None:
+    """A listeners exception fails the test with its own traceback."""
     with pytest.raises(ValueError, match="no b'x'") as caught, Kit() as rmq:  # noqa: PT012
         rmq.consumer("billing").subscribe("orders")(always_fails)
         rmq.producer().send("orders", b"x")
@@ -649,7 +650,8 @@ def test_settings_of_the_broker() -> None:
         rmq.producer().send("orders", b"x")
 
 
-def test_sql_where_the_broker_does_not_filter_is_refused_at_the_start() -> None:
+def test_sql_is_refused_where_the_broker_does_not_filter() -> None:
+    """SQL where the broker does not filter is refused at the start."""
     with Kit(store_config=StoreConfig.tiny(enable_property_filter=False)) as rmq:
         rmq.consumer("billing").subscribe("orders", sql="amount > 3")(lambda message: None)
         with pytest.raises(RmqError, match="enable_property_filter"):

@@ -64,7 +64,8 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "pytest_librmq", "-p", "no:asyncio", *arguments)
 
 
-def test_exploring_shows_the_shortest_schedule_and_runs_it_again(pytester: pytest.Pytester) -> None:
+def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytester) -> None:
+    """Exploring shows the shortest schedule and runs it again."""
     pytester.makepyfile(TESTS)
     result = run(pytester, "--strict-markers")
     result.assert_outcomes(passed=2, failed=1)
@@ -161,7 +162,8 @@ def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "librmq-listener"]
 
 
-def test_a_run_that_asks_for_nothing_does_not_import_the_library(tmp_path: Path) -> None:
+def test_a_run_that_asks_for_nothing_imports_no_library(tmp_path: Path) -> None:
+    """A run that asks for nothing does not import the library."""
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test():\n    assert not [name for name in sys.modules if name.partition('.')[0] == 'librmq']\n"
     )
