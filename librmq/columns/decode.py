@@ -140,7 +140,7 @@ def _replaced(array: pa.BinaryArray, rows: Ints, values: Sequence[bytes | None])
 
 
 class Block:
-    """Some records of one file. Rows whose frame is not sound (`sound`) must not be asked for values."""
+    """Some records of one file. Rows whose frame is not sound (`sound`) have no valid values."""
 
     def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None, *, frames: bool = True) -> None:
         """Look at the records at ``places`` in ``raw`` (of `record.FIXED_SIZE` bytes or more); a place may be anything.
@@ -396,7 +396,7 @@ class Properties:
         return np.flatnonzero(_not_utf8(self._stored))
 
     def stored(self) -> pa.StringArray:
-        """Return the properties as one text each, as they are stored."""
+        """Return the properties of each record as one text, as stored."""
         return texts(self._stored)
 
     def map(self) -> pa.MapArray:
@@ -509,4 +509,4 @@ FIXED_COLUMNS: Final = frozenset(
         "size", "flag", "bornHost", "storeHost", "preparedTransactionOffset", "bodyCrc",
     )
 )  # fmt: skip
-"""Those that stand in the fixed part of a record."""
+"""Columns from the fixed part of a record."""

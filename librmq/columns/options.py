@@ -52,7 +52,7 @@ class Wanted:
         return self.topic(topic)
 
     def topic(self, topic: str) -> bool:
-        """Tell whether a topic is asked for."""
+        """Return whether the read includes a topic."""
         if self.topics is not None:
             return topic in self.topics
         if self.topic_pattern is not None:
@@ -61,7 +61,7 @@ class Wanted:
 
     @property
     def takes_all(self) -> bool:
-        """Return whether a record need not be looked at to know that it is wanted, in a log read whole."""
+        """Return whether a whole read of the log wants every record, so that none has to be checked."""
         return self == Wanted(internal=True)
 
 

@@ -65,12 +65,12 @@ class Part:
     slices: tuple[Slice, ...]
     walk: tuple[int, int] | None = None
     damage: tuple[Damage, ...] = ()
-    """What was found to be wrong when the read was planned, where it is not an error."""
+    """Damage found while planning that does not raise."""
 
 
 @dataclass(slots=True)
 class QueueRange:
-    """A queue as it is planned."""
+    """A planned queue."""
 
     begin: int
     end: int
@@ -265,7 +265,7 @@ class PlannedStore:
             )
 
     def check_names(self, offsets: Offsets, option: str) -> None:
-        """Raise `ConfigError` for a topic in ``offsets`` of which the store knows no queue that is wanted."""
+        """Raise `ConfigError` for a topic in ``offsets`` that has none of the wanted queues in the store."""
         if isinstance(offsets, str):
             return
         for topic, ids in self._own(offsets).items():

@@ -441,7 +441,7 @@ def _in(values: pa.Array, wanted: list[str]) -> Mask:
 
 
 def _candidates(codes: Ints, tags: TagFilter) -> Mask:
-    """Return which entries may have one of the tags: by hash; an address of an extension unit tells nothing."""
+    """Return which entries may have one of the tags, by hash; an address of an extension unit may have any."""
     known = np.array(sorted(tags.codes), np.int64)
     found: Mask = np.isin(codes.astype(np.int32), known) | (codes <= LAST_EXT_ADDRESS)
     return found

@@ -152,7 +152,7 @@ class _Chains(NamedTuple):
 
 
 def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
-    """Return ``begin``, and behind every so many bytes the first place that looks like a record."""
+    """Return ``begin``, and after each stride of bytes the first offset that looks like a record."""
     guesses = [begin]
     for at in range(begin + _STRETCH, end - record.FIXED_SIZE, _STRETCH):
         for first, upto in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):

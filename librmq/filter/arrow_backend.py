@@ -43,7 +43,7 @@ MAP_ROWS_AT_A_TIME: Final = 16_384
 """What is worked out on the way then stays in the processor's cache; a map has several entries a row."""
 
 FEW: Final = 4
-"""Up to so many texts a column is compared with each, not with all at once."""
+"""Largest number of texts that a column is compared with one by one, not all at once."""
 
 
 def match_arrow(question: Question, properties: Any) -> Any:
@@ -86,7 +86,7 @@ class _MapColumns:
         return bool((entries >= self._begins[:-1]).all() and (entries < self._begins[1:]).all())
 
     def _places(self, name: str) -> tuple[Places, Any]:
-        """Return where in the values each row's property lies (anywhere where it has none), and which rows have it.
+        """Return the index of each row's property in the values (any index if missing), and which rows have it.
 
         None is all of them.
         """
@@ -300,7 +300,7 @@ class _Arrow(ColumnBackend[Any]):
         return _compared(operator, numbers, question.number)
 
     def _number(self, name: str, kind: type) -> tuple[Any, Any]:
-        """Return a property as numbers, null where missing or none; and where it is none, False for nowhere."""
+        """Return a property as numbers, null where missing or invalid, and a mask of the invalid ones (False: none)."""
         if (name, kind) not in self._numbers:
             self._numbers[name, kind] = _doubles(self.text(name)) if kind is float else _integers(self.text(name), kind)
         return self._numbers[name, kind]
@@ -445,7 +445,7 @@ def _hexadecimal(text: Any) -> Any:
     digits = pc.binary_join_element_wise(whole, front, back, blank)
     digits = pc.ascii_lower(pc.utf8_ltrim(digits, "0"))
     length = pc.binary_length(digits).cast(pa.int64())
-    # The first 15 digits hold 57 bits or more; one bit after them tells whether anything follows.
+    # The first 15 digits hold 57 bits or more; one bit after them says whether anything follows.
     head = pc.utf8_slice_codeunits(digits, 0, 15)
     rest = pc.match_substring_regex(pc.utf8_slice_codeunits(digits, 15), "[^0]")
     mantissa = pc.binary_join_element_wise(pa.scalar("0x0", sign.type), head, blank).cast(pa.int64())

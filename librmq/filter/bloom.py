@@ -1,4 +1,4 @@
-"""Bloom filters with RocketMQ's own arithmetic: which bits of a message's bitmap stand for a group's topic.
+"""Bloom filters with RocketMQ's own arithmetic: which bits of a message's bitmap a group's topic sets.
 
 It mirrors ``BloomFilter``, ``BitsArray`` and ``BloomFilterData`` of ``org.apache.rocketmq.filter.util`` of
 4.9.4.
@@ -64,7 +64,7 @@ class BloomFilter:
         object.__setattr__(self, "bit_count", min(8 * math.ceil(bits / 8), _INT_MAX))
 
     def positions(self, text: str) -> tuple[int, ...]:
-        """Return the bits that stand for ``text``, some of them possibly equal."""
+        """Return the bits that ``text`` sets; some can be equal."""
         data = text.encode("utf-8", "replace")
         hash64 = mmh3.hash64(data, 0, True, signed=False)[0]
         low, high = hash64 & 0xFFFFFFFF, hash64 >> 32
@@ -77,7 +77,7 @@ class BloomFilter:
         return tuple(found)
 
     def of(self, text: str) -> BloomPositions:
-        """Return the bits that stand for ``text``, with the length of the bitmaps that they belong to."""
+        """Return the bits that ``text`` sets, with the length of their bitmap."""
         return BloomPositions(self.positions(text), self.bit_count)
 
     def fits(self, data: BloomPositions | None) -> bool:

@@ -97,7 +97,7 @@ class ColumnBackend(ABC, Generic[C]):
                 return answer
 
     def _steps(self, question: Question, condition: Condition) -> _Steps[C]:
-        """Make one condition: yields the conditions that it is made of, is sent each, returns the whole."""
+        """Make one condition: yield its parts, receive each by send, return the whole."""
         if condition == "is_error" and not question.may_fail:
             return self.literal(False)
         match question:

@@ -68,7 +68,7 @@ class Answer(Enum):
 
     @staticmethod
     def of(value: bool | None) -> Answer:
-        """Return the answer that a value of SQL stands for."""
+        """Return the answer for a value of SQL."""
         return Answer.UNKNOWN if value is None else Answer.TRUE if value else Answer.FALSE
 
 
@@ -247,7 +247,7 @@ def below(question: Question) -> tuple[Question, ...]:
 
 
 def names(root: Question) -> Iterator[str]:
-    """Yield the properties asked for, as often as they are."""
+    """Yield each property that the expression reads, with repetitions."""
     pending = [root]
     while pending:
         question = pending.pop()

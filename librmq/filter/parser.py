@@ -181,7 +181,7 @@ class _Rule(NamedTuple):
     """A rule of the grammar that ends here."""
 
     build: Callable[[list[Any]], Any] | None
-    """None where the rule stands for its only part."""
+    """None if the rule passes its only part through."""
     size: int
     name: str
 

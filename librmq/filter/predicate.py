@@ -21,7 +21,7 @@ _log = logging.getLogger("librmq.filter")
 
 
 class Policy(Enum):
-    """What becomes of a message whose predicate failed, or took too long."""
+    """What to do with a message whose predicate failed or took too long."""
 
     SKIP = "skip"
     """No match, as the broker treats an expression that raises."""

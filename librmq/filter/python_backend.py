@@ -50,7 +50,7 @@ _Mode: TypeAlias = Literal["is_true", "is_false", "value"]
 
 LEVELS_PER_FUNCTION: Final = 20
 REMEMBERED_NUMBERS: Final = 1024
-"""How many texts a filter remembers the number of, for each property that it reads as one."""
+"""Number of parsed texts that a filter caches for each property that it reads as a number."""
 
 
 class EvaluationRefusedError(Exception):
@@ -232,7 +232,7 @@ class _Writer:
         return self.loaded.get(name) or f"p.get({name!r})"
 
     def present(self, name: str, mode: _Mode, when_true: str, when_false: str) -> str:
-        """Return a test of a text ({0} in it) that is UNKNOWN where there is none."""
+        """Return a test of a text ({0} in it) that is UNKNOWN for a missing text."""
         if name in self.loaded:
             text = first = self.loaded[name]
         else:

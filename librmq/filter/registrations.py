@@ -70,7 +70,7 @@ class Registration:
     def may_match(self, bitmap: bytes | None, store_timestamp_ms: int | None, bloom: BloomFilter) -> bool:
         """Check by bitmap and store time, before the message is read: false means certainly no match.
 
-        None stands for what is not known. A message stored before the registration was not evaluated for it.
+        None means unknown. A message stored before the registration was not evaluated for it.
         """
         if self.filter is None or self.bloom is None or not bloom.fits(self.bloom):
             return True

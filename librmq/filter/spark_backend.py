@@ -55,7 +55,7 @@ def to_column(question: Question, properties: Any) -> Any:
     if condition.size > LARGEST or condition.depth > DEEPEST:
         reason = f"{condition.size} expressions, {condition.depth} levels; at most {LARGEST} and {DEEPEST}"
         raise FilterError(f"the filter is too large for a Spark column: {reason}")
-    # A name of its own: Spark's would be the whole expression.
+    # Name the column: Spark's default name would be the whole expression.
     return condition.column().alias("matches")
 
 
@@ -225,7 +225,7 @@ class _Spark(ColumnBackend[_Expression]):
 
 
 def _integers(text: _Expression, kind: type) -> _Expression:
-    """Return a property as an integer, null where it is missing or none."""
+    """Return a property as an integer, null where it is missing or not an integer."""
     target = _TYPES[kind]
 
     def make(text: Column) -> Column:
@@ -263,7 +263,7 @@ def _sized(make: Callable[[Column], Column], text: _Expression, mentions: int, o
 
 
 def _doubles(text: _Expression) -> _Expression:
-    """Return a property as a double, null where it is missing or none."""
+    """Return a property as a double, null where it is missing or not a number."""
 
     def make(text: Column) -> Column:
         number = text.try_cast("double")

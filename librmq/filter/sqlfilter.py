@@ -53,7 +53,7 @@ class Compiled:
             return self._evaluate(properties)  # type: ignore[operator,no-any-return]
         except EvaluationRefusedError:
             pass
-        return interpreter.evaluate(self.selector, properties)  # which tells the term that failed
+        return interpreter.evaluate(self.selector, properties)  # its error names the term that failed
 
 
 def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:

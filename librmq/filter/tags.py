@@ -51,11 +51,11 @@ class TagFilter:
 
     @property
     def takes_all(self) -> bool:
-        """Return whether every message is asked for, with a tag or without."""
+        """Return whether the filter selects every message, with a tag or without."""
         return self.expression == ALL_TAGS
 
     def matches_code(self, code: int | None) -> bool:
-        """Check an entry's tags code (None: unknown) as the broker does; false: certainly not asked for."""
+        """Check an entry's tags code (None: unknown) as the broker does; false: certainly not selected."""
         if code is None or self.takes_all:
             return True
         return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 in self.codes

@@ -118,11 +118,11 @@ class RedisDedupStore:
     def many(self, operations: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """Several calls in one round trip, each by its name and arguments: what each gives, or its error.
 
-        Each is atomic by itself.
+        Each is atomic.
         """
         pipeline = self.client.pipeline(transaction=False)
         for name, (key, *arguments) in operations:
-            if name == "look":  # rare, and asked by itself below
+            if name == "look":  # rare; sent separately below
                 continue
             if name != "release":
                 arguments.append(_lifetime_ms(arguments[1], arguments[2]))

@@ -33,7 +33,7 @@ _WORTH_REPEATING: Final = frozenset({"40001", "40P01", 1213, 1205})
 
 
 class SqlDedupStore:
-    """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` tells its columns. Thread-safe.
+    """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` has its columns. Thread-safe.
 
     ``engine`` is an ``Engine``, or a URL from which one is made. Of an engine, connections are used that commit each
     statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None,
@@ -77,7 +77,7 @@ class SqlDedupStore:
             raise ConfigError(f"on {engine.dialect.name} a claim is one statement: a prefilter saves nothing")
 
     def say_portably(self, prefilter: SeenKeys | None = None) -> None:
-        """Use the statements that every database takes, as is done by itself for those not named above."""
+        """Use the statements that every database accepts; this is the default for databases not named above."""
         self._prefilter = prefilter
         self._claim_with = self._claim_step_by_step
         self.statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"

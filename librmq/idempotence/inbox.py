@@ -51,7 +51,7 @@ def transactional(
     What the database's driver raises goes through, and the message comes again. As thread-safe as the session.
 
     Raises:
-        ConfigError: The session has begun something, or commits each statement by itself.
+        ConfigError: The session has an open transaction, or commits each statement.
     """
     if not group:
         raise ConfigError("group: expected the consumer group's name, found none")

@@ -52,7 +52,7 @@ _SENT: Final = frozenset({"SEND_OK", "OK"})
 
 
 class MessageSender(Protocol):
-    """Sends a message, waits for the answer, and raises where there is none."""
+    """Sends a message, waits for the answer, and raises if none comes."""
 
     def send(self, message: Message, /) -> Any:
         """Send a message; a result with a ``status`` (or ``send_status``) other than SEND_OK counts as not sent."""

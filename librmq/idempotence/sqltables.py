@@ -132,7 +132,7 @@ class Link:
         return bool(value() if callable(value) else value)
 
     def check_transactions(self) -> None:
-        """`ConfigError` if each statement is committed by itself."""
+        """Raise `ConfigError` if the connection commits each statement."""
         driver = self.connection
         if self._alchemy:
             connection = driver.connection() if hasattr(driver, "get_bind") else driver
@@ -342,7 +342,7 @@ def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, 
 
 @contextmanager
 def _alone(link: Link) -> Iterator[None]:
-    """No other process brings tables up to date meanwhile; some databases commit each such statement by itself."""
+    """Keep other processes from upgrading the tables meanwhile; some databases commit each such statement."""
     begin, end, undo = _LOCKS.get(link.dialect, ("", "", ""))
     link.commit()
     if begin:

@@ -79,7 +79,7 @@ def _scope(application: str, topic: str, group: str, tag: str | None) -> str:
 
 
 def unique_id(message: Delivered) -> str:
-    """Return what tells a message from all others: the producer's unique id, else the broker's first id.
+    """Return the id that identifies a message: the producer's unique id, else the broker's first id.
 
     It is the same for all deliveries of one send. A message that was sent twice has two: use a business key.
     """
@@ -365,7 +365,7 @@ _purging_lock = threading.Lock()
 
 
 def purge_in_background(store: DedupStore, clock: Clock) -> None:
-    """Let one thread purge ``store`` from now on, as long as it is in use."""
+    """Start one thread that purges ``store`` as long as it is in use."""
     if store in _purging:
         return
     with _purging_lock:
@@ -388,7 +388,7 @@ _with_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_lock_after_fork(owner: object) -> None:
-    """Give a forked child a ``_lock`` of its own: a thread of the parent may hold the one that ``owner`` has."""
+    """Give a forked child a new ``_lock``: a thread of the parent may hold the one of ``owner``."""
     _with_locks.add(owner)
 
 

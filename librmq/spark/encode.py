@@ -231,7 +231,7 @@ def _bodies(batch: pa.RecordBatch, first_row: int) -> pa.Array:
 
 
 def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """Return a column of texts, null where there is none; lists of keys joined."""
+    """Return a column of texts, null where missing; lists of keys are joined."""
     column = _column(batch, name)
     if column is None:
         return pa.nulls(batch.num_rows, pa.string())
@@ -241,7 +241,7 @@ def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _given(values: pa.Array, properties: pa.Array | None, name: str) -> pa.Array:
-    """Return a property that has a column of its own; where that is null, the one in the map."""
+    """Return a property from its own column, or from the map where the column is null."""
     if properties is None or not values.null_count:
         return values
     found = pc.map_lookup(properties, pa.scalar(name), "last")

@@ -126,7 +126,7 @@ def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.
 
 
 def tags_code(tags: Column | str) -> Column:
-    """Return what stands in a queue entry for these tags: their Java hash as a bigint, 0 for none."""
+    """Return the tags code of a queue entry for these tags: their Java hash as a bigint, 0 for none."""
     return _arrow(_tags_code, "bigint")(tags)
 
 
@@ -138,7 +138,7 @@ def _tags_code(tags: pa.Array) -> pa.Array:
 
 
 def bloom_positions(text: Column | str, error_percent: float = 20, expected: int = 32) -> Column:
-    """Return the bits that stand for a text (``group#topic``) in a broker's bitmaps, as array<int>; null for null.
+    """Return the bits that a text (``group#topic``) sets in a broker's bitmaps, as array<int>; null for null.
 
     `ConfigError` for an error rate or a number out of range.
     """
@@ -313,7 +313,7 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Colu
             warnings.simplefilter("ignore", FilterWarning)
             return function(*(_whole(array) for array in arrays))
 
-    # Spark tells the kind of a function by its number of arguments and by its types, which a partial hides.
+    # Spark recognises the kind of a function by its number of arguments and by its types, which a partial hides.
     names = ("a", "b", "c", "d", "e")
     count = _arguments(function)
     of_count: list[Callable[..., Any]] = [

@@ -102,7 +102,7 @@ class WriteOptions:
     """For rows without a column of that name."""
     queue_id: int | None = None
     queues: int = 4
-    """Over so many queues the rows are dealt out that name none."""
+    """Number of queues over which rows without a queue are spread."""
     order_by: str | None = None
     job_id: str | None = None
     staging: str | None = None

@@ -125,7 +125,7 @@ def _own(messages: DataFrame) -> DataFrame:
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:
-    """Return folders by what tells them apart."""
+    """Return folders by the part of their path that differs."""
     for parts in range(1, 10):
         names = ["/".join(folder.rstrip("/").split("/")[-parts:]) for folder in folders]
         if len(set(names)) == len(names):

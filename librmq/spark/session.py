@@ -99,7 +99,7 @@ def require() -> None:
 
 @cache
 def java_home() -> Path:
-    """Return a folder with ``bin/java`` that runs Spark; ``MissingExtraError`` where there is none."""
+    """Return a folder with a ``bin/java`` that can run Spark; raise ``MissingExtraError`` if there is none."""
     for java in _candidates():
         modules = _modules(java)
         if modules is None:
@@ -128,7 +128,7 @@ def _candidates() -> list[Path]:
 
 
 def _modules(java: Path) -> set[str] | None:
-    """Return the modules of a Java; None where it is none, or too old for Spark."""
+    """Return the modules of a Java; None if the folder has no Java or one too old for Spark."""
     try:
         command = [str(java), "--list-modules"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

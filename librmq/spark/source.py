@@ -105,7 +105,7 @@ class RocketMQDataSource(DataSource):
         try:
             options = self._read_options(schema)
             return StreamReader(options, arrow_schema(schema, options))
-        except RmqError as error:  # which Spark would hide behind an error of its own
+        except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

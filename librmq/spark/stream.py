@@ -125,7 +125,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         taken = lags
         if isinstance(limit, ReadMaxRows):
             taken = share(lags, limit.max_rows)
-        # A queue that has gone stays in the offset, so that it is not read again should it come back.
+        # A queue that has gone stays in the offset, so that it is not read again if it comes back.
         found = dict(begins)
         for key, count in taken.items():
             if count or key in begins:

@@ -34,7 +34,7 @@ BATCH_BYTES: Final = 64 << 20
 
 @dataclass
 class Ready(WriterCommitMessage):
-    """What a task tells the driver: no message is in it."""
+    """Report of a task to the driver; it contains no message."""
 
     staged: Staged
 
@@ -61,7 +61,7 @@ class Writer(DataSourceArrowWriter):
         )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Encode a task's rows into two files of its own.
+        """Encode a task's rows into two files.
 
         Closing them shows them to the driver; that they reach a device is nothing that a commit builds on.
         """

@@ -171,7 +171,7 @@ class Explorer(KitRunner):
         """Return the turn to take; None ends the run."""
         usual_turn = next(options, None)
         if isinstance(usual_turn, Step) and not isinstance(usual_turn.owner, Client) and not is_dead(usual_turn):
-            return None if self.failure is not None else usual_turn  # what a broker does by itself meets no client
+            return None if self.failure is not None else usual_turn  # background work of a broker involves no client
         turns = [] if usual_turn is None else self._alive(chain((usual_turn,), options))
         while self.failure is None:
             first = turns[0] if turns else None
@@ -231,7 +231,7 @@ class Explorer(KitRunner):
     # ---- user code that can stop in its middle
 
     def perform(self, work: Work) -> None:
-        """Run user code until it ends or pauses; where it may pause, in a thread of its own."""
+        """Run user code until it ends or pauses; code that may pause gets its own thread."""
         if self.switches_at_lines and work.about:
             work.call = self._with_points_at_lines(work.call)
         # Beside one that has paused it may have to wait for it, which only a thread can.
@@ -346,7 +346,7 @@ class Explorer(KitRunner):
         if self._baton.current() is None:
             super()._launch(work, coroutine)
         else:
-            asyncio.run(self._run(work, coroutine))  # a loop of its own, as it may stop in its middle
+            asyncio.run(self._run(work, coroutine))  # its own loop, because it may stop half-way
 
     def unwind(self, process: Process) -> None:
         """End what has paused in a process that has died: it raises `ProcessDied` where it stands."""

@@ -150,7 +150,7 @@ class Kit:
 
     @property
     def route(self) -> Process:
-        """The test's own process, for clients that it makes by hand; stands for the broker of production."""
+        """The test's own process, for clients that it makes itself; takes the place of the broker in production."""
         return self._test
 
     def producer(self, group: str = "test", **settings: Unpack[ProducerArguments]) -> Producer:
@@ -364,7 +364,7 @@ class Kit:
         return other
 
     def lose(self, process: Process) -> None:
-        """Let the broker lose a process that does not know: others take its queues while it goes on with its messages.
+        """Let the broker lose a process that does not notice: others take its queues while it still consumes.
 
         The process is back at the next of its heartbeats, which are 30 s apart.
         """
@@ -518,7 +518,7 @@ class Kit:
                 self.note(f"{request.group}@{process.label}", f"takes {where} over at {request.queue_offset}")
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
-        """A process tells the broker what its consumers subscribe to."""
+        """Send the subscriptions of a process to the broker."""
         for data in request.consumers:
             for topic, subscription in data.subscriptions.items():
                 key = data.group, topic
@@ -533,7 +533,7 @@ class Kit:
         return call
 
     def before_send(self, process: Process, topic: str) -> None:
-        """See a message that is about to be stored; refuse it if that is asked for."""
+        """Record a message before it is stored; refuse it if a fault says so."""
         if current_work() is None:
             self._start()
         if process is self._test:
@@ -541,7 +541,7 @@ class Kit:
         self.faults.before_send(process, topic)
 
     def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
-        """See a message or a batch stored; lose or delay the answer if that is asked for."""
+        """Record a stored message or batch; lose or delay the answer if a fault says so."""
         if current_work() is not None:
             name = self.broker.name
             for offset_id in response.offset_ids:
@@ -567,7 +567,7 @@ class Kit:
             self.runner.failure = error
 
     def let_others_run(self) -> None:
-        """Do all that can be done now, before the test goes on."""
+        """Do all work that is due now, before the test continues."""
         self._start()
         self._take_turns(self.clock.now_ms())
 

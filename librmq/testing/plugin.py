@@ -75,7 +75,7 @@ class _NothingToExplore(Exception):
 
 
 def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Repeat the whole protocol of a test with its own fixtures, and report the run that tells most."""
+    """Repeat the whole protocol of a test with its own fixtures, and report the most informative run."""
     config = item.config
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None

@@ -1,4 +1,4 @@
-"""A process of a test: what is one in production, with clients of its own, which can die and start again.
+"""A simulated process of a test, with its own clients, which can die and start again.
 
 A process is a `Route`: an application connects to it as to a broker. Faults come in here, on the way from a client to
 the broker, so that producers and consumers know nothing of them.
@@ -68,7 +68,7 @@ class ConsumerArguments(ConsumerSettings, total=False):
 class ProcessDied(BaseException):
     """The process in which this code runs has died; raised at each of its calls of librmq from then on.
 
-    It is no `Exception`, so that no handler takes it for an error. What stands in ``finally`` still runs.
+    It is not an `Exception`, so no handler takes it for an error. ``finally`` blocks still run.
     """
 
 
@@ -109,11 +109,11 @@ class ProcessHost(Protocol):
         ...
 
     def before_send(self, process: Process, topic: str) -> None:
-        """Refuse a send, if that is asked for."""
+        """Refuse a send if a fault says so."""
         ...
 
     def after_send(self, process: Process, topic: str, response: SendResponse, count: int) -> None:
-        """Lose or delay the answer to a send, if that is asked for."""
+        """Lose or delay the answer to a send if a fault says so."""
         ...
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
@@ -203,7 +203,7 @@ class Process:
         """Return the process's connection to a broker."""
         connection = self._connections.get(broker_name)
         if connection is None:
-            self._kit.broker.endpoint(broker_name)  # raises where there is none
+            self._kit.broker.endpoint(broker_name)  # raises if there is none
             connection = self._connections[broker_name] = _Connection(self._kit, self, broker_name)
         return connection
 

@@ -29,7 +29,7 @@ def current_work() -> Work | None:
 
 
 class TurnObserver(Protocol):
-    """What a runner tells the kit, and asks it."""
+    """Calls of a runner to the kit."""
 
     faults: Faults
 
@@ -63,7 +63,7 @@ class TurnObserver(Protocol):
         ...
 
     def let_others_run(self) -> None:
-        """Take all turns that are due before the test goes on."""
+        """Take all turns that are due before the test continues."""
         ...
 
     def crash(self, process: Process) -> None:
@@ -84,7 +84,7 @@ class TurnObserver(Protocol):
 
 
 class KitRunner(ManualRunner):
-    """A `ManualRunner` that tells a kit what user code does, and stops at the first failure."""
+    """A `ManualRunner` that reports user code to a kit, and stops at the first failure."""
 
     kit: TurnObserver
     settles_history = True

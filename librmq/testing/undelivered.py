@@ -23,14 +23,14 @@ class UndeliveredWarning(UserWarning):
 
 @dataclass(slots=True)
 class Subscribed:
-    """One topic of one group, as its consumers told the broker."""
+    """One topic of one group, as its consumers subscribed."""
 
     group: str
     subscription: Subscription
     is_declared: bool
     """The test itself has made the consumer; an application may subscribe to more than a test sends."""
     was_read: bool = False
-    """A listener of the group was given a message of the topic, or the application pulls by itself."""
+    """A listener of the group was given a message of the topic, or the application pulls itself."""
 
 
 def undelivered(

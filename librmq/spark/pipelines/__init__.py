@@ -56,7 +56,7 @@ Settings = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline by name: what it tells, and how it reads what it wants of ``paths``."""
+    """A pipeline by name: what it reports, and how it reads its tables from ``paths``."""
 
     about: str
     make: Callable[[SparkSession, tuple[str, ...], Settings], DataFrame]

@@ -1,4 +1,4 @@
-"""Dead letters: how many, of which group and topic, why; and how they are sent again."""
+"""Dead letters: count them by group, topic and cause, and send them again."""
 
 from __future__ import annotations
 

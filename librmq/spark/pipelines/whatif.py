@@ -33,7 +33,7 @@ def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
         F.map_from_entries(F.collect_list(F.struct(queue, "lag"))).alias("lagOf"),
         F.sum("lag").alias("lag"),
     )
-    # In the order of ids, which are made so that it is that of numbers.
+    # Sort by id: the ids are made so that this is also the numeric order.
     members = F.transform(
         F.sequence(F.lit(0), F.col("clients") - 1),
         lambda n: F.concat(F.lit("client-"), F.lpad(n.cast("string"), 6, "0")),
