@@ -111,7 +111,7 @@ def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = T
         tags=rng.choice([None, "TagA", "TagB", "标签", "a || b"]),
         keys=rng.choice(["", f"key{number}", f"key{number} order{number}", f" k{number}  k{number} "]),
         properties=properties,
-        delay_level=rng.choice([0, 0, 0, 1, 5, 30, -1]) if delay else None,
+        delay_level=rng.choice([None, None, None, 1, 5, 30, -1]) if delay else None,
         flag=rng.choice([0, 1, -1, 1 << 30]),
         unique_key=rng.choice([None, f"UNIQ{rng.randrange(10**9):09d}", f"UNIQ{number}"]),
     )

@@ -27,6 +27,7 @@ DURABILITY = {
     "group": {"sync append", "sync append, flush of 1 ms simulated"},
     "pipelined": {"sync append, pipelined"},
     "opening": {"opening, closed cleanly"},
+    "killed": {"opening, after a kill"},
     "latency": {
         *(f"latency of single append, {share}" for share in ("p99", "p99.9", "p99.99")),
         *(f"latency of {raw}, p99.99" for raw in ("raw mapped write", "raw, pages touched")),

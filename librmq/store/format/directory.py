@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -384,8 +385,12 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
     name = next(entry.name for entry in found if entry.size == length)
     try:
         told = find_geometry(files.open(os.path.join(folder, name)))
-    except (CorruptionError, StoreIOError):
+    except CorruptionError:
         return None  # opening the index says what is wrong
+    except StoreIOError as error:
+        if error.errno != errno.ENOENT:  # the writer may delete a file meanwhile
+            raise
+        return None
     return told if told and told[0] <= _MOST_SLOTS else geometry(length)
 
 
