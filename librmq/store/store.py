@@ -107,7 +107,8 @@ class MessageStore(Appends):
 
         Args:
             path: The store's directory.
-            config: None takes the sizes from the files that are there, `StoreConfig()` for a new store.
+            config: None takes the sizes from the files that are there, and the retention that the store was last
+                opened with, none if it keeps none; `StoreConfig()` for a new store.
             read_only: Take no lock and change no byte. Beside a writer the handle sees what is written (`refresh`);
                 else it sees what a recovery would give, in memory.
             thorough: Look at all of the log, and make again what `recover` does.

@@ -22,6 +22,7 @@ from tests.reference import existing, rows, store_folders
 
 ROOT = os.sep + "store"
 TINY = StoreConfig.tiny()
+UNLIMITED: dict[str, Any] = {"max_total_size": None, "file_reserved_hours": None}
 
 
 def files_with(*names: str, sizes: dict[str, int] | None = None) -> MemoryFiles:
@@ -182,19 +183,20 @@ def test_topics_of_the_broker(text: bytes | None, topics: set[str]) -> None:
 @pytest.mark.parametrize("folder", store_folders())
 def test_settings_of_the_original(folder: Path) -> None:
     store, files = str(folder / "store"), DiskFiles()
-    expected = StoreConfig.from_row(rows(folder, "config")[0])
+    expected = StoreConfig.from_row(rows(folder, "config")[0] | UNLIMITED)
     assert directory.infer_config(store, files) == expected
     directory.check_config(store, expected, files)
 
 
 def test_a_new_store_has_embedded_sizes() -> None:
     assert directory.infer_config(ROOT, MemoryFiles()) == StoreConfig()
-    assert directory.infer_config(ROOT, files_with(sizes=log_files(0, size=64 << 20))) == StoreConfig()
+    told = directory.infer_config(ROOT, files_with(sizes=log_files(0, size=64 << 20)))
+    assert told == StoreConfig(**UNLIMITED)  # another's, whose owner may want it all
 
 
 def test_an_empty_store_has_the_sizes_of_a_broker() -> None:
     files = files_with("commitlog/", "consumequeue/T/0/", "consumequeue_ext/", "index/")
-    assert directory.infer_config(ROOT, files) == StoreConfig.broker()
+    assert directory.infer_config(ROOT, files) == StoreConfig.broker(**UNLIMITED)
     assert directory.infer_config(ROOT, files, TINY) == TINY
     directory.check_config(ROOT, TINY, files)
 
@@ -212,6 +214,7 @@ def test_each_setting_is_told_by_its_files() -> None:
         consumequeue_ext_file_size=512,
         max_hash_slot_num=7,
         max_index_num=28,
+        **UNLIMITED,
     )
 
 
@@ -233,12 +236,12 @@ def test_where_files_disagree_or_tell_nothing(sizes: dict[str, int], length: int
 
 def test_extension_files_of_no_length_tell_that_there_are_any() -> None:
     config = directory.infer_config(ROOT, files_with("commitlog/", "consumequeue_ext/T/0/00000000000000000000"))
-    assert config == StoreConfig.broker(enable_consumequeue_ext=True)
+    assert config == StoreConfig.broker(enable_consumequeue_ext=True, **UNLIMITED)
 
 
 def test_lengths_that_no_setting_leads_to_tell_nothing() -> None:
     sizes = {"consumequeue/T/0/00000000000000000000": 3999, "index/20240101000000000": 5000, "index/x": 40}
-    assert directory.infer_config(ROOT, files_with("commitlog/", sizes=sizes)) == StoreConfig.broker()
+    assert directory.infer_config(ROOT, files_with("commitlog/", sizes=sizes)) == StoreConfig.broker(**UNLIMITED)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from librmq import Message
+from librmq import ManualClock, Message
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.format.directory import broker_conf, infer_config
 from librmq.store.recovery.verify import verify
@@ -61,3 +63,45 @@ def test_a_broker_gets_what_it_needs(tmp_path: Path) -> None:
     assert "enablePropertyFilter=false" in broker_conf(str(tmp_path), StoreConfig(enable_property_filter=False))
     with pytest.raises(ConfigError, match="comma"):
         broker_conf(str(tmp_path / "a,b"), StoreConfig())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_no_store_is_trimmed_for_the_size_of_its_files(kept: bool) -> None:
+    """Neither by a broker's 72 hours nor by the total size of a new store: retention is its owner's, or none."""
+    files, clock = MemoryFiles(), ManualClock(1_704_067_200_000)
+    config = StoreConfig.tiny(max_total_size=None)
+    with MessageStore.open("/store", config, files=files, clock=clock) as store:
+        for _ in range(100):
+            store.append(Message("T", bytes(4000)))
+    if not kept:
+        files.delete("/store/librmq/config.json")
+    clock.advance(days=30)
+    with MessageStore.open("/store", files=files, clock=clock) as store:
+        assert (store.config.file_reserved_hours, store.config.max_total_size) == (None, None)
+        clock.advance(days=1)
+        store.run_due(clock.now_ms())
+        assert store.log.begin == 0
+
+
+def test_a_store_reopens_with_its_own_sizes_and_retention() -> None:
+    """Before its first message too, when no file tells its sizes."""
+    files = MemoryFiles()
+    config = StoreConfig.tiny(max_total_size=1 << 20, file_reserved_hours=5, enable_consumequeue_ext=True)
+    for path, given in (("/told", config), ("/new", None)):
+        MessageStore.open(path, given, files=files).close()
+        with MessageStore.open(path, files=files) as store:
+            kept = dataclasses.replace(given or StoreConfig(), max_message_size=store.config.max_message_size)
+            assert store.config == kept
+            store.append(Message("T", b"x"))
+    with MessageStore.open("/told", files=files) as store:
+        assert store.config.commitlog_file_size == config.commitlog_file_size
+        assert store.config.max_total_size == 1 << 20
+
+
+def test_a_total_size_below_one_file_is_passed_over() -> None:
+    """Kept by a store whose files have been replaced by larger ones."""
+    files = MemoryFiles()
+    MessageStore.open("/store", StoreConfig.tiny(max_total_size=1 << 20), files=files).close()
+    files.write("/store/commitlog/00000000000000000000", bytes(2 << 20))
+    found = infer_config("/store", files)
+    assert (found.commitlog_file_size, found.max_total_size) == (2 << 20, None)

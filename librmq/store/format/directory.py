@@ -272,15 +272,20 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
     """Return ``base`` with the settings that the store's files tell in its place.
 
     Unless given, it is `StoreConfig`'s defaults for a new store, and for one whose log has files of their size; else a
-    4.9 broker's. Where files of one kind disagree, most are right; opening the others is a `CorruptionError`. Empty
-    files, and lengths that no setting leads to, tell nothing.
+    4.9 broker's. A store that is there and keeps no retention of its own gets none by age or size: the length of its
+    files says nothing about what its owner wants deleted. Where files of one kind disagree, most are right; opening the
+    others is a `CorruptionError`. Empty files, and lengths that no setting leads to, tell nothing.
     """
     told = {**read_kept_config(path, files), **_told_by_files(path, files)}
     if base is None:
-        ours = StoreConfig()
-        is_new = not files.is_folder(os.path.join(path, COMMITLOG))
-        is_ours = is_new or told.get("commitlog_file_size") == ours.commitlog_file_size
-        base = ours if is_ours else StoreConfig.broker()
+        base = StoreConfig()
+        if files.is_folder(os.path.join(path, COMMITLOG)):
+            if told.get("commitlog_file_size") != base.commitlog_file_size:
+                base = StoreConfig.broker()
+            base = dataclasses.replace(base, max_total_size=None, file_reserved_hours=None)
+    total, file_size = told.get("max_total_size"), told.get("commitlog_file_size", base.commitlog_file_size)
+    if total is not None and total < file_size:
+        del told["max_total_size"]  # kept beside files of another size
     return dataclasses.replace(base, **told)
 
 

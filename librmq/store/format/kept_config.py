@@ -2,10 +2,10 @@
 
 ::
 
-    librmq/config.json    {"version": 1, "max_hash_slot_num", "max_index_num", "message_delay_level"}
+    librmq/config.json    {"version": 1, "commitlog_file_size", …, "message_delay_level", "max_total_size", …}
 
-The broker ignores the file, and it may be deleted. Then both numbers are found in the index files, and the delay levels
-are 4.9's.
+The broker ignores the file, and it may be deleted. Then sizes are found in the files, as far as there are any, the
+delay levels are 4.9's, and nothing is deleted for its age or the log's size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ FILE: Final = os.path.join("librmq", "config.json")
 _log = logging.getLogger("librmq.store")
 _VERSION: Final = 1
 _LARGEST_FILE: Final = 1 << 20
-_KEPT: Final = ("max_hash_slot_num", "max_index_num", "message_delay_level")
+_KEPT: Final = (
+    *("commitlog_file_size", "consumequeue_file_size", "enable_consumequeue_ext", "consumequeue_ext_file_size"),
+    *("max_hash_slot_num", "max_index_num", "message_delay_level", "max_total_size", "file_reserved_hours"),
+)
+_SMALLEST_LOG_FILE: Final = 256  # below any total size
 
 
 def read_kept_config(path: str, files: Files) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
         if document["version"] != _VERSION:
             return {}
         found = {name: document[name] for name in _KEPT if name in document}
-        StoreConfig(**found)
+        StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **found})
     except (ValueError, TypeError, KeyError, RecursionError, ConfigError, CorruptionError):
         return {}
     return found
@@ -59,4 +63,4 @@ def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _log.warning("index sizes and delay levels are not kept: %s", error)
+        _log.warning("sizes, delay levels and retention are not kept: %s", error)
