@@ -39,7 +39,7 @@ from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
 from librmq.broker.transactions import BrokerTransactions, CheckOffsets, DiscardHook
-from librmq.clock import Clock, ManualClock, SystemClock
+from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, to_seconds
 from librmq.delay import DelaySchedule
 from librmq.errors import (
@@ -266,7 +266,7 @@ class Broker:
         self._temporary: TemporaryFolder | None = None
         self._watchers: list[Callable[[], None]] = []
         now_ms = runner.now_ms()
-        by_hand = isinstance(runner.clock, ManualClock)
+        by_hand = not moves_by_itself(runner.clock)
         if files is None or (by_hand and type(files) is DiskFiles):
             files = _DiskByHand() if by_hand else DiskFiles()
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)

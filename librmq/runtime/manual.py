@@ -49,7 +49,7 @@ class ManualRunner(Runner):
         else:
             later = [top.at] if top is not None and top.at is not None and now < top.at <= until_ms else []
         if later:
-            yield _TimePasses(min(later))
+            yield _TimePasses(min(later), self.manual_clock.move_to)
 
     def pick(self, options: Iterator[Turn]) -> Turn | None:
         """The turn to take; None ends the run."""

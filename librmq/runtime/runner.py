@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from librmq.clock import Clock, ManualClock, moves_by_itself
+from librmq.clock import Clock, moves_by_itself
 
 __all__ = ["NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
 
@@ -229,16 +229,15 @@ def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], Non
 class _TimePasses:
     """The last option of a runner by hand: let time pass up to the next due step."""
 
-    __slots__ = ("at", "label")
+    __slots__ = ("_move_to", "at", "label")
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, move_to: Callable[[int], None]) -> None:
         self.at = at
         self.label = "time"
+        self._move_to = move_to
 
     def go(self, runner: Runner) -> None:
-        clock = runner.clock
-        assert isinstance(clock, ManualClock)
-        clock.move_to(max(self.at, clock.now_ms()))
+        self._move_to(max(self.at, runner.now_ms()))
 
 
 Turn = Step | Work | _TimePasses
