@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from librmq.protocol import (
     ResetGroup,
     UpdateOffset,
 )
-from tests.interrupting import interruptions
+from tests.interrupting import at_each_call
 from tests.world import Seam, World, unreachable
 from tests.world import world as make_world
 
@@ -234,25 +233,15 @@ def test_a_poll_that_is_interrupted_loses_nothing(filled: World) -> None:
     consumer = _consumer(filled)
     consumer.assign(QUEUES[:1])
     consumer.start()
-    functions = (
-        PullConsumer._poll,
-        PullConsumer._begin_poll,
-        PullConsumer._look,
-        PullConsumer._pull_in_turn,
-        PullConsumer._pull,
-        PullConsumer._ask,
-    )
-
-    def poll(number: int) -> None:
-        consumer.seek(QUEUES[0], 0)
-        try:
-            messages = consumer.poll()
-        except KeyboardInterrupt:
-            sys.settrace(None)
-            messages = consumer.poll()
-        assert [message.queue_offset for message in messages] == list(range(10))
-
-    assert interruptions(functions, poll) >= 20
+    polled: list[Any] = []
+    interrupted = 0
+    for came in at_each_call(lambda: polled.append(consumer.poll())):
+        if came:
+            interrupted += 1
+            messages = polled.pop() if polled else consumer.poll()
+            assert [message.queue_offset for message in messages] == list(range(10))
+            consumer.seek(QUEUES[0], 0)
+    assert interrupted >= 20
     consumer.shutdown()
 
 
