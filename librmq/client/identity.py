@@ -31,6 +31,7 @@ from librmq.protocol import (
     Route,
     Unregister,
 )
+from librmq.runtime.critical import critical
 from librmq.runtime.runner import Runner, Step
 
 __all__ = ["Client", "LifeCycle", "Member", "State", "StateLog", "check_route"]
@@ -240,7 +241,7 @@ class Client:
 
     def leave(self, member: Member) -> None:
         """Let a producer or consumer go and tell the brokers."""
-        with self.runner.lock:
+        with self.runner.lock, critical:
             is_consumer = self._consumers.get(member.group) is member
             members = self._consumers if is_consumer else self._producers
             if members.get(member.group) is not member:

@@ -86,6 +86,7 @@ class Consumer(Generic[C]):
         self._differences = ""
         self.rebalancing = Rebalancing(self, self._take, self._give_up, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
+        self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
         self._started_ms = 0
         self._times_forgotten = self.client.times_forgotten
@@ -235,25 +236,27 @@ class Consumer(Generic[C]):
 
     def _stop(self, timeout: float | timedelta | None, begin: Callable[[], threading.Event | None]) -> bool:
         """Call ``begin`` under the lock, wait for what that gives, save, leave; gives whether all ended in time."""
-        is_first, in_time = False, True
+        ended, in_time = None, True
         try:
             with self.runner.lock:
-                is_first = self._life.is_running
-                self._life.shut_down()
-                if is_first:
-                    self.stopping = True
+                if self._life.is_running:
+                    self.stopping = self._leaving = True
+                    self._life.shut_down()
                     ended = begin()
-            if is_first and ended is not None and not self.runner.is_inherited:
+                else:
+                    self._life.shut_down()
+            if ended is not None and not self.runner.is_inherited:
                 seconds = self.config.shutdown_timeout if timeout is None else to_seconds("timeout", timeout)
                 in_time = self.runner.clock.wait(ended, seconds)
-        finally:  # Ctrl-C ends the waiting alone
-            if is_first:
+        finally:  # Ctrl-C ends the waiting alone; what it keeps from ending, the next call ends
+            if self._leaving:
                 with self.runner.lock:
                     try:
                         self._save(self.assigned.values())
                         self._end()
                     finally:
                         self._leave()
+                        self._leaving = False
         return in_time
 
     def _leave(self) -> None:

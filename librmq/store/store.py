@@ -716,7 +716,7 @@ class MessageStore(Appends):
                 return
             try:
                 if not self.read_only:
-                    with suppress(StoreIOError):
+                    with suppress(StoreIOError), self._lock:  # a reader may be writing entries too
                         self._mend()
                         self._dispatcher.drain()
             finally:

@@ -15,10 +15,7 @@ from librmq.broker.arrivals import Arrivals
 from librmq.broker.long_polling import Holds
 from librmq.broker.offsets import GroupOffsets
 from librmq.broker.persistence import Saving, Writing
-from librmq.client.identity import LifeCycle
 from librmq.consumer import PullConsumer, PushConsumer
-from librmq.consumer.base import Consumer
-from librmq.consumer.delivery import Delivery
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -339,26 +336,15 @@ def test_a_consumer_interrupted_at_start_leaves_its_group(
 def test_a_consumer_interrupted_at_shutdown_leaves_its_group(
     kind: type[PushConsumer] | type[PullConsumer], broker: Broker
 ) -> None:
-    """A consumer whose shutdown is interrupted has left its group."""
-    functions = (
-        kind.shutdown,
-        Consumer._stop,
-        LifeCycle.shut_down,
-        Delivery.stop,
-        Delivery.ended,
-        PullConsumer._shut_down,
-        PullConsumer._commit_polled,
-    )
-
-    def shut_down(number: int) -> None:
+    """A consumer whose shutdown is interrupted has left its group after another."""
+    number, came = 0, True
+    while came:
         consumer = subscribed(kind, broker)
         consumer.start()
-        with suppress(KeyboardInterrupt):
-            consumer.shutdown()
-        sys.settrace(None)
+        came = next(at_each_call(consumer.shutdown, first=number))
         assert consumer.shutdown()
         with broker.runner.lock:
             assert broker.client_ids() == ()
             assert not consumer.assigned
-
-    assert interruptions(functions, shut_down) >= 8
+        number += 1 + number // 10
+    assert number >= 8
