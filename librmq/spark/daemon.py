@@ -16,7 +16,8 @@ _work = daemon.worker
 def worker(sock: socket.socket, authenticated: bool) -> int:
     """Serve the tasks of a connection; 1, which ends the worker, where the JVM has closed it."""
     try:
-        return _work(sock, authenticated)
+        status: int = _work(sock, authenticated)
+        return status
     except (BrokenPipeError, ConnectionResetError):
         return 1
 
