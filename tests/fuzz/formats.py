@@ -349,7 +349,7 @@ def main(arguments: list[str]) -> None:
 
     target = TARGETS[arguments[1]]
     with atheris.instrument_imports(include=["librmq"]):  # before anything of it is imported
-        for name in ("brokerconfig", "snapshot", "store", "verify"):
+        for name in ("store.format.broker_tables", "store.store", "store.recovery.verify", "store.upkeep.snapshot"):
             importlib.import_module(f"librmq.{name}")
     logging.disable()
     target(b"")
