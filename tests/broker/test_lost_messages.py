@@ -1,4 +1,4 @@
-"""Progress never outlives the messages that it passed: after a crash of the machine, whoever recovers the store."""
+"""Progress never outlives the messages that it passed: after a crash of the machine, with any recovery of the store."""
 
 from __future__ import annotations
 

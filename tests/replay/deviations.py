@@ -230,7 +230,7 @@ DEVIATIONS: Final = (
     ),
     Deviation(
         "the cause of a dead letter",
-        "librmq's dead letters keep the exception of the last attempt as a property, the original's do not. The "
+        "librmq's dead letters keep the exception of the last attempt as a property, RocketMQ 4.9's do not. The "
         "property is left out of the comparison, and with it the record's size and the order of properties.",
     ),
     Deviation(
