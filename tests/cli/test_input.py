@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -174,8 +175,9 @@ def test_settings_of_a_file_complete_what_the_store_tells(tmp_path: Path) -> Non
     file = tmp_path / "settings.json"
     row = {"type": "config", "load_ok": True, "commitlog_file_size": 65536, "message_delay_level": "1s 2s"}
     file.write_text(json.dumps(row))
-    assert settle_config(store, DiskFiles(), None) == StoreConfig.broker(commitlog_file_size=65536)
-    expected = StoreConfig.broker(commitlog_file_size=65536, message_delay_level="1s 2s")
+    found = StoreConfig.broker(commitlog_file_size=65536, file_reserved_hours=None)
+    assert settle_config(store, DiskFiles(), None) == found
+    expected = dataclasses.replace(found, message_delay_level="1s 2s")
     assert settle_config(store, DiskFiles(), str(file)) == expected
 
 
