@@ -378,8 +378,9 @@ def writing(bench: Bench) -> list[Row]:
 
     import pyarrow as pa
 
-    from librmq.spark.commit import Staged, commit, job_folder
+    from librmq.spark.commit import commit
     from librmq.spark.encode import Encoder
+    from librmq.spark.staging import Staged, job_folder
 
     count = min(bench.count(MESSAGES), 200_000)
     rows = 8192
@@ -474,7 +475,8 @@ def row_writer() -> Any:
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
     from librmq.java.hashing import index_key_hash
-    from librmq.spark.commit import Staged, commit, job_folder
+    from librmq.spark.commit import commit
+    from librmq.spark.staging import Staged, job_folder
     from librmq.spark.write import Ready
 
     class Writer(DataSourceWriter):

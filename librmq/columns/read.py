@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Ints, Mask, numbers, strings
+from librmq.columns.arrays import Ints, Mask, numbers, strings
+from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 from librmq.columns.options import ReadOptions
 from librmq.columns.plan import DataLossError, Part, Slice, plan
 from librmq.columns.starts import record_starts

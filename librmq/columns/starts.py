@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from librmq.columns.decode import Bytes, Ints, gather
+from librmq.columns.arrays import Bytes, Ints, gather
 from librmq.errors import RecordError
 from librmq.message import record
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.decode import HEADER, Ints
+from librmq.columns.arrays import Ints
+from librmq.columns.decode import HEADER
 from librmq.columns.options import nearest
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.hashing import (

@@ -17,9 +17,10 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from librmq.clock import SystemClock
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
-from librmq.spark.commit import Staged, commit, discard, job_folder, wait_until_free
+from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.options import WriteOptions
+from librmq.spark.staging import Staged, discard, job_folder
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 

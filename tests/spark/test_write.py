@@ -25,9 +25,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
-from librmq.spark.commit import Staged, commit, discard, job_folder, wait_until_free
+from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
+from librmq.spark.staging import Staged, discard, job_folder
 from librmq.spark.write import Writer
 from tests.reference import CHECKOUT
 from tests.spark_session import killing, shared_session
@@ -292,7 +293,8 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.store import KeyIndex
 from tests.spark.test_write import stage
-from librmq.spark.commit import commit, job_folder
+from librmq.spark.commit import commit
+from librmq.spark.staging import job_folder
 
 left = [0]
 

@@ -1,0 +1,129 @@
+"""Arrow arrays over bytes of a log file: numbers, texts and slices, without a copy where one can be avoided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from librmq.errors import MissingExtraError
+from librmq.java.hashing import java_decode
+
+try:
+    import pyarrow as pa
+except ImportError as error:
+    raise MissingExtraError("decoding records into Arrow columns", "arrow") from error
+
+__all__ = [
+    "Bytes",
+    "Ints",
+    "Mask",
+    "gather",
+    "known_text",
+    "not_utf8",
+    "numbers",
+    "offsets_and_bytes",
+    "replaced",
+    "slices",
+    "strings",
+    "texts",
+]
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+
+def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
+    """Return the values of type ``dtype`` that stand at ``positions`` of ``raw``, which may lie anywhere in it."""
+    kind = np.dtype(dtype)
+    if len(raw) < kind.itemsize:
+        return np.zeros(len(positions), kind)
+    return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]
+
+
+def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
+    """Return numbers as an Arrow array on the same memory, null where not ``present``.
+
+    `pyarrow.array` does that too, but loads pandas, some 20 MiB that no reader needs.
+    """
+    values = np.ascontiguousarray(values)
+    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [valid, pa.py_buffer(values)])
+
+
+def strings(values: Sequence[str]) -> pa.StringArray:
+    """Return texts as an Arrow array."""
+    raws = [value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, raws)]).astype(np.int32)
+    return pa.Array.from_buffers(pa.string(), len(raws), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(raws))])
+
+
+def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
+    """Return the bytes from each of ``begins`` to its end, as one binary array without gaps between them."""
+    count = len(begins)
+    if not count:
+        return pa.nulls(0, pa.binary())
+    base, end = int(begins.min()), int(ends.max())
+    pairs = np.empty(2 * count + 1, np.int32)
+    pairs[:-1:2], pairs[1::2], pairs[-1] = begins - base, ends - base, end - base
+    # Every second element is what lies between two slices, of any length, and is never looked at.
+    buffers = [None, pa.py_buffer(pairs), pa.py_buffer(raw[base:end])]
+    between = pa.Array.from_buffers(pa.binary(), 2 * count, buffers)
+    return between.take(numbers(np.arange(0, 2 * count, 2)))
+
+
+def offsets_and_bytes(array: pa.BinaryArray) -> tuple[npt.NDArray[np.int32], Bytes]:
+    """Return offsets and bytes of a binary or text array that is no slice of another."""
+    _, offsets, data = array.buffers()
+    count = len(array)
+    ends = np.frombuffer(offsets, np.int32, count + 1) if count else np.zeros(1, np.int32)
+    return ends, np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
+
+
+def not_utf8(array: pa.BinaryArray) -> Mask:
+    """Return which rows are no UTF-8; single rows are decoded only if the whole is none."""
+    offsets, data = offsets_and_bytes(array)
+    bad = np.zeros(len(array), np.bool_)
+    data = data[: int(offsets[-1])]
+    if not len(data) or int(data.max()) < 0x80:
+        return bad
+    inside = offsets[:-1][offsets[:-1] < len(data)]
+    if not ((data[inside] & 0xC0) == 0x80).any():  # no row begins in the midst of a character
+        try:
+            data.tobytes().decode()
+        except UnicodeDecodeError:
+            pass
+        else:
+            return bad
+    for row in np.flatnonzero(np.diff(offsets) > 0):
+        try:
+            data[offsets[row] : offsets[row + 1]].tobytes().decode()
+        except UnicodeDecodeError:
+            bad[row] = True
+    return bad
+
+
+def texts(array: pa.BinaryArray) -> pa.StringArray:
+    """Return bytes as texts, malformed ones as Java reads them."""
+    bad = not_utf8(array)
+    if bad.any():
+        array = replaced(array, np.flatnonzero(bad), [java_decode(array[int(row)].as_py()).encode() for row in
+                                                       np.flatnonzero(bad)])  # fmt: skip
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers(), array.null_count)
+
+
+def replaced(array: pa.BinaryArray, rows: Ints, values: Sequence[bytes | None]) -> pa.BinaryArray:
+    """Return ``array`` with other values in some rows."""
+    if not len(rows):
+        return array
+    where = np.arange(len(array))
+    where[rows] = len(array) + np.arange(len(rows))
+    return pa.concat_arrays([array, pa.array(values, pa.binary())]).take(numbers(where))
+
+
+def known_text(array: pa.BinaryArray) -> pa.StringArray:
+    """Return bytes that are known to be UTF-8."""
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers())

@@ -1,0 +1,168 @@
+"""The property strings of many records as columns: one named property, or all of them as maps.
+
+The strings of a block stand side by side; each separator bounds a segment. A named property is found by the 8-byte
+words at the begins of segments. A row with anything unusual (text that is no UTF-8, a name twice) is read again by
+`record.decode_properties`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from librmq.columns.arrays import (
+    Bytes,
+    Ints,
+    gather,
+    known_text,
+    not_utf8,
+    numbers,
+    offsets_and_bytes,
+    slices,
+    texts,
+)
+from librmq.message import record
+
+__all__ = ["Properties"]
+
+_MOST_COMPARED: Final = 24
+"""A row with more properties than these is read one by one; the others are compared with each other by arrays."""
+
+
+class Properties:
+    """The stored properties of many messages."""
+
+    def __init__(self, raw: Bytes, begins: Ints, ends: Ints) -> None:
+        """Read the properties that stand from each of ``begins`` to its end in ``raw``."""
+        self.rows = rows = len(begins)
+        if rows and int(ends.max()) == len(raw):
+            raw = np.append(raw, np.uint8(0))
+        # With the byte behind it, in which a separator is put: so that each segment ends with one.
+        offsets, data = offsets_and_bytes(slices(raw, begins, ends + 1))
+        size = int(offsets[-1])
+        self._text = np.zeros(size + 8, np.uint8)  # and a word to look beyond the end
+        self._text[:size] = data[:size]
+        self._row_begins, row_ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64) - 1
+        self._row_ends = row_ends
+        self._text[row_ends] = 2
+        # Both separators, 01 and 02: the first behind a segment's begin is where its name ends, or its end.
+        separators = np.flatnonzero((self._text[:size] - np.uint8(1)) <= 1)
+        closing = np.flatnonzero(self._text[separators] == 2)
+        opening = np.concatenate(([0], closing[:-1] + 1)) if len(closing) else closing
+        self._ends = separators[closing]
+        self._splits = separators[opening]
+        self._begins = np.concatenate(([0], self._ends[:-1] + 1)) if len(closing) else closing
+        last = np.searchsorted(self._ends, row_ends)
+        self._row = np.repeat(np.arange(rows), np.diff(last, prepend=-1))
+        self._words: npt.NDArray[np.uint64] | None = None
+
+    @cached_property
+    def _stored(self) -> pa.BinaryArray:
+        return slices(self._text, self._row_begins, self._row_ends)
+
+    def _plain(self, row: int) -> dict[str, str]:
+        """Return a row read by the plain code."""
+        return record.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
+
+    def value(self, name: str) -> pa.StringArray:
+        """Return the values of one property, null where a message has none."""
+        needle = name.encode("utf-8", "replace") + b"\1"
+        if name and not {1, 2} & set(needle[:-1]):
+            rows, begins, ends = self._find(needle)
+        else:
+            rows = begins = ends = np.zeros(0, np.int64)
+        values = texts(slices(self._text, begins, ends))
+        unusual = self._unusual_names
+        if len(rows) == self.rows and not len(unusual) and (rows[1:] > rows[:-1]).all():
+            return values  # every message has it, once
+        where = np.zeros(self.rows, np.int64)
+        present = np.zeros(self.rows, np.bool_)
+        where[rows] = np.arange(len(rows))  # of a property that is there twice the last counts
+        present[rows] = True
+        found = values.take(numbers(where, present))
+        if not len(unusual):
+            return found
+        plain = [self._plain(int(row)).get(name) for row in unusual]
+        where = np.arange(self.rows)
+        where[unusual] = self.rows + np.arange(len(unusual))
+        return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(numbers(where))
+
+    def _find(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
+        """Return row, begin and end of every value that is not empty behind ``needle`` at a segment's start."""
+        if self._words is None:
+            self._words = gather(self._text, self._begins, ">u8").astype(np.uint64)
+        head, size = needle[:8], len(needle)
+        wanted = int.from_bytes(head.ljust(8, b"\0"), "big")
+        mask = (0xFFFFFFFFFFFFFFFF << (8 * (8 - len(head)))) & 0xFFFFFFFFFFFFFFFF
+        hits = np.flatnonzero((self._words & np.uint64(mask)) == np.uint64(wanted))
+        hits = hits[self._ends[hits] - self._begins[hits] > size]
+        for at in range(8, size):
+            hits = hits[self._text[self._begins[hits] + at] == needle[at]]
+        return self._row[hits], self._begins[hits] + size, self._ends[hits]
+
+    @cached_property
+    def _unusual_names(self) -> Ints:
+        """Return rows that are no UTF-8: what their names are is seen only once they are decoded."""
+        if not len(self._text) or int(self._text.max()) < 0x80:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(not_utf8(self._stored))
+
+    def stored(self) -> pa.StringArray:
+        """Return the properties of each record as one text, as stored."""
+        return texts(self._stored)
+
+    def map(self) -> pa.MapArray:
+        """Return all properties of each message, in stored order."""
+        text, begins, ends, split, row = self._text, self._begins, self._ends, self._splits, self._row
+        kept = (split > begins) & (split < ends - 1)
+        begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
+        unusual = np.union1d(self._unusual_names, self._repeated(begins, split, row))
+        if not len(unusual):
+            names = slices(text, begins, split)
+            values = slices(text, split + 1, ends)
+            return self._map(np.bincount(row, minlength=self.rows), known_text(names), known_text(values))
+        usual = ~np.isin(row, unusual)
+        begins, ends, split, row = begins[usual], ends[usual], split[usual], row[usual]
+        plain = [self._plain(int(one)) for one in unusual]
+        counts = np.bincount(row, minlength=self.rows)
+        counts[unusual] = [len(one) for one in plain]
+        # Those read one by one stand behind the others; a stable order by row brings them to their places.
+        row = np.concatenate((row, np.repeat(unusual, counts[unusual])))
+        order = numbers(np.argsort(row, kind="stable"))
+        names = pa.concat_arrays(
+            [known_text(slices(text, begins, split)), pa.array([name for one in plain for name in one], pa.string())]
+        ).take(order)
+        values = pa.concat_arrays(
+            [
+                known_text(slices(text, split + 1, ends)),
+                pa.array([value for one in plain for value in one.values()], pa.string()),
+            ]
+        ).take(order)
+        return self._map(counts, names, values)
+
+    @staticmethod
+    def _map(counts: Ints, names: pa.StringArray, values: pa.StringArray) -> pa.MapArray:
+        offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        return pa.MapArray.from_arrays(numbers(offsets), names, values)
+
+    def _repeated(self, begins: Ints, split: Ints, row: Ints) -> Ints:
+        """Return rows in which a name may be there twice, or that have very many."""
+        if not len(begins):
+            return begins
+        lengths = split - begins
+        words = gather(self._text, begins, ">u8").astype(np.uint64)
+        short = lengths < 8
+        words[short] >>= (8 * (8 - lengths[short])).astype(np.uint64)
+        tails = gather(self._text, np.maximum(split - 8, 0), ">u8").astype(np.uint64)
+        tails[short] = 0
+        marks = words * np.uint64(31) + tails * np.uint64(1_000_003) + lengths.astype(np.uint64)
+        counts = np.bincount(row, minlength=self.rows)
+        repeated = [np.flatnonzero(counts > _MOST_COMPARED)]
+        for distance in range(1, min(int(counts.max()), _MOST_COMPARED)):
+            same = (row[distance:] == row[:-distance]) & (marks[distance:] == marks[:-distance])
+            repeated.append(row[distance:][same])
+        return np.unique(np.concatenate(repeated))
