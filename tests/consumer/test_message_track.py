@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from librmq.consumer import PullConsumer
 from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
-from librmq.files.memory import MemoryFiles
 from librmq.listener import DeadLetter
 from librmq.protocol import MessageModel
-from tests.world import World
-from tests.world import world as make_world
+from librmq.testing import Kit
+from tests.consumer.parties import bodies, send, subscribed
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with make_world(1, enable_property_filter=True) as world:
-        yield world
-
-
-def test_tracks(world: World) -> None:
-    files = MemoryFiles()
-    files.make_folder("/offsets")
-    world.consumer("c1", "all").start()
-    world.consumer("c2", "tagged", tags="b").start()
-    world.consumer("c3", "by-sql", sql="amount > 100").start()
-    world.consumer("c4", "cast", model=MessageModel.BROADCASTING, files=files, offsets_folder="/offsets").start()
-    gone = world.consumer("c5", "gone")
-    gone.start()
-    paused = world.consumer("c6", "late")
-    paused.start()
-    puller = PullConsumer(world.broker, "puller", instance_name="l1")
+def test_tracks(one_queue: Kit) -> None:
+    rmq = one_queue
+    subscribed(rmq, group="all")
+    subscribed(rmq, group="tagged", filters={"tags": "b"})
+    subscribed(rmq, group="by-sql", filters={"sql": "amount > 100"})
+    subscribed(rmq, group="cast", model=MessageModel.BROADCASTING)
+    gone, paused = subscribed(rmq, group="gone"), subscribed(rmq, group="late")
+    puller = PullConsumer(rmq.route, "puller")
     puller.subscribe("t")
     puller.start()
-    world.send("0", tags="a", properties={"amount": "x"})
-    world.advance(30)
+    send(rmq, "0", tags="a", properties={"amount": "x"})
+    rmq.advance(seconds=30)
     gone.shutdown()
     paused.pause()
-    world.advance(20)
-    world.send("1", tags="b", properties={"amount": "120"})
-    world.advance(30)
-    world.send("2", tags="b")
-    world.advance()
-    first, second, third = world.broker.messages("t")
-    assert dict(message_tracks(world.broker, first)) == {
+    rmq.advance(seconds=20)
+    send(rmq, "1", tags="b", properties={"amount": "120"})
+    rmq.advance(seconds=30)
+    send(rmq, "2", tags="b")
+    rmq.run_until_idle()
+    first, second, third = rmq.messages("t")
+    assert dict(message_tracks(rmq.broker, first)) == {
         "all": TrackType.CONSUMED,
         "tagged": TrackType.CONSUMED_BUT_FILTERED,
         "by-sql": TrackType.CONSUMED_BUT_FILTERED,
@@ -55,32 +43,30 @@ def test_tracks(world: World) -> None:
         "late": TrackType.CONSUMED,
         "puller": TrackType.PULL,
     }
-    tracks = dict(message_tracks(world.broker, second))
+    tracks = dict(message_tracks(rmq.broker, second))
     assert (tracks["by-sql"], tracks["tagged"]) == (TrackType.CONSUMED, TrackType.CONSUMED)
-    assert MessageTrack("late", TrackType.NOT_CONSUME_YET) in message_tracks(world.broker, third)
-    puller.shutdown()
+    assert MessageTrack("late", TrackType.NOT_CONSUME_YET) in message_tracks(rmq.broker, third)
 
 
-def test_dead_letters_sent_again(world: World) -> None:
+def test_dead_letters_sent_again(one_queue: Kit) -> None:
     mended = False
 
     def listener(message: Any) -> None:
         if not mended:
             raise DeadLetter
 
-    world.consumer("c1", "g", listener=listener).start()
-    world.consumer("c2", "other").start()
-    world.send("a", keys="k", tags="x", properties={"color": "red"})
-    world.advance(10)
-    letters = world.broker.dead_letters("g")
+    subscribed(one_queue, listener)
+    subscribed(one_queue, group="other")
+    send(one_queue, "a", keys="k", tags="x", properties={"color": "red"})
+    one_queue.advance(seconds=10)
     mended = True
-    assert resend_dead_letters(world.broker, letters) == 1
-    world.advance()
-    again = world.seen[-1]
-    assert (again.consumer, again.body, again.queue.topic, again.reconsume_times) == ("c1", "a", "%RETRY%g", 0)
-    assert world.bodies("c2") == ["a"]
-    stored = next(iter(world.broker.messages("%RETRY%g")))
+    assert resend_dead_letters(one_queue.broker, one_queue.dead_letters("g")) == 1
+    one_queue.run_until_idle()
+    again = one_queue.delivered("g")[-1]
+    assert (again.body, again.message.topic, again.attempt) == (b"a", "%RETRY%g", 1)
+    assert bodies(one_queue, group="other") == ["a"]
+    (stored,) = one_queue.messages("%RETRY%g")
     assert (stored.keys, stored.tags, stored.properties["color"]) == (("k",), "x", "red")
-    assert len(world.broker.dead_letters("g")) == 1
+    assert len(one_queue.dead_letters("g")) == 1
     with pytest.raises(ValueError, match="no dead letter"):
-        resend_dead_letters(world.broker, world.broker.messages("t"))
+        resend_dead_letters(one_queue.broker, one_queue.messages("t"))

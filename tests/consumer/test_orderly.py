@@ -3,117 +3,100 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
-from librmq.consumer.orderly import OrderlyDelivery
-from librmq.files.memory import MemoryFiles
 from librmq.listener import DeadLetter, SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues
-from tests.world import Seam, World, unreachable
-from tests.world import world as make_world
+from librmq.testing import Kit
+from tests.consumer.parties import (
+    Noted,
+    Seam,
+    assigned,
+    bodies,
+    most_at_once,
+    newest_takes_all,
+    seam_of,
+    send,
+    subscribed,
+)
 
 T0 = MessageQueue("t", "broker-a", 0)
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with make_world(1) as world:
-        yield world
+def ordered(rmq: Kit, listener: Any = lambda message: None, **settings: Any) -> PushConsumer:
+    """An orderly consumer that has locked its queues, as it does 1 s after its start."""
+    consumer = subscribed(rmq, listener, orderly=True, **settings)
+    rmq.advance(seconds=1)
+    return consumer
 
 
-def _ordered(world: World, name: str = "c1", **settings: Any) -> PushConsumer:
-    return world.consumer(name, orderly=True, **settings)
-
-
-def _unlocked(seam: Seam) -> set[MessageQueue]:
+def unlocked(seam: Seam) -> set[MessageQueue]:
     return {queue for request in seam.asked if isinstance(request, UnlockQueues) for queue in request.queues}
 
 
-def _fail_times(times: dict[str, int]) -> Any:
-    def listener(message: DeliveredMessage) -> None:
-        left = times.get(message.body.decode(), 0)
-        if left:
-            times[message.body.decode()] = left - 1
-            raise ValueError("no")
-
-    return listener
-
-
-def test_a_queue_is_consumed_in_order_from_the_first_lock_on(world: World) -> None:
+def test_a_queue_is_consumed_in_order_from_the_first_lock_on(one_queue: Kit) -> None:
     """The periodic lock comes 1 s after the start."""
-    world.send(*"abcdef")
-    begin = world.runner.now_ms()
-    _ordered(world).start()
-    world.advance(0.999)
-    assert world.bodies() == []
-    world.advance(0.001)
-    assert world.bodies() == list("abcdef")
-    assert {seen.at_ms - begin for seen in world.seen} == {1000}
+    subscribed(one_queue, orderly=True)
+    send(one_queue, *"abcdef")
+    one_queue.advance(ms=999)
+    assert bodies(one_queue) == []
+    one_queue.advance(ms=1)
+    assert bodies(one_queue) == list("abcdef")
 
 
-def test_a_failure_lets_the_queue_rest_in_place(world: World) -> None:
-    _ordered(world, listener=_fail_times({"b": 2})).start()
-    world.advance(1)
-    begin = world.runner.now_ms()
-    world.send(*"abc")
-    world.advance(10)
-    assert [(seen.body, seen.reconsume_times, seen.at_ms - begin) for seen in world.seen] == [
-        ("a", 0, 0),
-        ("b", 0, 0),
-        ("b", 1, 1000),
-        ("b", 2, 2000),
-        ("c", 0, 2000),
-    ]
-    world.advance(10)
-    assert world.broker.consumer_offset("g", "t") == 3
+def test_a_failure_lets_the_queue_rest_in_place(one_queue: Kit) -> None:
+    listener = Noted(one_queue, {"b": 2})
+    ordered(one_queue, listener)
+    listener.since()
+    send(one_queue, *"abc")
+    one_queue.advance(seconds=10)
+    assert listener.seen == [("a", 0, 0), ("b", 0, 0), ("b", 1, 1000), ("b", 2, 2000), ("c", 0, 2000)]
+    one_queue.advance(seconds=10)
+    assert one_queue.offsets("g")[T0] == 3
 
 
 @pytest.mark.parametrize(("seconds", "expected_ms"), [(0.3, 300), (0.001, 10), (100, 30_000), (None, 1000)])
-def test_a_listener_says_how_long(world: World, seconds: float | None, expected_ms: int) -> None:
+def test_a_listener_says_how_long(one_queue: Kit, seconds: float | None, expected_ms: int) -> None:
     def listener(message: DeliveredMessage) -> None:
         if not message.reconsume_times:
             raise SuspendQueue(seconds=seconds)
 
-    _ordered(world, listener=listener).start()
-    world.advance(1)
-    world.send("a")
-    world.advance(60)
-    assert world.seen[1].at_ms - world.seen[0].at_ms == expected_ms
+    ordered(one_queue, listener)
+    send(one_queue, "a")
+    one_queue.advance(seconds=60)
+    first, second = one_queue.delivered("g")
+    assert second.began_ms - first.began_ms == expected_ms
 
 
-def test_a_batch_is_suspended_as_one(world: World) -> None:
+def test_a_batch_is_suspended_as_one(one_queue: Kit) -> None:
     def listener(messages: list[DeliveredMessage]) -> None:
         if any(message.body == b"b" and not message.reconsume_times for message in messages):
             raise ValueError("no")
 
-    _ordered(world, listener=listener, batch_size=3).start()
-    world.advance(1)
-    world.send(*"abcd")
-    world.advance(10)
-    bodies = "".join(world.bodies())
-    assert bodies in ("aababcd", "abcabcd", "aabcdbcd", "ababcd", "abcdbcd")
-    assert world.broker.consumer_offset("g", "t") == 4
+    ordered(one_queue, listener, batch_size=3)
+    send(one_queue, *"abcd")
+    one_queue.advance(seconds=10)
+    assert "".join(bodies(one_queue)) in ("aababcd", "abcabcd", "aabcdbcd", "ababcd", "abcdbcd")
+    assert one_queue.offsets("g")[T0] == 4
 
 
-def test_at_its_own_maximum_a_message_becomes_a_dead_letter(world: World) -> None:
+def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit) -> None:
     last: list[str] = []
-    seam = Seam(world.broker)
-    _ordered(
-        world,
-        listener=_fail_times({"bad": 99}),
+    seam = seam_of(one_queue)
+    ordered(
+        one_queue,
+        Noted(one_queue, {"bad": 99}),
         max_reconsume_times=2,
         route=seam,
         before_last_attempt=lambda message: last.append(message.body.decode()),
-    ).start()
-    world.advance(1)
-    world.send("bad", "good", keys="k")
-    world.advance(3)
-    assert world.bodies() == ["bad", "bad", "bad", "good"]
+    )
+    send(one_queue, "bad", "good", keys="k")
+    one_queue.advance(seconds=3)
+    assert bodies(one_queue) == ["bad", "bad", "bad", "good"]
     assert last == ["bad"]
     sent = next(request for request in seam.asked if isinstance(request, SendMessage))
     properties = sent.message.properties
@@ -125,26 +108,23 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(world: World) -> Non
     )
     assert (properties["RETRY_TOPIC"], properties["RECONSUME_TIME"], properties["DELAY"]) == ("t", "2", "5")
     assert properties["ORIGIN_MESSAGE_ID"] == properties["UNIQ_KEY"]
-    world.advance(100)
-    assert [message.body for message in world.broker.dead_letters("g")] == [b"bad"]
+    one_queue.advance(seconds=100)
+    assert [message.body for message in one_queue.dead_letters("g")] == [b"bad"]
 
 
-def test_dead_letter_ends_an_orderly_message_at_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_letter_ends_an_orderly_message_at_once(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
     """``raise DeadLetter`` was retried for ever by an orderly consumer (issue 14, 1.10)."""
 
     def listen(message: DeliveredMessage) -> None:
-        if message.body == b"bad" and message.reconsume_times == 1:
-            raise DeadLetter("unknown customer")
         if message.body == b"bad":
-            raise ValueError("not yet")
+            raise DeadLetter("unknown customer") if message.reconsume_times == 1 else ValueError("not yet")
 
-    _ordered(world, listener=listen).start()
-    world.advance(1)
-    world.send("bad", "good", keys="k")
+    ordered(one_queue, listen)
+    send(one_queue, "bad", "good", keys="k")
     with caplog.at_level(logging.WARNING, "librmq"):
-        world.advance(2)
-    assert world.bodies() == ["bad", "bad", "good"]
-    letter = world.broker.dead_letters("g")[0]
+        one_queue.advance(seconds=2)
+    assert bodies(one_queue) == ["bad", "bad", "good"]
+    letter = one_queue.dead_letters("g")[0]
     assert (letter.body, letter.reconsume_times) == (b"bad", 2)
     assert letter.properties["DEAD_LETTER_CAUSE"] == "DeadLetter: unknown customer"
     retry, *_, dead = caplog.records
@@ -155,236 +135,173 @@ def test_dead_letter_ends_an_orderly_message_at_once(world: World, caplog: pytes
     assert "key k, after 2 attempts: DeadLetter: unknown customer" in dead.getMessage()
 
 
-def test_an_unsent_dead_letter_keeps_the_queue_waiting(world: World) -> None:
-    """A dead letter that cannot be sent keeps the queue waiting."""
-    seam = Seam(world.broker)
-    seam.fail = unreachable(SendMessage)
-    _ordered(world, listener=_fail_times({"bad": 3}), max_reconsume_times=0, route=seam).start()
-    world.advance(1)
-    world.send("bad", "good")
-    world.advance(10)
-    assert world.bodies() == ["bad", "bad", "bad", "bad", "good"]
-    assert world.broker.dead_letters("g") == []
+def test_an_unsent_dead_letter_keeps_the_queue_waiting(one_queue: Kit) -> None:
+    seam = seam_of(one_queue)
+    seam.cut(SendMessage)
+    ordered(one_queue, Noted(one_queue, {"bad": 3}), max_reconsume_times=0, route=seam)
+    send(one_queue, "bad", "good")
+    one_queue.advance(seconds=10)
+    assert bodies(one_queue) == ["bad", "bad", "bad", "bad", "good"]
+    assert one_queue.dead_letters("g") == []
 
 
-def test_without_a_maximum_it_never_ends_and_is_reported(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    consumer = _ordered(world, listener=_fail_times({"bad": 10**9}))
-    consumer.start()
-    world.advance(1)
-    sent = world.send("bad", "good")[0]
+def test_without_a_maximum_it_never_ends_and_is_reported(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    consumer = ordered(one_queue, Noted(one_queue, {"bad": 10**9}))
+    sent = send(one_queue, "bad", "good")[0]
     with caplog.at_level(logging.WARNING, "librmq"):
-        world.advance(40.5)
-    assert set(world.bodies()) == {"bad"}
+        one_queue.advance(seconds=40.5)
+    assert set(bodies(one_queue)) == {"bad"}
     assert consumer.blocked_queues() == [(T0, 0, sent.message_id, 41)]
     blocked = [record.getMessage() for record in caplog.records if "is blocked at 0" in record.getMessage()]
     assert len(blocked) == 6  # the 1st, 2nd, 4th, 8th, 16th, 32nd time
 
 
-def test_several_calls_committed_together(world: World) -> None:
+def test_several_calls_committed_together(one_queue: Kit) -> None:
     results: list[Any] = [OrderlyResult.HOLD, OrderlyResult.ROLLBACK, OrderlyResult.HOLD, OrderlyResult.COMMIT, None]
-    answers = iter(results)
-    consumer = _ordered(world, listener=lambda message: next(answers))
-    consumer.start()
-    world.advance(1)
-    world.send(*"ab")
-    world.advance()
+    times: list[int] = []
+
+    def listener(message: DeliveredMessage) -> Any:
+        times.append(message.reconsume_times)
+        return results.pop(0)
+
+    consumer = ordered(one_queue, listener)
+    send(one_queue, *"ab")
+    one_queue.run_until_idle()
     assert consumer.progress()[T0] == 0
-    world.advance(1)
-    assert world.bodies() == list("abab")
-    assert [seen.reconsume_times for seen in world.seen] == [0] * 4
+    one_queue.advance(seconds=1)
+    assert bodies(one_queue) == list("abab")
+    assert times == [0] * 4
     assert consumer.progress()[T0] == 2
 
 
-def test_as_many_queues_at_once_as_threads() -> None:
-    with make_world(4) as world:
-        most = 0
-
-        def listener(message: DeliveredMessage) -> None:
-            nonlocal most
-            most = max(most, consumer.delivery.running)
-
-        consumer = _ordered(world, threads=2, listener=listener)
-        consumer.start()
-        world.advance(1)
-        for queue in range(4):
-            for number in range(5):
-                world.send(str(number), queue=queue)
-        world.advance()
-        assert len(world.seen) == 20
-        assert most == 2
+def test_as_many_queues_at_once_as_threads(four_queues: Kit) -> None:
+    ordered(four_queues, threads=2)
+    four_queues.faults.slow_listener("g", 1, times=20)
+    for queue in range(4):
+        send(four_queues, *map(str, range(5)), queue=queue)
+    four_queues.advance(minutes=1)
+    assert len(bodies(four_queues)) == 20
+    assert most_at_once(four_queues) == 2
 
 
-def test_a_takeover_waits_for_the_periodic_lock(world: World) -> None:
-    first, second = _ordered(world, "b"), _ordered(world, "a")
-    first.start()
-    world.advance(1)
-    world.send("1")
-    world.advance(4)
-    begin = world.runner.now_ms()
-    second.start()
-    world.advance()
-    world.send("2")
-    world.advance(30)
-    assert world.bodies("b") == ["1"]
-    assert world.bodies("a") == ["2"]
-    assert world.seen[1].at_ms - begin == 1000
-
-
-def test_a_queue_in_mid_message_is_kept_until_its_listener_ends(world: World) -> None:
-    second = _ordered(world, "a")
-
-    def listener(message: DeliveredMessage) -> None:
-        if not second.is_running:
-            second.start()
-            world.advance_steps()
-            assert world.assigned(second) == []
-            assert world.assigned(first) == [0]
-
-    first = _ordered(world, "b", listener=listener)
-    first.start()
-    world.advance(1)
-    world.send("1", "2")
-    world.advance()
-    assert world.assigned(first) == []
-    world.advance(60)
-    assert world.bodies("b") == ["1"]
-    assert world.bodies("a") == ["1", "2"]  # the progress was saved before the listener ended
-
-
-def test_a_queue_with_messages_is_unlocked_later(world: World) -> None:
-    seam = Seam(world.broker)
-    first = _ordered(world, "b", listener=_fail_times({"1": 99}), route=seam)
-    first.start()
-    world.advance(1)
-    world.send("1", "2")
-    world.advance(0.5)
-    second = _ordered(world, "a")
-    second.start()
-    begin = world.runner.now_ms()
-    world.advance(19.9)
-    assert T0 not in _unlocked(seam)
-    assert world.bodies("a") == []
-    world.advance(60)
-    assert world.bodies("a") == ["1", "2"]
-    assert begin + 20_000 <= world.seen[-1].at_ms <= begin + 45_000
-
-
-def test_a_returned_queue_is_not_unlocked_by_what_is_late(world: World) -> None:
-    """A queue that comes back is not unlocked by what is late."""
-    seam = Seam(world.broker)
-    first = _ordered(world, "b", listener=_fail_times({"1": 40}), route=seam)
-    first.start()
-    world.advance(1)
-    world.send("1", "2")
-    world.advance(0.5)
-    second = _ordered(world, "a")
-    second.start()
-    world.advance()
-    second.shutdown()
-    world.advance(100)
-    assert T0 not in _unlocked(seam)
-    assert world.bodies("b")[-2:] == ["1", "2"]
-
-
-def test_an_idle_lock_is_renewed_when_it_is_needed(world: World) -> None:
-    seam = Seam(world.broker)
-    _ordered(world, route=seam).start()
-    world.advance(5)
-    del seam.asked[:]
-    world.advance(3600)
-    assert [request for request in seam.asked if isinstance(request, LockQueues)] == []
-    begin = world.runner.now_ms()
-    world.send("a")
-    world.advance()
-    assert [(seen.body, seen.at_ms) for seen in world.seen] == [("a", begin)]
-
-
-def test_a_lock_that_could_not_be_renewed_is_asked_for_again(world: World) -> None:
-    """A message comes while the broker does not answer: it is not left lying until the next one."""
-    seam = Seam(world.broker)
-    _ordered(world, route=seam).start()
-    world.advance(100)  # nothing is to do: the lock is older than it is trusted
-    seam.fail = unreachable(LockQueues)
-    begin = world.runner.now_ms()
-    world.send("a")
-    world.advance(10)
-    assert world.bodies() == []
-    seam.fail = unreachable()
-    world.advance(10)
-    assert [(seen.body, seen.at_ms - begin) for seen in world.seen] == [("a", 12_000)]
-
-
-def test_after_a_lost_lock_a_client_goes_on_behind_others(world: World) -> None:
-    """It hears nothing for minutes, and another has consumed meanwhile."""
-    seam = Seam(world.broker)
-    first = _ordered(world, "a", route=seam)
-    first.start()
-    world.advance(1)
-    world.send("1")
-    world.advance()
-    seam.fail = unreachable(Request)
-    world.broker.forget(first.client.client_id)
-    second = _ordered(world, "b")
-    second.start()
-    world.advance(100)
-    world.send("2", "3")
-    world.advance(100)
-    assert world.bodies("b") == ["1", "2", "3"]  # that 1 was consumed could not be stored
-    seam.fail = unreachable()
-    first.client.forgotten_by("broker-a")
-    world.advance(60)
-    assert world.assigned(first) == [0]
-    second.shutdown()
-    world.send("4")
-    world.advance(100)
-    assert world.bodies("a") == ["1", "4"]
+def test_a_takeover_waits_for_the_periodic_lock(one_queue: Kit) -> None:
+    ordered(one_queue, strategy=newest_takes_all)
+    send(one_queue, "1")
+    one_queue.advance(seconds=4)
+    subscribed(one_queue, orderly=True, strategy=newest_takes_all)
+    one_queue.run_until_idle()
+    send(one_queue, "2")
+    one_queue.advance(seconds=30)
+    assert bodies(one_queue, "g") == ["1"]
+    assert bodies(one_queue, "g-2") == ["2"]
+    assert one_queue.delivered("g")[1].began_ms == 6000
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_with_the_lock_switched_off_the_order_is_mixed_up(world: World, locked: bool) -> None:
-    """A queue is lost while its listener runs: the other one waits for the lock, or, without, overtakes it."""
-    ended: list[str] = []
-    second = _ordered(
-        world, "a", lock_queues=locked, listener=lambda message: ended.append(f"a{message.body.decode()}")
+def test_a_queue_lost_in_mid_message_is_kept_by_its_lock(one_queue: Kit, locked: bool) -> None:
+    """The next one waits until the listener has ended; with the lock switched off it overtakes."""
+    settings: dict[str, Any] = {"strategy": newest_takes_all, "lock_queues": locked}
+    first = ordered(one_queue, **settings)
+    one_queue.faults.slow_listener("g", 5)
+    send(one_queue, "1", "2")
+    second = subscribed(one_queue, orderly=True, **settings)
+    one_queue.advance(seconds=4)
+    assert assigned(second) == ([] if locked else [0])
+    one_queue.advance(seconds=60)
+    assert (assigned(first), assigned(second)) == ([], [0])
+    ended = sorted(one_queue.delivered("g"), key=lambda one: one.ended_ms or 0)
+    assert [f"{one.process} {one.body.decode()}" for one in ended] == (
+        ["g 1", "g-2 1", "g-2 2"] if locked else ["g-2 1", "g-2 2", "g 1"]
     )
 
-    def listener(message: DeliveredMessage) -> None:
-        if not second.is_running:
-            second.start()
-            world.advance_steps()
-        ended.append(f"b{message.body.decode()}")
 
-    _ordered(world, "b", lock_queues=locked, listener=listener).start()
-    world.advance(1)
-    world.send("1", "2")
-    world.advance(60)
-    assert ended == (["b1", "a1", "a2"] if locked else ["a1", "a2", "b1"])
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_queue_with_messages_is_unlocked_later(one_queue: Kit, comes_back: bool) -> None:
+    """After 20 s, and not at all where the queue has come back meanwhile."""
+    seam = seam_of(one_queue)
+    ordered(one_queue, Noted(one_queue, {"1": 40}), route=seam, strategy=newest_takes_all)
+    send(one_queue, "1", "2")
+    one_queue.advance(seconds=0.5)
+    second = subscribed(one_queue, orderly=True, strategy=newest_takes_all)
+    one_queue.run_until_idle()
+    if comes_back:
+        second.shutdown()
+    one_queue.advance(seconds=19.9)
+    assert T0 not in unlocked(seam)
+    assert bodies(one_queue, "g-2") == []
+    one_queue.advance(seconds=80)
+    if comes_back:
+        assert T0 not in unlocked(seam)
+        assert bodies(one_queue, "g")[-2:] == ["1", "2"]
+    else:
+        assert bodies(one_queue, "g-2") == ["1", "2"]
+        assert 21_500 <= one_queue.delivered("g")[-1].began_ms <= 46_500
 
 
-def test_broadcasting_in_order_needs_no_lock(world: World) -> None:
-    seam, files = Seam(world.broker), MemoryFiles()
-    files.make_folder("/offsets")
-    _ordered(
-        world,
+def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
+    """A message that comes while the broker does not answer is not left lying until the next one."""
+    seam, listener = seam_of(one_queue), Noted(one_queue)
+    ordered(one_queue, listener, route=seam)
+    one_queue.advance(seconds=4)
+    del seam.asked[:]
+    one_queue.advance(hours=1)  # nothing is to do: the lock is older than it is trusted
+    assert [request for request in seam.asked if isinstance(request, LockQueues)] == []
+    listener.since()
+    send(one_queue, "a")
+    one_queue.run_until_idle()
+    one_queue.advance(seconds=100)
+    seam.cut(LockQueues)
+    listener.since()
+    send(one_queue, "b")
+    one_queue.advance(seconds=10)
+    assert bodies(one_queue) == ["a"]
+    seam.cut()
+    one_queue.advance(seconds=10)
+    assert listener.seen == [("a", 0, 0), ("b", 0, 12_000)]
+
+
+def test_after_a_lost_lock_a_client_goes_on_behind_others(one_queue: Kit) -> None:
+    """It hears nothing for minutes, and another has consumed meanwhile."""
+    seam = seam_of(one_queue)
+    first = ordered(one_queue, route=seam)
+    send(one_queue, "1")
+    one_queue.run_until_idle()
+    seam.cut(Request)
+    one_queue.lose(seam.inner)
+    second = subscribed(one_queue, orderly=True)
+    one_queue.advance(seconds=100)
+    send(one_queue, "2", "3")
+    one_queue.advance(seconds=100)
+    assert bodies(one_queue, "g-2") == ["1", "2", "3"]  # that 1 was consumed could not be stored
+    seam.cut()
+    first.client.forgotten_by("broker-a")
+    one_queue.advance(seconds=60)
+    assert assigned(first) == [0]
+    second.shutdown()
+    send(one_queue, "4")
+    one_queue.advance(seconds=100)
+    assert bodies(one_queue, "g") == ["1", "4"]
+
+
+def test_broadcasting_in_order_needs_no_lock(one_queue: Kit) -> None:
+    seam = seam_of(one_queue)
+    subscribed(
+        one_queue,
+        Noted(one_queue, {"1": 2}),
+        orderly=True,
         model=MessageModel.BROADCASTING,
         consume_from=ConsumeFrom.FIRST,
-        listener=_fail_times({"1": 2}),
         max_reconsume_times=1,
-        files=files,
+        files=one_queue.files,
         offsets_folder="/offsets",
         route=seam,
-    ).start()
-    world.send("1", "2")
-    world.advance(10)
-    assert world.bodies() == ["1", "1", "2"]
+    )
+    send(one_queue, "1", "2")
+    one_queue.advance(seconds=10)
+    assert bodies(one_queue) == ["1", "1", "2"]
     assert not [request for request in seam.asked if isinstance(request, LockQueues)]
 
 
-def test_shutdown_gives_the_locks_back(world: World) -> None:
-    consumer = _ordered(world)
-    consumer.start()
-    world.advance(1)
-    consumer.shutdown()
-    got = world.broker.call(LockQueues("g", "other", frozenset((T0,))))
-    assert got == {T0}
-    assert isinstance(consumer.delivery, OrderlyDelivery)
+def test_shutdown_gives_the_locks_back(one_queue: Kit) -> None:
+    ordered(one_queue).shutdown()
+    assert one_queue.broker.call(LockQueues("g", "other", frozenset((T0,)))) == {T0}

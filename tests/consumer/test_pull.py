@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,68 +23,76 @@ from librmq.protocol import (
     ResetGroup,
     UpdateOffset,
 )
+from librmq.testing import Kit
+from tests.consumer.parties import Seam, seam_of, send
 from tests.interrupting import at_each_call
-from tests.world import Seam, World, unreachable
-from tests.world import world as make_world
 
 QUEUES = [MessageQueue("t", "broker-a", number) for number in range(3)]
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    with make_world(3) as world:
-        yield world
-
-
-@pytest.fixture
-def filled(world: World) -> World:
-    """Ten messages in each queue, of which every second one has tag b."""
+def filled(rmq: Kit) -> Kit:
+    """Ten messages in each of three queues, of which every second one has tag b."""
+    rmq.broker.create_topic("t", 3)
     for number in range(30):
-        world.send(str(number), queue=number % 3, tags="ab"[number // 3 % 2])
-        world.advance(1)
-    return world
+        send(rmq, str(number), queue=number % 3, tags="ab"[number // 3 % 2])
+        rmq.advance(seconds=1)
+    return rmq
 
 
-def _consumer(world: World, name: str = "l1", **settings: Any) -> PullConsumer:
-    return PullConsumer(world.broker, "g", instance_name=name, **settings)
+def reader(rmq: Kit, name: str = "l1", **settings: Any) -> PullConsumer:
+    return PullConsumer(rmq.route, "g", instance_name=name, **settings)
 
 
-def _polled(consumer: PullConsumer) -> list[tuple[int, int]]:
+def subscribed(rmq: Kit, name: str = "l1", **settings: Any) -> PullConsumer:
+    consumer = reader(rmq, name, **settings)
+    consumer.subscribe("t")
+    return consumer.start()
+
+
+def reading(rmq: Kit, queues: int, name: str = "l1", **settings: Any) -> PullConsumer:
+    """A started consumer of the first queues."""
+    consumer = reader(rmq, name, **settings)
+    consumer.assign(QUEUES[:queues])
+    return consumer.start()
+
+
+def polled(consumer: PullConsumer) -> list[tuple[int, int]]:
     return [(message.queue.queue_id, message.queue_offset) for message in consumer]
 
 
-def test_topics_and_queues_may_be_chosen_after_the_start(filled: World) -> None:
-    with _consumer(filled) as consumer:
+def test_topics_and_queues_may_be_chosen_after_the_start(filled: Kit) -> None:
+    with reader(filled) as consumer:
         assert consumer.poll() == []
         consumer.subscribe("t", tags="a")
-        assert len(_polled(consumer)) == 15
-    with _consumer(filled, "l2") as consumer:
+        assert len(polled(consumer)) == 15
+    with reader(filled, "l2") as consumer:
         consumer.assign(QUEUES[:1])
-        assert _polled(consumer) == []
+        assert polled(consumer) == []
 
 
-def test_a_subscribed_consumer_shares_queues(filled: World) -> None:
-    first, second = _consumer(filled, "l1"), _consumer(filled, "l2")
+def test_a_subscribed_consumer_shares_queues(filled: Kit) -> None:
+    first, second = reader(filled, "l1"), reader(filled, "l2")
     for consumer in (first, second):
         consumer.subscribe("t")
         consumer.start()
-    filled.advance()
+    filled.run_until_idle()
     assert first.assignment == tuple(QUEUES[:2])
     assert second.assignment == tuple(QUEUES[2:])
-    assert len(_polled(first)) == 20
-    assert len(_polled(second)) == 10
+    assert len(polled(first)) == 20
+    assert len(polled(second)) == 10
     second.shutdown()
-    filled.advance()
+    filled.run_until_idle()
     assert first.assignment == tuple(QUEUES)
-    filled.send("x", queue=2)
-    assert _polled(first) == [(2, 10)]
+    send(filled, "x", queue=2)
+    assert polled(first) == [(2, 10)]
     first.shutdown()
     assert filled.broker.consumer_offsets("g", "t") == {0: 10, 1: 10, 2: 11}
 
 
-def test_a_poll_gives_messages_of_one_queue(filled: World) -> None:
+def test_a_poll_gives_messages_of_one_queue(filled: Kit) -> None:
     """Polls give messages of one queue and pass over the others."""
-    consumer = _consumer(filled, pull_batch_size=4)
+    consumer = reader(filled, pull_batch_size=4)
     consumer.subscribe("t", tags="b")
     consumer.start()
     polls = []
@@ -94,10 +101,9 @@ def test_a_poll_gives_messages_of_one_queue(filled: World) -> None:
     assert all(len({queue for queue, _ in poll}) == 1 for poll in polls)
     assert sorted(row for poll in polls for row in poll) == [(q, o) for q in range(3) for o in range(1, 10, 2)]
     assert [poll[0][0] for poll in polls[:3]] == [0, 1, 2]
-    consumer.shutdown()
 
 
-class _CountedLock:
+class CountedLock:
     """The lock of a runner, and how often it was taken."""
 
     def __init__(self, inner: Any) -> None:
@@ -113,56 +119,50 @@ class _CountedLock:
         self.inner.release()
 
 
-class _PassesOver(Seam):
+class PassesOver(Seam):
     """Answers pulls as a broker that looks at three messages at a time, and finds none that is asked for."""
 
     def call(self, request: Request[Any], /) -> Any:
         if isinstance(request, PullMessage) and request.queue_offset < 9:
-            self.asked.append(request)
+            self.fail(request)
             return PullResponse(PullStatus.NO_MATCHED_MESSAGE, request.queue_offset + 3, 0, 10)
         return super().call(request)
 
 
-def test_a_poll_that_passes_over_messages_yields_the_lock(filled: World) -> None:
-    """A poll that passes over messages lets others have the lock."""
-    lock = _CountedLock(filled.runner.lock)
-    seam = _PassesOver(filled.broker)
-    consumer = PullConsumer(seam, "g", instance_name="l1")
+def test_a_poll_that_passes_over_messages_yields_the_lock(filled: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks at the same queue others may have it."""
+    lock = CountedLock(filled.runner.lock)
+    seam = PassesOver(filled.route)
+    consumer = PullConsumer(seam, "g")
     consumer.assign(QUEUES[:2])
     consumer.start()
-    filled.runner.lock = lock  # type: ignore[assignment]
+    monkeypatch.setattr(filled.runner, "lock", lock)
     asked: list[tuple[int, int, int]] = []
-    inner = seam.call
 
-    def call(request: Request[Any], /) -> Any:
+    def note(request: Request[Any]) -> None:
         if isinstance(request, PullMessage):
             asked.append((lock.times, request.queue_id, request.queue_offset))
-        return inner(request)
 
-    seam.call = call  # type: ignore[method-assign]
+    seam.fail = note
     assert [message.queue_offset for message in consumer.poll(0)] == [9]
     first = asked[0][0]
     assert asked == [(first + at // 3, queue_id, at) for at in (0, 3, 6, 9) for queue_id in (0, 1)][:-1]
-    filled.runner.lock = lock.inner
-    consumer.shutdown()
+    monkeypatch.undo()
 
 
-def test_each_poll_commits_what_the_ones_before_gave(filled: World) -> None:
-    consumer = _consumer(filled)
-    consumer.subscribe("t")
-    consumer.start()
+def test_each_poll_commits_what_the_ones_before_gave(filled: Kit) -> None:
+    consumer = subscribed(filled)
     consumer.poll()
-    filled.advance(20)
+    filled.advance(seconds=20)
     assert filled.broker.consumer_offset("g", "t", 0) == 0
     consumer.poll()
-    filled.advance(5)
+    filled.advance(seconds=5)
     assert filled.broker.consumer_offset("g", "t", 0) == 10
-    consumer.shutdown()
 
 
-def test_what_was_polled_and_not_dealt_with_comes_again(filled: World) -> None:
+def test_what_was_polled_and_not_dealt_with_comes_again(filled: Kit) -> None:
     """Leaving the block by an exception (Ctrl-C, say) tells that the messages of the last poll were not."""
-    consumer = _consumer(filled)
+    consumer = reader(filled)
     consumer.assign(QUEUES[:1])
 
     def interrupted() -> None:
@@ -173,7 +173,7 @@ def test_what_was_polled_and_not_dealt_with_comes_again(filled: World) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not consumer.is_running
-    again = _consumer(filled)
+    again = reader(filled)
     again.assign(QUEUES[:1])
     with again:
         assert [message.queue_offset for message in again.poll()] == list(range(10))
@@ -181,9 +181,9 @@ def test_what_was_polled_and_not_dealt_with_comes_again(filled: World) -> None:
 
 
 @pytest.mark.parametrize("left_by", ["break", "exception"])
-def test_a_loop_left_early_loses_nothing(filled: World, left_by: str) -> None:
+def test_a_loop_left_early_loses_nothing(filled: Kit, left_by: str) -> None:
     """What the loop was not given comes with the next poll, here or elsewhere (issue 14, 1.7)."""
-    consumer = _consumer(filled)
+    consumer = reader(filled)
     consumer.assign(QUEUES)
     handled: list[bytes] = []
 
@@ -199,15 +199,15 @@ def test_a_loop_left_early_loses_nothing(filled: World, left_by: str) -> None:
 
     with pytest.raises(RuntimeError) if left_by == "exception" else nullcontext():
         leave_early()
-    again = _consumer(filled, "l2")
+    again = reader(filled, "l2")
     again.assign(QUEUES)
     with again:
         handled += [message.body for message in again]
     assert sorted(map(int, handled)) == list(range(30))
 
 
-def test_a_loop_left_early_goes_on_by_the_next_poll(filled: World) -> None:
-    consumer = _consumer(filled, pull_batch_size=10)
+def test_a_loop_left_early_goes_on_by_the_next_poll(filled: Kit) -> None:
+    consumer = reader(filled, pull_batch_size=10)
     consumer.assign(QUEUES[:1])
     with consumer:
         for message in consumer:
@@ -217,8 +217,8 @@ def test_a_loop_left_early_goes_on_by_the_next_poll(filled: World) -> None:
         assert [message.queue_offset for message in consumer.poll()] == list(range(4, 10))
 
 
-def test_a_seek_within_a_loop_counts_at_once(filled: World) -> None:
-    consumer = _consumer(filled)
+def test_a_seek_within_a_loop_counts_at_once(filled: Kit) -> None:
+    consumer = reader(filled)
     consumer.assign(QUEUES[:1])
     seen = []
     with consumer:
@@ -229,10 +229,8 @@ def test_a_seek_within_a_loop_counts_at_once(filled: World) -> None:
     assert seen == [0, 1, 7, 8, 9]
 
 
-def test_a_poll_that_is_interrupted_loses_nothing(filled: World) -> None:
-    consumer = _consumer(filled)
-    consumer.assign(QUEUES[:1])
-    consumer.start()
+def test_a_poll_that_is_interrupted_loses_nothing(filled: Kit) -> None:
+    consumer = reading(filled, 1)
     polled: list[Any] = []
     interrupted = 0
     for came in at_each_call(lambda: polled.append(consumer.poll())):
@@ -242,40 +240,34 @@ def test_a_poll_that_is_interrupted_loses_nothing(filled: World) -> None:
             assert [message.queue_offset for message in messages] == list(range(10))
             consumer.seek(QUEUES[0], 0)
     assert interrupted >= 20
-    consumer.shutdown()
 
 
-def test_without_auto_commit_nothing_is_stored_but_by_commit(filled: World) -> None:
-    consumer = _consumer(filled, auto_commit=False)
-    consumer.assign(QUEUES[:2])
-    consumer.start()
-    _polled(consumer)
-    filled.advance(60)
+def test_without_auto_commit_nothing_is_stored_but_by_commit(filled: Kit) -> None:
+    consumer = reading(filled, 2, auto_commit=False)
+    polled(consumer)
+    filled.advance(seconds=60)
     consumer.commit({QUEUES[0]: 7})
     assert (consumer.committed(QUEUES[0]), filled.broker.consumer_offset("g", "t", 0)) == (7, 7)
     consumer.shutdown()
     assert filled.broker.consumer_offset("g", "t", 1) in (None, 0)
-    again = _consumer(filled)
-    again.assign(QUEUES[:1])
-    again.start()
-    assert _polled(again) == [(0, 7), (0, 8), (0, 9)]
+    again = reading(filled, 1)
+    assert polled(again) == [(0, 7), (0, 8), (0, 9)]
     again.commit()
     assert again.committed(QUEUES[0]) == 10
-    again.shutdown()
 
 
-def test_positions(filled: World) -> None:
-    consumer = _consumer(filled, auto_commit=False)
+def test_positions(filled: Kit) -> None:
+    consumer = reader(filled, auto_commit=False)
     assert consumer.queues("t") == QUEUES
     consumer.assign(QUEUES[:2])
     consumer.start()
     assert consumer.assignment == tuple(QUEUES[:2])
     consumer.seek(QUEUES[0], 3)
     assert consumer.position(QUEUES[0]) == 3
-    assert _polled(consumer)[:1] == [(0, 3)]
-    assert _polled(consumer) == []
+    assert polled(consumer)[:1] == [(0, 3)]
+    assert polled(consumer) == []
     consumer.seek_to_begin(QUEUES[1])
-    assert len(_polled(consumer)) == 10
+    assert len(polled(consumer)) == 10
     consumer.seek_to_end(QUEUES[1])
     assert consumer.position(QUEUES[1]) == 10
     for queue_offset in (-1, 11, 1000):
@@ -285,28 +277,24 @@ def test_positions(filled: World) -> None:
         consumer.seek(QUEUES[2], 0)
     with pytest.raises(ClientStateError, match="does not read"):
         consumer.commit({QUEUES[2]: 0})
-    stored_ms = next(iter(filled.broker.messages("t"))).store_timestamp_ms
+    stored_ms = filled.messages("t")[0].store_timestamp_ms
     assert consumer.offset_by_time(QUEUES[0], 0) == 0
     assert consumer.offset_by_time(QUEUES[0], stored_ms + 6000) == 2
-    assert consumer.offset_by_time(QUEUES[0], filled.runner.now_ms() + 3_600_000) == 9
+    assert consumer.offset_by_time(QUEUES[0], filled.clock.now_ms() + 3_600_000) == 9
     consumer.assign(QUEUES[1:])
     assert consumer.assignment == tuple(QUEUES[1:])
-    consumer.shutdown()
 
 
-def test_pause_and_resume(filled: World) -> None:
-    consumer = _consumer(filled)
-    consumer.assign(QUEUES)
-    consumer.start()
+def test_pause_and_resume(filled: Kit) -> None:
+    consumer = reading(filled, 3)
     consumer.pause(QUEUES[:2])
-    assert {queue for queue, _ in _polled(consumer)} == {2}
+    assert {queue for queue, _ in polled(consumer)} == {2}
     consumer.resume(QUEUES[:1])
-    assert {queue for queue, _ in _polled(consumer)} == {0}
-    consumer.shutdown()
+    assert {queue for queue, _ in polled(consumer)} == {0}
 
 
-def test_misuse(filled: World) -> None:
-    consumer = _consumer(filled)
+def test_misuse(filled: Kit) -> None:
+    consumer = reader(filled)
     with pytest.raises(ClientStateError, match="created"):
         consumer.poll()
     consumer.subscribe("t")
@@ -319,63 +307,55 @@ def test_misuse(filled: World) -> None:
     with pytest.raises(ClientStateError, match="shut down"):
         consumer.poll()
     assert "shut down" in repr(consumer)
-    other = _consumer(filled)
+    other = reader(filled)
     other.assign(QUEUES)
     with pytest.raises(ClientStateError, match="exclude each other"):
         other.subscribe("t")
 
 
-def test_a_queue_of_an_unknown_broker(filled: World) -> None:
-    consumer = _consumer(filled)
+def test_a_queue_of_an_unknown_broker(filled: Kit) -> None:
+    consumer = reader(filled)
     consumer.assign([MessageQueue("t", "elsewhere", 0)])
     with pytest.raises(NoRouteError, match="elsewhere"):
         consumer.start()
     assert filled.broker.call(ConsumerIds("g")) == ()
     assert consumer.assignment == ()
-    filled.advance(60)
-    again = _consumer(filled)  # the same name
+    filled.advance(seconds=60)
+    again = reader(filled)  # the same name
     again.subscribe("t")
     again.start()
     with pytest.raises(ClientStateError, match="starts once"):
         again.start()
     assert filled.broker.call(ConsumerIds("g")) == (again.client.client_id,)
-    again.shutdown()
 
 
-def test_faults(filled: World) -> None:
-    seam = Seam(filled.broker)
-    consumer = PullConsumer(seam, "g", instance_name="l1")
+def test_faults(filled: Kit) -> None:
+    seam = seam_of(filled)
+    consumer = PullConsumer(seam, "g")
     consumer.assign(QUEUES[:1])
     consumer.start()
-    seam.fail = unreachable(PullMessage, UpdateOffset)
+    seam.cut(PullMessage, UpdateOffset)
     assert consumer.poll() == []
     with pytest.raises(ClientStateError, match="not stored"):
         consumer.commit({QUEUES[0]: 3})
-    seam.fail = unreachable()
+    seam.cut()
     assert len(consumer.poll()) == 10
-    consumer.shutdown()
 
 
-def test_a_position_that_the_queue_does_not_have(filled: World) -> None:
+def test_a_position_that_the_queue_does_not_have(filled: Kit) -> None:
     filled.broker.call(UpdateOffset("g", "t", 0, 99))
-    consumer = _consumer(filled)
-    consumer.assign(QUEUES[:1])
-    consumer.start()
-    assert _polled(consumer) == []
-    filled.send("x", queue=0)
-    assert _polled(consumer) == [(0, 10)]
-    consumer.shutdown()
+    consumer = reading(filled, 1)
+    assert polled(consumer) == []
+    send(filled, "x", queue=0)
+    assert polled(consumer) == [(0, 10)]
 
 
-def test_reset_of_a_running_group(filled: World) -> None:
-    consumer = _consumer(filled, consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("t")
-    consumer.start()
-    assert len(_polled(consumer)) == 30
-    filled.advance(20)
+def test_reset_of_a_running_group(filled: Kit) -> None:
+    consumer = subscribed(filled, consume_from=ConsumeFrom.FIRST)
+    assert len(polled(consumer)) == 30
+    filled.advance(seconds=20)
     filled.broker.call(ResetGroup("g", "t", 0))
-    assert len(_polled(consumer)) == 30
-    consumer.shutdown()
+    assert len(polled(consumer)) == 30
 
 
 def test_a_poll_waits_for_the_first_message() -> None:

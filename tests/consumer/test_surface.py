@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any, get_type_hints
@@ -12,44 +12,40 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.client.producer import Producer
+from librmq.config import StoreConfig
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PullConsumerConfig, PushConsumer
 from librmq.consumer.config import ConsumerSettings, PullConsumerSettings
 from librmq.errors import BrokerError, ConfigError
 from librmq.listener import ReconsumeLater
 from librmq.runtime.manual import ManualRunner
-from tests.world import World
-from tests.world import world as make_world
+from librmq.testing import Kit
+from tests.consumer.parties import send, subscribed
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with make_world(1) as world:
-        yield world
+def started(rmq: Kit, **settings: Any) -> PushConsumer:
+    consumer = rmq.consumer("g", **settings)
+    consumer.subscribe("t2", lambda message: None)
+    send(rmq, "a", topic="t2")  # which starts it
+    return consumer
 
 
-def _started(world: World, **settings: Any) -> PushConsumer:
-    consumer = world.consumer(topic=None, **settings)
-    consumer.subscribe("other", lambda message: None)
-    return consumer.start()
-
-
-def test_subscribe_takes_the_listener_as_an_argument(world: World) -> None:
+def test_subscribe_takes_the_listener_as_an_argument(one_queue: Kit) -> None:
     got: list[bytes] = []
 
     def listen(message: DeliveredMessage) -> None:
         got.append(message.body)
 
-    consumer = _started(world)
+    consumer = started(one_queue)
     assert consumer.subscribe("t", listen) is listen
-    world.send("a")
-    world.advance(1)
+    send(one_queue, "a")
+    one_queue.advance(seconds=1)
     assert got == [b"a"]
 
 
-def test_several_listeners_of_a_topic_share_it_by_tag(world: World) -> None:
+def test_several_listeners_of_a_topic_share_it_by_tag(one_queue: Kit) -> None:
     created: list[str] = []
     paid: list[str] = []
-    consumer = _started(world, batch_size=4)
+    consumer = started(one_queue, batch_size=4)
     consumer.subscribe("t", lambda messages: created.extend(one.body.decode() for one in messages), tags="created")
     failing = [1]
 
@@ -60,8 +56,8 @@ def test_several_listeners_of_a_topic_share_it_by_tag(world: World) -> None:
             raise ReconsumeLater(delay_level=1)  # so that a redelivery finds its listener too
 
     for number, tag in enumerate(("created", "paid", "refunded", "chat", "created")):
-        world.send(f"{tag}{number}", tags=tag)
-    world.advance(30)
+        send(one_queue, f"{tag}{number}", tags=tag)
+    one_queue.advance(seconds=30)
     assert created == ["created0", "created4"]
     assert sorted(paid) == ["paid1", "paid1", "refunded2"]
     assert consumer.subscriptions["t"].expression == "created || paid || refunded"
@@ -77,9 +73,9 @@ def test_several_listeners_of_a_topic_share_it_by_tag(world: World) -> None:
     ],
 )
 def test_a_second_listener_never_replaces_the_first(
-    world: World, first: dict[str, str], second: dict[str, str], says: str
+    one_queue: Kit, first: dict[str, str], second: dict[str, str], says: str
 ) -> None:
-    consumer = world.consumer(topic=None)
+    consumer = one_queue.consumer("g")
     got: list[DeliveredMessage] = []
     consumer.subscribe("t", got.append, tags=first.get("tags"), sql=first.get("sql"))
     with pytest.raises(ConfigError, match=says):
@@ -88,21 +84,21 @@ def test_a_second_listener_never_replaces_the_first(
     consumer.subscribe("t", got.append, tags=second.get("tags"), sql=second.get("sql"))
 
 
-def test_a_predicate_lets_messages_pass_as_consumed(world: World) -> None:
-    consumer = world.consumer(topic=None)
+def test_a_predicate_lets_messages_pass_as_consumed(one_queue: Kit) -> None:
+    consumer = one_queue.consumer("g")
     got: list[str] = []
     consumer.subscribe(
         "t", lambda m: got.append(m.body.decode()), predicate=lambda m: m.body != b"no", must_return=False
     )
     consumer.start()
-    world.send("a", "no", "b")
-    world.advance(20)
+    send(one_queue, "a", "no", "b")
+    one_queue.advance(seconds=20)
     assert got == ["a", "b"]
-    assert world.broker.consumer_offset("g", "t") == 3
+    assert one_queue.broker.consumer_offset("g", "t") == 3
 
 
 @pytest.mark.parametrize("answer", [0, -1, ReconsumeLater(delay_level=1, consumed=1)])
-def test_a_predicate_and_a_batch_agree_on_what_is_consumed(world: World, answer: int | Exception) -> None:
+def test_a_predicate_and_a_batch_agree_on_what_is_consumed(one_queue: Kit, answer: int | Exception) -> None:
     """The listener counts the messages that it was given, which are not all of the batch."""
     calls: list[list[str]] = []
 
@@ -114,11 +110,11 @@ def test_a_predicate_and_a_batch_agree_on_what_is_consumed(world: World, answer:
             raise answer
         return answer
 
-    world.send("no1", "a", "no2", "b", "no3")
-    consumer = world.consumer(topic=None, batch_size=8)
+    send(one_queue, "no1", "a", "no2", "b", "no3")
+    consumer = one_queue.consumer("g", batch_size=8)
     consumer.subscribe("t", listen, predicate=lambda message: not message.body.startswith(b"no"))
     consumer.start()
-    world.advance(60)
+    one_queue.advance(seconds=60)
     assert calls[0] == ["a", "b"]
     assert [body for call in calls[1:] for body in call] == (["a", "b"] if answer == -1 else ["b"])
 
@@ -150,17 +146,17 @@ async def test_async_contexts_start_and_shut_down() -> None:
         assert producer.shutdown() is True
 
 
-def test_single_messages_want_a_batch_size_of_one(world: World) -> None:
-    consumer = world.consumer(topic=None, batch_size=4)
+def test_single_messages_want_a_batch_size_of_one(one_queue: Kit) -> None:
+    consumer = one_queue.consumer("g", batch_size=4)
     with pytest.raises(ConfigError, match="batch=False brings single messages: it wants batch_size=1"):
         consumer.subscribe("t", print, batch=False)
 
 
-def test_redeliveries_of_several_topics_keep_to_their_listeners(world: World) -> None:
+def test_redeliveries_of_several_topics_keep_to_their_listeners(one_queue: Kit) -> None:
     """A batch of the retry topic had gone to the listener of its first message's topic."""
-    world.broker.create_topic("u", 1)
+    one_queue.broker.create_topic("u", 1)
     got: list[tuple[str, str]] = []
-    consumer = world.consumer(topic=None, batch_size=8)
+    consumer = one_queue.consumer("g", batch_size=8)
 
     def listener(topic: str) -> Callable[[list[DeliveredMessage]], None]:
         def listen(messages: list[DeliveredMessage]) -> None:
@@ -173,11 +169,11 @@ def test_redeliveries_of_several_topics_keep_to_their_listeners(world: World) ->
     for topic in ("t", "u"):
         consumer.subscribe(topic, listener(topic))
     consumer.start()
-    world.advance(1)
+    one_queue.advance(seconds=1)
     for number in range(3):
-        world.send(f"t{number}", topic="t", queue=0)
-        world.send(f"u{number}", topic="u", queue=0)
-    world.advance(30)
+        send(one_queue, f"t{number}", topic="t", queue=0)
+        send(one_queue, f"u{number}", topic="u", queue=0)
+    one_queue.advance(seconds=30)
     assert len(got) == 12
     assert all(body.startswith(topic) for topic, body in got)
 
@@ -190,25 +186,25 @@ def test_a_path_is_no_route(kind: Any) -> None:
         kind(3, "g")
 
 
-def test_durations_are_seconds_or_timedeltas(world: World) -> None:
-    consumer = world.consumer(suspend_time=timedelta(milliseconds=1500), shutdown_timeout=2)
+def test_durations_are_seconds_or_timedeltas(one_queue: Kit) -> None:
+    consumer = subscribed(one_queue, suspend_time=timedelta(milliseconds=1500), shutdown_timeout=2)
     assert (consumer.config.suspend_time, consumer.config.shutdown_timeout) == (1.5, 2)
     with pytest.raises(ConfigError, match="suspend_time"):
-        world.consumer(suspend_time=timedelta(seconds=-1))
+        subscribed(one_queue, suspend_time=timedelta(seconds=-1))
     consumer.start()
     assert consumer.shutdown(timedelta(seconds=1)) is True
-    with PullConsumer(world.broker, "p") as reader:
+    with PullConsumer(one_queue.broker, "p") as reader:
         assert reader.poll(timedelta(0)) == []
 
 
-def test_consumers_show_what_they_do(world: World) -> None:
-    consumer = world.consumer()
-    assert repr(consumer) == "<PushConsumer g@c1, created, topics: t, queues: 0>"
+def test_consumers_show_what_they_do(one_queue: Kit) -> None:
+    consumer = subscribed(one_queue)
+    assert repr(consumer) == "<PushConsumer g@g, created, topics: t, queues: 0>"
     consumer.start()
-    world.advance(1)
-    assert repr(consumer) == "<PushConsumer g@c1, running, topics: t, queues: 2>"
-    assert repr(consumer.client) == "Client('127.0.0.1@c1', producers=[], consumers=['g'])"
-    assert repr(PullConsumer(world.broker, "p")) == "<PullConsumer p, created, topics: none, queues: 0>"
+    one_queue.advance(seconds=1)
+    assert repr(consumer) == "<PushConsumer g@g, running, topics: t, queues: 2>"
+    assert repr(consumer.client) == "Client('10.0.1.101@g', producers=[], consumers=['g'])"
+    assert repr(PullConsumer(one_queue.broker, "p")) == "<PullConsumer p, created, topics: none, queues: 0>"
 
 
 @pytest.mark.parametrize(
@@ -218,26 +214,26 @@ def test_typed_keywords_are_the_settings(config: type[Any], settings: type[Any])
     assert set(get_type_hints(settings)) == {one.name for one in fields(config)}
 
 
+@pytest.mark.rmq(store_config=StoreConfig.tiny(enable_property_filter=False))
 @pytest.mark.parametrize("kind", [PushConsumer, PullConsumer])
-def test_sql_that_a_broker_does_not_serve_is_refused(kind: Any) -> None:
+def test_sql_that_a_broker_does_not_serve_is_refused(one_queue: Kit, kind: Any) -> None:
     """The consumer started, got nothing, and the log filled (issue 14, 2.1)."""
-    with make_world(1, enable_property_filter=False) as world:
-        consumer = kind(world.broker, "g")
-        if kind is PushConsumer:
-            consumer.subscribe("t", print, sql="p = 1")
-        else:
-            consumer.subscribe("t", sql="p = 1")
-        with pytest.raises(BrokerError, match="enable_property_filter"):
-            consumer.start()
-        running = PullConsumer(world.broker, "g2").start()
-        with pytest.raises(BrokerError, match="enable_property_filter"):
-            running.subscribe("t", sql="p = 1")
-        running.shutdown()
+    consumer = kind(one_queue.broker, "g")
+    if kind is PushConsumer:
+        consumer.subscribe("t", print, sql="p = 1")
+    else:
+        consumer.subscribe("t", sql="p = 1")
+    with pytest.raises(BrokerError, match="enable_property_filter"):
+        consumer.start()
+    running = PullConsumer(one_queue.broker, "g2").start()
+    with pytest.raises(BrokerError, match="enable_property_filter"):
+        running.subscribe("t", sql="p = 1")
+    running.shutdown()
 
 
-def test_a_start_without_listener_can_be_mended(world: World) -> None:
+def test_a_start_without_listener_can_be_mended(one_queue: Kit) -> None:
     """The consumer had counted as failed for good."""
-    consumer = world.consumer(topic=None)
+    consumer = one_queue.consumer("g")
     got: list[DeliveredMessage] = []
     with (
         pytest.raises(ConfigError, match=r"subscribe a listener to a topic before start\(\) or the with block"),
@@ -246,12 +242,12 @@ def test_a_start_without_listener_can_be_mended(world: World) -> None:
         pass
     consumer.subscribe("t", got.append)
     with consumer:
-        world.send("a")
-        world.advance(5)
+        send(one_queue, "a")
+        one_queue.advance(seconds=5)
     assert [message.body for message in got] == [b"a"]
 
 
 @pytest.mark.parametrize("filters", [{"tags": 3}, {"sql": ["a = 1"]}])
-def test_a_filter_that_is_no_text_is_refused(world: World, filters: dict[str, Any]) -> None:
+def test_a_filter_that_is_no_text_is_refused(one_queue: Kit, filters: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected text, found"):
-        world.consumer(topic=None).subscribe("t", print, **filters)
+        one_queue.consumer("g").subscribe("t", print, **filters)
