@@ -1,27 +1,21 @@
 """The commit of a Spark job: its staged records go into a store, all of them or none.
 
-::
-
-    librmq/spark/<job>.json     {"version", "begin", "end", "first", "records", "done"}: where the records go in the
-                                log, how the first one begins, whether all is done
-
 The commit writes everything behind the log's end, except for the first bytes up to the end of their sector. To any
 reader, the log ends where it did. Those bytes are written when the others have reached the device, and all records
 are there at once. A process that dies before that leaves a sector that was never written; recovery cuts it, as it does
 after a crash of the broker. A process that dies later leaves records without queue entries and keys, which recovery
-makes. The job's file tells the two apart: is its first record where it was to be? So a commit may be repeated. When
-retention has deleted that place, only ``done`` in the file counts.
+makes. The job's note (`librmq.store.format.job_notes`) tells the two apart: is its first record where it was to be? So
+a commit may be repeated. When retention has deleted that place, only ``done`` in the note counts.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import numpy as np
@@ -38,6 +32,7 @@ from librmq.spark.staging import Staged, StagedBlock, StagedRecords, discard
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.format import directory
+from librmq.store.format.job_notes import FIRST_BYTES, FOLDER, JobNote, note_path
 
 __all__ = ["commit", "wait_until_free"]
 
@@ -47,11 +42,6 @@ CHUNK_BYTES: Final = 2 << 20
 _BETWEEN_TRIES: Final = 0.1
 """Seconds between two tries to lock the store."""
 _SECTOR: Final = 512
-_TOLD: Final = 64
-
-
-def _note(path: str, job: str) -> str:
-    return os.path.join(path, directory.OWN, "spark", f"{job}.json")
 
 
 def commit(
@@ -73,7 +63,7 @@ def commit(
         StoreLockedError: Another process still writes to the store after ``wait_seconds``.
     """
     files = DiskFiles()
-    make_folders(files, os.path.join(path, directory.OWN, "spark"))
+    make_folders(files, os.path.join(path, FOLDER))
     with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
         if _was_committed(store, job):
             discard(folder)
@@ -84,9 +74,9 @@ def commit(
                 if keep_note:
                     _mark_done(store, job)
                 else:
-                    files.delete(_note(path, job))
+                    files.delete(note_path(path, job))
             elif keep_note:
-                _write_note(store, job, store.log.end, store.log.end, b"", 0)
+                JobNote(store.log.end, store.log.end, b"", 0).write(note_path(path, job), files)
                 _mark_done(store, job)
             count = len(records)
     discard(folder)
@@ -123,28 +113,15 @@ def _when_free(action: Callable[[], _T], wait_seconds: float) -> _T:
 
 
 def _was_committed(store: MessageStore, job: str) -> bool:
-    note = _note(store.path, job)
+    note = note_path(store.path, job)
     if store.files.size(note) is None:
         return False
-    try:
-        found = json.loads(store.files.read(note))
-        begin, first, records = int(found["begin"]), bytes.fromhex(found["first"]), int(found["records"])
-        done = found.get("done") is True
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptionError(note, 0, "config", f"expected the note of a write: {error}") from None
-    if begin < store.log.begin:  # files of the log that have gone since held the records, if there were any
-        return done
-    return not records or (begin < store.log.end and store.log.data_at(begin, len(first)) == first)
-
-
-def _write_note(store: MessageStore, job: str, begin: int, end: int, first: bytes, records: int) -> None:
-    document = {"version": 1, "begin": begin, "end": end, "first": first.hex(), "records": records, "done": False}
-    store.files.write(_note(store.path, job), json.dumps(document).encode())
+    return JobNote.read(note, store.files).is_committed(store.log.begin, store.log.end, store.log.data_at)
 
 
 def _mark_done(store: MessageStore, job: str) -> None:
-    note = _note(store.path, job)
-    store.files.write(note, json.dumps(json.loads(store.files.read(note)) | {"done": True}).encode())
+    note = note_path(store.path, job)
+    replace(JobNote.read(note, store.files), done=True).write(note, store.files)
 
 
 @dataclass(slots=True)
@@ -189,7 +166,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
         log.patch(begin, shown)  # within one sector: there or not
     except BaseException:
         log.truncate(old_end)
-        store.files.delete(_note(store.path, job))
+        store.files.delete(note_path(store.path, job))
         raise
     log.last_write = last
     try:
@@ -231,7 +208,8 @@ def _write(
                 if written is None:
                     gate = min(len(data), _SECTOR - begin % _SECTOR)
                     shown = bytes(data[:gate])
-                    _write_note(store, job, begin, end, bytes(data[:_TOLD]), len(records))
+                    note = JobNote(begin, end, bytes(data[:FIRST_BYTES]), len(records))
+                    note.write(note_path(store.path, job), store.files)
                     data[:gate] = bytes(gate)
                 else:
                     written.result()

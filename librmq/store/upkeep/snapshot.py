@@ -41,7 +41,7 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.store.engine.dispatch import has_queue_entry
-from librmq.store.format import directory
+from librmq.store.format import directory, job_notes
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
@@ -58,7 +58,6 @@ _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 _TIMER_CHECK: Final = re.compile("timercheck")
-_JOBS: Final = os.path.join(directory.OWN, "spark")
 _KEPT_CONFIG: Final = re.compile(r"config\.json")
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
 _LONGEST_NUMBER: Final = 20  # digits of a queue offset
@@ -160,19 +159,21 @@ def rescue(
     The order is that of `librmq.store.recovery.salvage.records`, the cuts that were kept among them; ``tell`` gets what
     is left out. Records keep their fields but for the physical offset, and with it the offset id, and the queue offset:
     the messages of each queue count from 0 without a gap, so that consumers get past what was lost. The progress of
-    groups, of delay levels and of transactions is translated.
+    groups, of delay levels and of transactions is translated. A Spark job with a ``jobId`` stays committed if its first
+    record was saved, or, once it was done, any record; otherwise it can write its messages again.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     config = config or directory.infer_config(path, files)
     count = gaps = 0
     with _growing(target, files) as part:
         log = CommitLog.open(os.path.join(part, directory.COMMITLOG), config.commitlog_file_size, files=files)
-        numbers = _Renumbering()
+        numbers, jobs = _Renumbering(), job_notes.MovedJobs(_sound_notes(path, files, tell))
         for item in _records(path, files, numbers.end_log):
             if isinstance(item, StoredMessage):
                 try:
                     validate_queue(item.topic, item.queue_id)
-                    _append(log, item, numbers)
+                    place, raw = _append(log, item, numbers)
+                    jobs.copied(item.physical_offset, item.raw, place, raw)
                     count += 1
                     continue
                 except MessageIllegalError as error:
@@ -181,6 +182,11 @@ def rescue(
             tell(item)
         log.close()
         _copy_config(path, part, files, directory.OWN, only=_KEPT_CONFIG)
+        moved = jobs.finish()
+        if moved:
+            make_folders(files, os.path.join(part, job_notes.FOLDER))
+        for job, note in moved.items():
+            note.write(job_notes.note_path(part, job), files)
         _copy_config(path, part, files, without=_TIMER_CHECK)  # which belongs to a timer log that is not copied
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
@@ -239,15 +245,29 @@ class _Renumbering:
         return self._halves.get((queue_id, queue_offset), -1)
 
 
-def _append(log: CommitLog, message: StoredMessage, numbers: _Renumbering) -> None:
-    """Append a record to a new log, with a new physical offset and queue offset."""
+def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict[str, job_notes.JobNote]:
+    """Return what the store remembers of jobs; ``tell`` gets notes that can't be read."""
+    notes = {}
+    for job in job_notes.jobs(path, files):
+        try:
+            notes[job] = job_notes.JobNote.read(job_notes.note_path(path, job), files)
+        except CorruptionError as error:
+            tell(Gap(0, 0, error.file, error.what))
+    return notes
+
+
+def _append(log: CommitLog, message: StoredMessage, numbers: _Renumbering) -> tuple[int, bytes]:
+    """Append a record to a new log, with a new physical offset and queue offset; return its place and bytes."""
     raw = bytearray(message.raw)
     if has_queue_entry(message.sys_flag):
         if message.topic == OP_TOPIC:
             raw = _op_of_half(message, numbers)
         raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(numbers.next(message))
-    raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(log.claim(len(raw)))
-    log.append(bytes(raw))
+    place = log.claim(len(raw))
+    raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(place)
+    data = bytes(raw)
+    log.append(data)
+    return place, data
 
 
 def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
@@ -423,7 +443,7 @@ def _copy_progress(path: str, part: str, files: Files) -> None:
     _copy_config(path, part, files, only=_PROGRESS)
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
-    _copy_config(path, part, files, _JOBS, only=_NOTE)
+    _copy_config(path, part, files, job_notes.FOLDER, only=_NOTE)
     _copy_config(path, part, files, directory.OWN, only=_KEPT_CONFIG)
 
 
