@@ -1,4 +1,8 @@
-"""What tests of brokers share: one in memory under a clock that stands still, and clients that only listen."""
+"""Requests by hand, clients that only listen, and brokers that the kit can't serve.
+
+The kit's broker is the one to test with (fixtures ``rmq`` and ``broker``); `opened` is for those that are closed in
+order and opened again, whose files fail or hold something before, or whose settings differ within one test.
+"""
 
 from __future__ import annotations
 

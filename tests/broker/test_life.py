@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq.broker import Broker
+from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
 from librmq.files.disk import DiskFiles
@@ -25,6 +25,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.manual import ManualRunner
+from librmq.testing import Kit
 from librmq.testing.files import FailingFiles
 from tests.broker.parties import HOST, beat, manual, opened, pull, send
 
@@ -173,12 +174,12 @@ def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
         assert (dead.stored_body, dead.body, dead.store_host) == (body, bytes(5_000), ("10.0.0.1", 10911))
 
 
-def test_who_waits_for_the_device() -> None:
-    with opened(store=StoreConfig.tiny(durability="sync")) as broker:
-        send(broker, "T", wait_store_ok=False)
-        assert broker.store._commit.flushed < broker.store.log.end
-        assert send(broker, "T").status is SendStatus.SEND_OK
-        assert broker.store._commit.flushed == broker.store.log.end
+@pytest.mark.rmq(store_config=StoreConfig.tiny(durability="sync"))
+def test_who_waits_for_the_device(broker: Broker) -> None:
+    send(broker, "T", wait_store_ok=False)
+    assert broker.store._commit.flushed < broker.store.log.end
+    assert send(broker, "T").status is SendStatus.SEND_OK
+    assert broker.store._commit.flushed == broker.store.log.end
 
 
 def test_a_message_that_may_not_have_reached_the_device() -> None:
@@ -194,14 +195,13 @@ def test_a_message_that_may_not_have_reached_the_device() -> None:
     broker.abandon()
 
 
-def test_by_hand_the_store_is_flushed_by_a_step() -> None:
-    with opened() as broker:
-        send(broker, "T")
-        manual(broker).advance(10_500)
-        assert broker.store._commit.flushed == broker.store.log.end
+def test_by_hand_the_store_is_flushed_by_a_step(rmq: Kit, broker: Broker) -> None:
+    send(broker, "T")
+    rmq.advance(ms=10_500)
+    assert broker.store._commit.flushed == broker.store.log.end
 
 
-def test_a_retry_topic_is_made_in_any_case() -> None:
-    with opened(auto_create_topic=False) as broker:
-        send(broker, "%RETRY%g", max_reconsume_times=1)
-        assert broker.topics()["%RETRY%g"].write_queues == 1
+@pytest.mark.rmq(broker_config=BrokerConfig(auto_create_topic=False))
+def test_a_retry_topic_is_made_in_any_case(broker: Broker) -> None:
+    send(broker, "%RETRY%g", max_reconsume_times=1)
+    assert broker.topics()["%RETRY%g"].write_queues == 1

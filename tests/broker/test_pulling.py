@@ -43,7 +43,8 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.manual import ManualRunner
-from tests.broker.parties import beat, manual, opened, pull, send
+from librmq.testing import Kit
+from tests.broker.parties import beat, opened, pull, send
 
 
 class Bell:
@@ -63,56 +64,52 @@ def refusal(action: Any, *args: Any, **fields: Any) -> int:
     return caught.value.code
 
 
-def test_a_pull_gives_messages_and_where_to_go_on() -> None:
-    with opened() as broker:
-        for at in range(40):
-            send(broker, "T", b"%d" % at)
-        first = pull(broker, "T")
-        assert (first.status, first.next_offset, first.min_offset, first.max_offset) == (PullStatus.FOUND, 32, 0, 40)
-        rest = pull(broker, "T", first.next_offset, max_messages=5)
-        assert [message.body for message in (*first.messages, *rest.messages)] == [b"%d" % at for at in range(37)]
+def test_a_pull_gives_messages_and_where_to_go_on(broker: Broker) -> None:
+    for at in range(40):
+        send(broker, "T", b"%d" % at)
+    first = pull(broker, "T")
+    assert (first.status, first.next_offset, first.min_offset, first.max_offset) == (PullStatus.FOUND, 32, 0, 40)
+    rest = pull(broker, "T", first.next_offset, max_messages=5)
+    assert [message.body for message in (*first.messages, *rest.messages)] == [b"%d" % at for at in range(37)]
 
 
-def test_what_the_status_of_a_pull_says() -> None:
-    with opened() as broker:
-        broker.create_topic("T", 2)
-        assert pull(broker, "T").status is PullStatus.NO_NEW_MESSAGE
-        assert pull(broker, "T", 3).status is PullStatus.OFFSET_ILLEGAL
-        send(broker, "T", tags="a")
-        assert pull(broker, "T", 1).status is PullStatus.NO_NEW_MESSAGE
-        too_far = pull(broker, "T", 2)
-        assert (too_far.status, too_far.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
-        other = pull(broker, "T", subscription=Subscription("T", "b"))
-        assert (other.status, other.next_offset) == (PullStatus.NO_MATCHED_MESSAGE, 1)
+def test_what_the_status_of_a_pull_says(broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    assert pull(broker, "T").status is PullStatus.NO_NEW_MESSAGE
+    assert pull(broker, "T", 3).status is PullStatus.OFFSET_ILLEGAL
+    send(broker, "T", tags="a")
+    assert pull(broker, "T", 1).status is PullStatus.NO_NEW_MESSAGE
+    too_far = pull(broker, "T", 2)
+    assert (too_far.status, too_far.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
+    other = pull(broker, "T", subscription=Subscription("T", "b"))
+    assert (other.status, other.next_offset) == (PullStatus.NO_MATCHED_MESSAGE, 1)
 
 
-def test_a_moved_offset_is_written_down() -> None:
-    with opened() as broker:
-        send(broker, "T")
-        pull(broker, "T", 9)
-        (event,) = broker.messages("OFFSET_MOVED_EVENT")
-        assert event.properties_raw == b"KEYS\1g\2DELAY\x010\2TAGS\1g"
-        assert json.loads(event.body) == {
-            "consumerGroup": "g",
-            "messageQueue": {"brokerName": "broker-a", "queueId": 0, "topic": "T"},
-            "offsetNew": 1,
-            "offsetRequest": 9,
-        }
+def test_a_moved_offset_is_written_down(broker: Broker) -> None:
+    send(broker, "T")
+    pull(broker, "T", 9)
+    (event,) = broker.messages("OFFSET_MOVED_EVENT")
+    assert event.properties_raw == b"KEYS\1g\2DELAY\x010\2TAGS\1g"
+    assert json.loads(event.body) == {
+        "consumerGroup": "g",
+        "messageQueue": {"brokerName": "broker-a", "queueId": 0, "topic": "T"},
+        "offsetNew": 1,
+        "offsetRequest": 9,
+    }
 
 
-def test_a_full_disk_keeps_nobody_from_learning_where_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_does_not_hide_where_to_go_on(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     """It is then that retention takes what is old, and that consumers who are behind ask for what is gone."""
-    with opened() as broker:
-        send(broker, "T")
+    send(broker, "T")
 
-        def refuse(*arguments: Any, **fields: Any) -> Any:
-            raise DiskFullError("the disk is full")
+    def refuse(*arguments: Any, **fields: Any) -> Any:
+        raise DiskFullError("the disk is full")
 
-        append, broker._sending._append = broker._sending._append, refuse
-        moved = pull(broker, "T", 9)
-        assert (moved.status, moved.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
-        assert "is not written down: the disk is full" in caplog.text
-        broker._sending._append = append
+    append, broker._sending._append = broker._sending._append, refuse
+    moved = pull(broker, "T", 9)
+    assert (moved.status, moved.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
+    assert "is not written down: the disk is full" in caplog.text
+    broker._sending._append = append
 
 
 def test_pulls_that_are_refused() -> None:
@@ -135,13 +132,13 @@ def test_pulls_that_are_refused() -> None:
         assert refusal(pull, broker, "T") == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
 
 
-def test_sql_can_be_switched_off() -> None:
-    with opened(store=StoreConfig.tiny(enable_property_filter=False)) as broker:
-        send(broker, "T")
-        sql = Subscription("T", "a > 1", "SQL92")
-        assert refusal(pull, broker, "T", subscription=sql) == ResponseCode.SYSTEM_ERROR
-        beat(broker, sql)
-        assert refusal(pull, broker, "T", subscription=None) == ResponseCode.SYSTEM_ERROR
+@pytest.mark.rmq(store_config=StoreConfig.tiny(enable_property_filter=False))
+def test_sql_can_be_switched_off(broker: Broker) -> None:
+    send(broker, "T")
+    sql = Subscription("T", "a > 1", "SQL92")
+    assert refusal(pull, broker, "T", subscription=sql) == ResponseCode.SYSTEM_ERROR
+    beat(broker, sql)
+    assert refusal(pull, broker, "T", subscription=None) == ResponseCode.SYSTEM_ERROR
 
 
 def test_groups_that_may_not() -> None:
@@ -160,17 +157,15 @@ def test_groups_that_may_not() -> None:
 # ---- held pulls
 
 
-def test_a_held_pull_is_woken_by_a_message_of_its_queue() -> None:
-    with opened() as broker:
-        runner = manual(broker)
-        broker.create_topic("T", 2)
-        bell = Bell(runner)
-        assert pull(broker, "T", notify=bell).status is PullStatus.HELD
-        send(broker, "T", queue_id=1)
-        assert bell.rung_ms == []
-        send(broker, "T")
-        send(broker, "T")
-        assert bell.rung_ms == [runner.now_ms()]
+def test_a_held_pull_is_woken_by_a_message_of_its_queue(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    bell = Bell(rmq.runner)
+    assert pull(broker, "T", notify=bell).status is PullStatus.HELD
+    send(broker, "T", queue_id=1)
+    assert bell.rung_ms == []
+    send(broker, "T")
+    send(broker, "T")
+    assert bell.rung_ms == [rmq.clock.now_ms()]
 
 
 @pytest.mark.parametrize(
@@ -182,166 +177,155 @@ def test_a_held_pull_is_woken_by_a_message_of_its_queue() -> None:
         (Subscription("T", ""), {}),
     ],
 )
-def test_a_held_pull_is_woken_by_what_matches(subscription: Subscription, fields: dict[str, Any]) -> None:
-    with opened() as broker:
-        bell = Bell(manual(broker))
-        broker.create_topic("T")
-        pull(broker, "T", notify=bell, subscription=subscription)
-        if subscription.expression:
-            send(broker, "T", tags="c", properties={"u": "w"})
-        assert bell.rung_ms == []
-        send(broker, "T", **fields)
-        assert len(bell.rung_ms) == 1
+def test_a_held_pull_is_woken_by_what_matches(
+    rmq: Kit, broker: Broker, subscription: Subscription, fields: dict[str, Any]
+) -> None:
+    bell = Bell(rmq.runner)
+    broker.create_topic("T")
+    pull(broker, "T", notify=bell, subscription=subscription)
+    if subscription.expression:
+        send(broker, "T", tags="c", properties={"u": "w"})
+    assert bell.rung_ms == []
+    send(broker, "T", **fields)
+    assert len(bell.rung_ms) == 1
 
 
-def test_a_held_pull_ends_at_the_next_sweep_only_if_others_came() -> None:
-    with opened() as broker:
-        runner = manual(broker)
-        broker.create_topic("T", 2)
-        passed, quiet = Bell(runner), Bell(runner)
-        begin_ms = runner.now_ms()
-        pull(broker, "T", notify=passed, subscription=Subscription("T", "a"))
-        pull(broker, "T", queue_id=1, notify=quiet, subscription=Subscription("T", "a"))
-        runner.advance(4_000)
-        send(broker, "T", tags="b")
-        send(broker, "T", tags="b")
-        runner.advance(3_600_000)
-        assert (passed.rung_ms, quiet.rung_ms) == ([begin_ms + 5_000], [])
-        assert pull(broker, "T", notify=passed, subscription=Subscription("T", "a")).next_offset == 2
+def test_a_held_pull_ends_at_the_next_sweep_only_if_others_came(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    passed, quiet = Bell(rmq.runner), Bell(rmq.runner)
+    begin_ms = rmq.clock.now_ms()
+    pull(broker, "T", notify=passed, subscription=Subscription("T", "a"))
+    pull(broker, "T", queue_id=1, notify=quiet, subscription=Subscription("T", "a"))
+    rmq.advance(ms=4_000)
+    send(broker, "T", tags="b")
+    send(broker, "T", tags="b")
+    rmq.advance(ms=3_600_000)
+    assert (passed.rung_ms, quiet.rung_ms) == ([begin_ms + 5_000], [])
+    assert pull(broker, "T", notify=passed, subscription=Subscription("T", "a")).next_offset == 2
 
 
-def test_a_later_pull_replaces_an_earlier_one() -> None:
-    with opened() as broker:
-        broker.create_topic("T")
-        first, second, other = (Bell(manual(broker)) for _ in range(3))
-        pull(broker, "T", notify=first)
-        pull(broker, "T", notify=second)
-        broker.call(Unregister("c1", consumer_group="h"))
-        broker.call(ChannelClosed("c2"))
-        send(broker, "T")
-        assert (len(first.rung_ms), len(second.rung_ms)) == (0, 1)
-        pull(broker, "T", 1, notify=other)
-        broker.call(Unregister("c1", consumer_group="g"))
-        send(broker, "T")
-        assert other.rung_ms == []
+def test_a_later_pull_replaces_an_earlier_one(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T")
+    first, second, other = (Bell(rmq.runner) for _ in range(3))
+    pull(broker, "T", notify=first)
+    pull(broker, "T", notify=second)
+    broker.call(Unregister("c1", consumer_group="h"))
+    broker.call(ChannelClosed("c2"))
+    send(broker, "T")
+    assert (len(first.rung_ms), len(second.rung_ms)) == (0, 1)
+    pull(broker, "T", 1, notify=other)
+    broker.call(Unregister("c1", consumer_group="g"))
+    send(broker, "T")
+    assert other.rung_ms == []
 
 
-def test_a_delivered_message_and_a_dead_letter_wake_too() -> None:
-    with opened() as broker:
-        runner = manual(broker)
-        broker.create_topic("T")
-        bell = Bell(runner)
-        pull(broker, "T", notify=bell)
-        sent_ms = runner.now_ms()
-        send(broker, "T", delay_level=2)
-        runner.advance(60_000)
-        assert bell.rung_ms == [sent_ms + 5_000]
+def test_a_delivered_message_and_a_dead_letter_wake_too(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T")
+    bell = Bell(rmq.runner)
+    pull(broker, "T", notify=bell)
+    sent_ms = rmq.clock.now_ms()
+    send(broker, "T", delay_level=2)
+    rmq.advance(ms=60_000)
+    assert bell.rung_ms == [sent_ms + 5_000]
 
 
-def test_a_pull_that_is_answered_at_once_is_not_held() -> None:
-    with opened() as broker:
-        bell = Bell(manual(broker))
-        send(broker, "T")
-        assert pull(broker, "T", 9, notify=bell).status is PullStatus.OFFSET_ILLEGAL
-        assert pull(broker, "T", notify=bell).status is PullStatus.FOUND
-        send(broker, "T")
-        assert bell.rung_ms == []
+def test_a_pull_that_is_answered_at_once_is_not_held(rmq: Kit, broker: Broker) -> None:
+    bell = Bell(rmq.runner)
+    send(broker, "T")
+    assert pull(broker, "T", 9, notify=bell).status is PullStatus.OFFSET_ILLEGAL
+    assert pull(broker, "T", notify=bell).status is PullStatus.FOUND
+    send(broker, "T")
+    assert bell.rung_ms == []
 
 
 def bodies(response: PullResponse) -> list[bytes]:
     return [message.body for message in response.messages]
 
 
-def test_a_pull_that_stays_is_held_behind_what_it_found() -> None:
-    with opened() as broker:
-        bell = Bell(manual(broker))
-        for number in range(40):
-            send(broker, "T", b"%d" % number)
-        first = pull(broker, "T", notify=bell, stay=True)
-        assert (len(first.messages), first.is_held) == (32, False)  # there is more
-        send(broker, "T", b"40")
-        assert bell.rung_ms == []
-        second = pull(broker, "T", 32, notify=bell, stay=True)
-        assert (len(second.messages), second.is_held, second.next_offset) == (9, True, 41)
-        send(broker, "T", b"41")
-        send(broker, "T", b"42")
-        assert len(bell.rung_ms) == 1
-        third = pull(broker, "T", 41, notify=bell, stay=True)
-        assert (bodies(third), third.is_held) == ([b"41", b"42"], True)
+def test_a_pull_that_stays_is_held_behind_what_it_found(rmq: Kit, broker: Broker) -> None:
+    bell = Bell(rmq.runner)
+    for number in range(40):
+        send(broker, "T", b"%d" % number)
+    first = pull(broker, "T", notify=bell, stay=True)
+    assert (len(first.messages), first.is_held) == (32, False)  # there is more
+    send(broker, "T", b"40")
+    assert bell.rung_ms == []
+    second = pull(broker, "T", 32, notify=bell, stay=True)
+    assert (len(second.messages), second.is_held, second.next_offset) == (9, True, 41)
+    send(broker, "T", b"41")
+    send(broker, "T", b"42")
+    assert len(bell.rung_ms) == 1
+    third = pull(broker, "T", 41, notify=bell, stay=True)
+    assert (bodies(third), third.is_held) == ([b"41", b"42"], True)
 
 
-def test_a_message_that_ends_a_hold_is_given_as_any_other() -> None:
-    with opened() as broker:
-        bell = Bell(manual(broker))
-        send(broker, "T", b"0")
-        at = pull(broker, "T", notify=bell, stay=True).next_offset
-        for number in range(1, 6):
-            send(broker, "T", b"%d" % number)
-            response = pull(broker, "T", at, notify=bell, stay=True)
-            assert (response.status, response.is_held) == (PullStatus.FOUND, True)
-            assert (response.next_offset, response.min_offset, response.max_offset) == (at + 1, 0, at + 1)
-            assert list(response.messages) == list(broker.store.messages("T", 0, at))
-            at = response.next_offset
-        assert len(bell.rung_ms) == 5
-        send(broker, "T", b"6")
-        assert bodies(pull(broker, "T", 2, notify=bell, stay=True)) == [b"2", b"3", b"4", b"5", b"6"]
+def test_a_message_that_ends_a_hold_is_given_as_any_other(rmq: Kit, broker: Broker) -> None:
+    bell = Bell(rmq.runner)
+    send(broker, "T", b"0")
+    at = pull(broker, "T", notify=bell, stay=True).next_offset
+    for number in range(1, 6):
+        send(broker, "T", b"%d" % number)
+        response = pull(broker, "T", at, notify=bell, stay=True)
+        assert (response.status, response.is_held) == (PullStatus.FOUND, True)
+        assert (response.next_offset, response.min_offset, response.max_offset) == (at + 1, 0, at + 1)
+        assert list(response.messages) == list(broker.store.messages("T", 0, at))
+        at = response.next_offset
+    assert len(bell.rung_ms) == 5
+    send(broker, "T", b"6")
+    assert bodies(pull(broker, "T", 2, notify=bell, stay=True)) == [b"2", b"3", b"4", b"5", b"6"]
 
 
-def test_what_ended_a_hold_is_judged_by_the_next_pull() -> None:
+def test_what_ended_a_hold_is_judged_by_the_next_pull(rmq: Kit, broker: Broker) -> None:
     """What ended a hold is judged by the subscription of the next pull."""
-    with opened() as broker:
-        bell = Bell(manual(broker))
-        send(broker, "T", tags="a")
-        held = pull(broker, "T", notify=bell, stay=True, subscription=Subscription("T", "a"))
-        assert held.is_held
-        send(broker, "T", tags="a")
-        assert len(bell.rung_ms) == 1
-        other = pull(broker, "T", 1, notify=bell, stay=True, subscription=Subscription("T", "b"))
-        assert (other.status, other.next_offset) == (PullStatus.NO_MATCHED_MESSAGE, 2)
+    bell = Bell(rmq.runner)
+    send(broker, "T", tags="a")
+    held = pull(broker, "T", notify=bell, stay=True, subscription=Subscription("T", "a"))
+    assert held.is_held
+    send(broker, "T", tags="a")
+    assert len(bell.rung_ms) == 1
+    other = pull(broker, "T", 1, notify=bell, stay=True, subscription=Subscription("T", "b"))
+    assert (other.status, other.next_offset) == (PullStatus.NO_MATCHED_MESSAGE, 2)
 
 
-def test_a_client_that_is_forgotten_leaves_nothing() -> None:
-    with opened() as broker:
-        bell = Bell(manual(broker))
-        beat(broker, Subscription("T"))
-        send(broker, "T")
-        assert pull(broker, "T", notify=bell, stay=True).is_held
-        send(broker, "T")
-        assert pull(broker, "T", 1, notify=bell, stay=True).is_held
-        broker.forget("c1")
-        assert len(bell.rung_ms) == 2  # it may live, and asks again then
-        send(broker, "T")
-        assert len(bell.rung_ms) == 2
+def test_a_client_that_is_forgotten_leaves_nothing(rmq: Kit, broker: Broker) -> None:
+    bell = Bell(rmq.runner)
+    beat(broker, Subscription("T"))
+    send(broker, "T")
+    assert pull(broker, "T", notify=bell, stay=True).is_held
+    send(broker, "T")
+    assert pull(broker, "T", 1, notify=bell, stay=True).is_held
+    broker.forget("c1")
+    assert len(bell.rung_ms) == 2  # it may live, and asks again then
+    send(broker, "T")
+    assert len(bell.rung_ms) == 2
 
 
 # ---- groups whose instances differ
 
 
-def test_the_newer_subscription_counts_and_unnamed_topics_go() -> None:
-    with opened() as broker:
-        for topic in ("A", "B"):
-            send(broker, topic, tags="new")
-        one = beat(broker, Subscription("A", "old", version=1), Subscription("B", "*", version=1))
-        assert pull(broker, "A", subscription=None).status is PullStatus.NO_MATCHED_MESSAGE
-        beat(broker, Subscription("A", "new", version=2), client_id="c2")
-        assert pull(broker, "A", subscription=None).status is PullStatus.FOUND
-        assert refusal(pull, broker, "B", subscription=None) == ResponseCode.SUBSCRIPTION_NOT_EXIST
-        beat(broker, Subscription("A", "old", version=1), Subscription("B", "*", version=1), client=one)
-        assert pull(broker, "A", subscription=None).status is PullStatus.FOUND
-        assert pull(broker, "B", subscription=None).status is PullStatus.FOUND
-        assert one.heard == [ConsumersChanged("g")] * 3
-        ids: tuple[str, ...] = broker.call(ConsumerIds("g"))
-        assert set(ids) == {"c1", "c2"}
+def test_the_newer_subscription_counts_and_unnamed_topics_go(broker: Broker) -> None:
+    for topic in ("A", "B"):
+        send(broker, topic, tags="new")
+    one = beat(broker, Subscription("A", "old", version=1), Subscription("B", "*", version=1))
+    assert pull(broker, "A", subscription=None).status is PullStatus.NO_MATCHED_MESSAGE
+    beat(broker, Subscription("A", "new", version=2), client_id="c2")
+    assert pull(broker, "A", subscription=None).status is PullStatus.FOUND
+    assert refusal(pull, broker, "B", subscription=None) == ResponseCode.SUBSCRIPTION_NOT_EXIST
+    beat(broker, Subscription("A", "old", version=1), Subscription("B", "*", version=1), client=one)
+    assert pull(broker, "A", subscription=None).status is PullStatus.FOUND
+    assert pull(broker, "B", subscription=None).status is PullStatus.FOUND
+    assert one.heard == [ConsumersChanged("g")] * 3
+    ids: tuple[str, ...] = broker.call(ConsumerIds("g"))
+    assert set(ids) == {"c1", "c2"}
 
 
-def test_a_heartbeat_makes_group_and_retry_topic() -> None:
-    with opened() as broker:
-        beat(broker, Subscription("T"))
-        assert broker.groups()["g"] == 16
-        assert broker.topics()["%RETRY%g"].read_queues == 1
-        assert broker.client_ids() == ("c1",)
-        broker.forget("c1")
-        assert broker.client_ids() == ()
+def test_a_heartbeat_makes_group_and_retry_topic(broker: Broker) -> None:
+    beat(broker, Subscription("T"))
+    assert broker.groups()["g"] == 16
+    assert broker.topics()["%RETRY%g"].read_queues == 1
+    assert broker.client_ids() == ("c1",)
+    broker.forget("c1")
+    assert broker.client_ids() == ()
 
 
 def test_sql_filters_are_registered_kept_and_die() -> None:
@@ -423,36 +407,34 @@ def test_progress_that_was_never_stored() -> None:
         assert (too_small.status, too_small.next_offset) == (PullStatus.OFFSET_ILLEGAL, begin)
 
 
-def test_a_running_group_is_reset() -> None:
-    with opened() as broker:
-        runner = manual(broker)
-        broker.create_topic("T", 2)
-        times = []
-        for _ in range(4):
-            send(broker, "T")
-            times.append(runner.now_ms())
-            runner.advance(1_000)
-        assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.CONSUMER_NOT_ONLINE
-        client = beat(broker, Subscription("T"))
-        assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.SYSTEM_ERROR  # no progress yet
-        for queue_id in (0, 1):
-            broker.call(UpdateOffset("g", "T", queue_id, 0))
-        broker.call(UpdateOffset("g", "T", 0, 2))
-        assert refusal(broker.call, ResetGroup("g", "U", -1)) == ResponseCode.SYSTEM_ERROR
-        queues = [MessageQueue("T", "broker-a", at) for at in (0, 1)]
-        for timestamp_ms, force, expected in (
-            (-1, True, 4),
-            (times[1], True, 1),
-            (times[3], True, 3),
-            (times[3] + 999_999, True, 3),
-            (times[3], False, 2),
-            (times[1], False, 1),
-        ):
-            offsets = broker.call(ResetGroup("g", "T", timestamp_ms, force))
-            assert offsets == {queues[0]: expected, queues[1]: 0}
-            assert client.heard[-1] == ResetOffsets("g", "T", offsets)
-        assert broker.consumer_offset("g", "T") == 2  # the clients store it
-        assert broker.call(OffsetByTime("T", 0, times[2])) == 2
+def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    times = []
+    for _ in range(4):
+        send(broker, "T")
+        times.append(rmq.clock.now_ms())
+        rmq.advance(ms=1_000)
+    assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.CONSUMER_NOT_ONLINE
+    client = beat(broker, Subscription("T"))
+    assert refusal(broker.call, ResetGroup("g", "T", -1)) == ResponseCode.SYSTEM_ERROR  # no progress yet
+    for queue_id in (0, 1):
+        broker.call(UpdateOffset("g", "T", queue_id, 0))
+    broker.call(UpdateOffset("g", "T", 0, 2))
+    assert refusal(broker.call, ResetGroup("g", "U", -1)) == ResponseCode.SYSTEM_ERROR
+    queues = [MessageQueue("T", "broker-a", at) for at in (0, 1)]
+    for timestamp_ms, force, expected in (
+        (-1, True, 4),
+        (times[1], True, 1),
+        (times[3], True, 3),
+        (times[3] + 999_999, True, 3),
+        (times[3], False, 2),
+        (times[1], False, 1),
+    ):
+        offsets = broker.call(ResetGroup("g", "T", timestamp_ms, force))
+        assert offsets == {queues[0]: expected, queues[1]: 0}
+        assert client.heard[-1] == ResetOffsets("g", "T", offsets)
+    assert broker.consumer_offset("g", "T") == 2  # the clients store it
+    assert broker.call(OffsetByTime("T", 0, times[2])) == 2
 
 
 # ---- topics, files, route
@@ -486,25 +468,23 @@ def test_topics_are_made_changed_and_forgotten() -> None:
         assert version == {"counter": 4, "timestamp": runner.now_ms()}
 
 
-def test_a_broker_is_a_route_of_one() -> None:
-    with opened() as broker:
-        assert broker.broker_names() == ("broker-a",)
-        assert broker.endpoint("broker-a") is broker
-        with pytest.raises(NoRouteError):
-            broker.endpoint("broker-b")
+def test_a_broker_is_a_route_of_one(broker: Broker) -> None:
+    assert broker.broker_names() == ("broker-a",)
+    assert broker.endpoint("broker-a") is broker
+    with pytest.raises(NoRouteError):
+        broker.endpoint("broker-b")
 
 
-def test_queries() -> None:
-    with opened() as broker:
-        sent = send(broker, "T", b"x", keys=["k", "l"], unique_key="U1")
-        send(broker, "T", b"y", keys=["l"])
-        found = broker.call(ViewMessage(sent.physical_offset))
-        assert found is not None
-        assert found.body == b"x"
-        assert broker.call(ViewMessage(1)) is None
-        assert broker.call(ViewMessage(1 << 30)) is None
-        for key, bodies in (("k", [b"x"]), ("l", [b"x", b"y"]), ("U1", [b"x"]), ("z", [])):
-            assert [message.body for message in broker.call(QueryMessages("T", key))] == bodies
+def test_queries(broker: Broker) -> None:
+    sent = send(broker, "T", b"x", keys=["k", "l"], unique_key="U1")
+    send(broker, "T", b"y", keys=["l"])
+    found = broker.call(ViewMessage(sent.physical_offset))
+    assert found is not None
+    assert found.body == b"x"
+    assert broker.call(ViewMessage(1)) is None
+    assert broker.call(ViewMessage(1 << 30)) is None
+    for key, bodies in (("k", [b"x"]), ("l", [b"x", b"y"]), ("U1", [b"x"]), ("z", [])):
+        assert [message.body for message in broker.call(QueryMessages("T", key))] == bodies
 
 
 @pytest.mark.parametrize(
@@ -540,10 +520,9 @@ def test_a_broker_is_opened_by_open() -> None:
         Broker()
 
 
-def test_a_pull_of_fewer_than_none_is_an_error() -> None:
-    with opened() as broker:
-        send(broker, "T")
-        assert refusal(pull, broker, "T", max_messages=-1) == ResponseCode.SYSTEM_ERROR
+def test_a_pull_of_fewer_than_none_is_an_error(broker: Broker) -> None:
+    send(broker, "T")
+    assert refusal(pull, broker, "T", max_messages=-1) == ResponseCode.SYSTEM_ERROR
 
 
 def test_a_subscription_is_checked_before_a_start() -> None:

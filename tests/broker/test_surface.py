@@ -28,7 +28,8 @@ from librmq.errors import (
 from librmq.listener import DeadLetter
 from librmq.protocol import ResetGroup
 from librmq.runtime.manual import ManualRunner
-from tests.broker.parties import manual, opened, send
+from librmq.testing import Kit
+from tests.broker.parties import send
 
 
 def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any) -> PushConsumer:
@@ -49,8 +50,8 @@ def test_a_wrong_way_to_open_is_told() -> None:
         Broker("data")
 
 
-def test_a_broker_is_not_pickled() -> None:
-    with opened() as broker, pytest.raises(TypeError, match="one process owns a store"):
+def test_a_broker_is_not_pickled(broker: Broker) -> None:
+    with pytest.raises(TypeError, match="one process owns a store"):
         pickle.dumps(broker)
 
 
@@ -81,24 +82,22 @@ def test_an_async_context_closes() -> None:
     assert asyncio.run(use()).dead
 
 
-def test_join_waits_until_groups_are_level() -> None:
-    with opened() as broker:
-        seen: list[bytes] = []
-        running(broker, seen)
-        for number in range(10):
-            send(broker, "T", b"%d" % number)
-        broker.join(timeout=60)
-        assert len(seen) == 10
+def test_join_waits_until_groups_are_level(broker: Broker) -> None:
+    seen: list[bytes] = []
+    running(broker, seen)
+    for number in range(10):
+        send(broker, "T", b"%d" % number)
+    broker.join(timeout=60)
+    assert len(seen) == 10
 
 
-def test_join_names_what_is_behind() -> None:
-    with opened() as broker:
-        send(broker, "T")
-        consumer = PullConsumer(broker, "g")
-        consumer.subscribe("T")
-        consumer.start()
-        with pytest.raises(GroupBehindError, match="group g: 1 messages of T/0"):
-            broker.join(timeout=timedelta(seconds=2))
+def test_join_names_what_is_behind(broker: Broker) -> None:
+    send(broker, "T")
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("T")
+    consumer.start()
+    with pytest.raises(GroupBehindError, match="group g: 1 messages of T/0"):
+        broker.join(timeout=timedelta(seconds=2))
 
 
 def test_a_topic_is_iterated_as_a_group() -> None:
@@ -110,84 +109,79 @@ def test_a_topic_is_iterated_as_a_group() -> None:
         assert broker.clients() == ()
 
 
-def test_a_stopped_group_is_reset() -> None:
-    with opened() as broker:
-        times = []
-        for _ in range(4):
-            times.append(datetime.fromtimestamp(broker.runner.now_ms() / 1000, UTC))
-            send(broker, "T")
-            manual(broker).advance(1_000)
-        assert broker.reset_group("g", "T", to="end")[0] == 4
-        assert broker.reset_group("g", "T", to=times[2])[0] == 2
-        assert broker.reset_group("g", "T", to=times[2] + timedelta(milliseconds=1))[0] == 3
-        assert broker.reset_group("g", "T", to=times[-1] + timedelta(days=1))[0] == 4
-        assert broker.reset_group("g", "T", to=1, queue_id=0) == {0: 1}
-        assert broker.consumer_offset("g", "T") == 1
-        for wrong in ("soon", -1, True, datetime(2020, 1, 1)):
-            with pytest.raises(ConfigError, match="to: expected"):
-                broker.reset_group("g", "T", to=wrong)  # type: ignore[arg-type]
-        with pytest.raises(BrokerError, match="no queue 9"):
-            broker.reset_group("g", "T", to="end", queue_id=9)
-        with pytest.raises(BrokerError, match="does not exist"):
-            broker.reset_group("g", "U", to="end")
+def test_a_stopped_group_is_reset(rmq: Kit, broker: Broker) -> None:
+    times = []
+    for _ in range(4):
+        times.append(datetime.fromtimestamp(rmq.clock.now_ms() / 1000, UTC))
+        send(broker, "T")
+        rmq.advance(ms=1_000)
+    assert broker.reset_group("g", "T", to="end")[0] == 4
+    assert broker.reset_group("g", "T", to=times[2])[0] == 2
+    assert broker.reset_group("g", "T", to=times[2] + timedelta(milliseconds=1))[0] == 3
+    assert broker.reset_group("g", "T", to=times[-1] + timedelta(days=1))[0] == 4
+    assert broker.reset_group("g", "T", to=1, queue_id=0) == {0: 1}
+    assert broker.consumer_offset("g", "T") == 1
+    for wrong in ("soon", -1, True, datetime(2020, 1, 1)):
+        with pytest.raises(ConfigError, match="to: expected"):
+            broker.reset_group("g", "T", to=wrong)  # type: ignore[arg-type]
+    with pytest.raises(BrokerError, match="no queue 9"):
+        broker.reset_group("g", "T", to="end", queue_id=9)
+    with pytest.raises(BrokerError, match="does not exist"):
+        broker.reset_group("g", "U", to="end")
 
 
-def test_a_running_group_is_reset() -> None:
-    with opened() as broker:
-        seen: list[bytes] = []
-        for number in range(4):
-            send(broker, "T", b"%d" % number)
-        running(broker, seen)
-        manual(broker).advance(60_000)
-        broker.reset_group("g", "T", to=2)
-        manual(broker).advance(60_000)
-        assert seen == [b"0", b"1", b"2", b"3", b"2", b"3"]
+def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
+    seen: list[bytes] = []
+    for number in range(4):
+        send(broker, "T", b"%d" % number)
+    running(broker, seen)
+    rmq.advance(ms=60_000)
+    broker.reset_group("g", "T", to=2)
+    rmq.advance(ms=60_000)
+    assert seen == [b"0", b"1", b"2", b"3", b"2", b"3"]
 
 
-def test_dead_letters_are_sent_again() -> None:
-    with opened() as broker:
-        seen: list[bytes] = []
-        consumer = PushConsumer(broker, "g")
+def test_dead_letters_are_sent_again(rmq: Kit, broker: Broker) -> None:
+    seen: list[bytes] = []
+    consumer = PushConsumer(broker, "g")
 
-        @consumer.subscribe("T")
-        def listen(message: DeliveredMessage) -> None:
-            seen.append(message.body)
-            if len(seen) == 1:
-                raise DeadLetter("no")
+    @consumer.subscribe("T")
+    def listen(message: DeliveredMessage) -> None:
+        seen.append(message.body)
+        if len(seen) == 1:
+            raise DeadLetter("no")
 
-        consumer.start()
-        Producer(broker, "p").send("T", b"x")
-        manual(broker).advance(10_000)
-        assert len(broker.dead_letters("g")) == 1
-        assert broker.resend_dead_letters("g") == 1
-        manual(broker).advance(10_000)
-        assert seen == [b"x", b"x"]
-        with pytest.raises(ConfigError, match="no dead letter"):
-            broker.resend_dead_letters("g", broker.messages("T"))
-
-
-def test_messages_are_found() -> None:
-    with opened() as broker:
-        result = Producer(broker, "p").send("T", b"x", keys="k")
-        (message,) = broker.find_by_key("T", "k")
-        assert broker.find_by_id(result.message_id) == message
-        assert broker.find_by_id(message.offset_id) == message
-        assert broker.find_by_id("0" * 32) is None
+    consumer.start()
+    Producer(broker, "p").send("T", b"x")
+    rmq.advance(ms=10_000)
+    assert len(broker.dead_letters("g")) == 1
+    assert broker.resend_dead_letters("g") == 1
+    rmq.advance(ms=10_000)
+    assert seen == [b"x", b"x"]
+    with pytest.raises(ConfigError, match="no dead letter"):
+        broker.resend_dead_letters("g", broker.messages("T"))
 
 
-def test_clients_and_connections() -> None:
-    with opened() as broker:
-        assert broker.connections("g") is None
-        running(broker, [], instance_name="one")
-        Producer(broker, "p", instance_name="two").start()
-        manual(broker).advance(5_000)
-        found = broker.clients()
-        assert {(client.producer_groups, client.consumer_groups) for client in found} >= {((), ("g",))}
-        connections = broker.connections("g")
-        assert connections is not None
-        assert connections.kind == "push"
-        assert connections.subscriptions["T"].expression == "*"
-        assert len(connections.client_ids) == 1
+def test_messages_are_found(broker: Broker) -> None:
+    result = Producer(broker, "p").send("T", b"x", keys="k")
+    (message,) = broker.find_by_key("T", "k")
+    assert broker.find_by_id(result.message_id) == message
+    assert broker.find_by_id(message.offset_id) == message
+    assert broker.find_by_id("0" * 32) is None
+
+
+def test_clients_and_connections(rmq: Kit, broker: Broker) -> None:
+    assert broker.connections("g") is None
+    running(broker, [], instance_name="one")
+    Producer(broker, "p", instance_name="two").start()
+    rmq.advance(ms=5_000)
+    found = broker.clients()
+    assert {(client.producer_groups, client.consumer_groups) for client in found} >= {((), ("g",))}
+    connections = broker.connections("g")
+    assert connections is not None
+    assert connections.kind == "push"
+    assert connections.subscriptions["T"].expression == "*"
+    assert len(connections.client_ids) == 1
 
 
 def test_a_config_is_checked() -> None:
@@ -232,20 +226,19 @@ def test_iterating_refuses_at_the_call() -> None:
 
 @pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_a_shutdown_keeps_a_reset_under_way(orderly: bool, is_direct: bool) -> None:
+def test_a_shutdown_keeps_a_reset_under_way(rmq: Kit, broker: Broker, orderly: bool, is_direct: bool) -> None:
     """A running instance goes on 10 s after a reset; until then it had stored, or at its end left, its old progress."""
-    with opened() as broker:
-        broker.create_topic("T", 1)
-        consumer = running(broker, [], orderly=orderly)
-        for number in range(4):
-            send(broker, "T", b"%d" % number)
-        manual(broker).advance(13_900)
-        send(broker, "T")
-        manual(broker).advance(50)  # consumed, and not stored yet
-        if is_direct:
-            broker.reset_group("g", "T", to=2)
-        else:
-            broker.call(ResetGroup("g", "T", 0))
-        manual(broker).advance(5_000)
-        consumer.shutdown()
-        assert broker.consumer_offset("g", "T") == (2 if is_direct else 0)
+    broker.create_topic("T", 1)
+    consumer = running(broker, [], orderly=orderly)
+    for number in range(4):
+        send(broker, "T", b"%d" % number)
+    rmq.advance(ms=13_900)
+    send(broker, "T")
+    rmq.advance(ms=50)  # consumed, and not stored yet
+    if is_direct:
+        broker.reset_group("g", "T", to=2)
+    else:
+        broker.call(ResetGroup("g", "T", 0))
+    rmq.advance(ms=5_000)
+    consumer.shutdown()
+    assert broker.consumer_offset("g", "T") == (2 if is_direct else 0)

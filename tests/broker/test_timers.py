@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.files import MemoryFiles
@@ -16,6 +16,7 @@ from librmq.protocol import PullStatus, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer import TimerConfig, TimerRefusedError, delete_key
+from librmq.testing import Kit
 from tests.broker.parties import HOST, manual, opened, pull, send
 
 WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
@@ -31,34 +32,34 @@ def bodies(broker: Broker) -> list[bytes]:
     return [message.body for message in broker.messages("T")]
 
 
-def test_a_message_comes_at_its_time() -> None:
-    with opened(timers=WHEEL) as broker:
-        woken: list[int] = []
-        timed(broker, TIMER_DELAY_SEC=5)
-        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
-        manual(broker).advance(4_999)
-        assert (bodies(broker), woken) == ([], [])
-        manual(broker).advance(1_001)
-        assert (bodies(broker), woken) == ([b"x"], [1])
-        (message,) = broker.messages("T")
-        assert message.queue_id == 1
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
+def test_a_message_comes_at_its_time(rmq: Kit, broker: Broker) -> None:
+    woken: list[int] = []
+    timed(broker, TIMER_DELAY_SEC=5)
+    assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+    rmq.advance(ms=4_999)
+    assert (bodies(broker), woken) == ([], [])
+    rmq.advance(ms=1_001)
+    assert (bodies(broker), woken) == ([b"x"], [1])
+    (message,) = broker.messages("T")
+    assert message.queue_id == 1
 
 
-def test_what_is_due_is_sent_at_once_or_refused() -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
+def test_what_is_due_is_sent_at_once_or_refused(broker: Broker) -> None:
     """What is due is sent at once and what cannot be is refused."""
-    with opened(timers=WHEEL) as broker:
-        timed(broker, TIMER_DELAY_SEC=0)
-        assert bodies(broker) == [b"x"]
-        with pytest.raises(TimerRefusedError):
-            timed(broker, TIMER_DELAY_SEC="soon")
+    timed(broker, TIMER_DELAY_SEC=0)
+    assert bodies(broker) == [b"x"]
+    with pytest.raises(TimerRefusedError):
+        timed(broker, TIMER_DELAY_SEC="soon")
 
 
-def test_a_deletion() -> None:
-    with opened(timers=WHEEL) as broker:
-        timed(broker, b"cancel", TIMER_DELAY_SEC=1800)
-        timed(broker, b"paid", TIMER_DELAY_SEC=1800, TIMER_DEL_UNIQKEY=delete_key("T", "cancel"))
-        manual(broker).advance(3_600_000)
-        assert bodies(broker) == []
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
+def test_a_deletion(rmq: Kit, broker: Broker) -> None:
+    timed(broker, b"cancel", TIMER_DELAY_SEC=1800)
+    timed(broker, b"paid", TIMER_DELAY_SEC=1800, TIMER_DEL_UNIQKEY=delete_key("T", "cancel"))
+    rmq.advance(ms=3_600_000)
+    assert bodies(broker) == []
 
 
 @pytest.mark.parametrize(
@@ -70,23 +71,22 @@ def test_a_deletion() -> None:
         {"TIMER_DELAY_SEC": 5, "TIMER_DEL_UNIQKEY": "T+x"},
     ],
 )
-def test_without_timer_and_relay_a_time_is_refused(properties: dict[str, object]) -> None:
+def test_without_timer_and_relay_a_time_is_refused(broker: Broker, properties: dict[str, object]) -> None:
     """The error names what to switch on: 4.9 would deliver the message at once."""
-    with opened() as broker:
-        with pytest.raises(MessageIllegalError, match=r"timers=.* or .*hops=True"):
-            timed(broker, b"x", **properties)
-        assert broker.store.log.end == 0
+    with pytest.raises(MessageIllegalError, match=r"timers=.* or .*hops=True"):
+        timed(broker, b"x", **properties)
+    assert broker.store.log.end == 0
 
 
-def test_a_time_in_a_batch_or_a_transaction_is_refused() -> None:
-    with opened(timers=WHEEL) as broker:
-        message = Message("T", b"x")
-        message.properties["TIMER_DELAY_SEC"] = "5"
-        with pytest.raises(MessageIllegalError, match="batch"):
-            broker.call(SendBatch("p", (message, message), 0, 1, HOST))
-        message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
-        with pytest.raises(MessageIllegalError, match="transaction"):
-            broker.call(SendMessage("p", message, 0, 1, HOST))
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
+def test_a_time_in_a_batch_or_a_transaction_is_refused(broker: Broker) -> None:
+    message = Message("T", b"x")
+    message.properties["TIMER_DELAY_SEC"] = "5"
+    with pytest.raises(MessageIllegalError, match="batch"):
+        broker.call(SendBatch("p", (message, message), 0, 1, HOST))
+    message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+    with pytest.raises(MessageIllegalError, match="transaction"):
+        broker.call(SendMessage("p", message, 0, 1, HOST))
 
 
 @pytest.mark.parametrize("settings", [{}, {"timers": WHEEL}, {"hops": True}])
@@ -100,17 +100,17 @@ def test_a_delay_that_is_a_level_waits_as_one(settings: dict[str, Any]) -> None:
         assert bodies(broker) == [b"x"]
 
 
-def test_what_the_timer_does_not_take_the_relay_carries() -> None:
-    with opened(timers=WHEEL, hops=True) as broker:
-        days = 3_600_000 * 24
-        timed(broker, b"timer", TIMER_DELAY_MS=days + 1)
-        timed(broker, b"relay", TIMER_DELAY_MS=5 * days + 1)
-        assert [message.body for message in broker.messages("rmq_sys_wheel_timer")] == [b"timer"]
-        assert [message.body for message in broker.messages("SYSTEM_SCHEDULE_MSG")] == [b"relay"]
-        manual(broker).advance(5 * days)
-        assert bodies(broker) == [b"timer"]
-        manual(broker).advance(2_000)
-        assert bodies(broker) == [b"timer", b"relay"]
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL, hops=True))
+def test_what_the_timer_does_not_take_the_relay_carries(rmq: Kit, broker: Broker) -> None:
+    days = 3_600_000 * 24
+    timed(broker, b"timer", TIMER_DELAY_MS=days + 1)
+    timed(broker, b"relay", TIMER_DELAY_MS=5 * days + 1)
+    assert [message.body for message in broker.messages("rmq_sys_wheel_timer")] == [b"timer"]
+    assert [message.body for message in broker.messages("SYSTEM_SCHEDULE_MSG")] == [b"relay"]
+    rmq.advance(ms=5 * days)
+    assert bodies(broker) == [b"timer"]
+    rmq.advance(ms=2_000)
+    assert bodies(broker) == [b"timer", b"relay"]
 
 
 @pytest.mark.parametrize(
@@ -145,28 +145,28 @@ def carried(broker: Broker, queue_id: int = 0) -> None:
     broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
 
 
-def test_what_the_relay_delivers_can_be_consumed() -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
+def test_what_the_relay_delivers_can_be_consumed(rmq: Kit, broker: Broker) -> None:
     """The target topic is made by the send, and again if it was deleted meanwhile."""
-    with opened(hops=True) as broker:
-        carried(broker)
-        assert "T" in broker.topics()
-        broker.delete_topic("T")
-        manual(broker).advance(21_000)
-        assert [message.body for message in pull(broker, "T").messages] == [b"x"]
+    carried(broker)
+    assert "T" in broker.topics()
+    broker.delete_topic("T")
+    rmq.advance(ms=21_000)
+    assert [message.body for message in pull(broker, "T").messages] == [b"x"]
 
 
-def test_the_relay_refuses_a_queue_that_is_not_there() -> None:
-    with opened(hops=True) as broker:
-        broker.create_topic("T", 2)
-        with pytest.raises(BrokerError, match="there is no queue 5"):
-            carried(broker, 5)
-        message = Message("SYSTEM_SCHEDULE_MSG", b"x")
-        with pytest.raises(MessageIllegalError, match="send_at"):
-            broker.call(SendMessage("p", message, 0, 1, HOST))
+@pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
+def test_the_relay_refuses_a_queue_that_is_not_there(broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    with pytest.raises(BrokerError, match="there is no queue 5"):
+        carried(broker, 5)
+    message = Message("SYSTEM_SCHEDULE_MSG", b"x")
+    with pytest.raises(MessageIllegalError, match="send_at"):
+        broker.call(SendMessage("p", message, 0, 1, HOST))
 
 
-def test_without_relay_its_messages_are_refused() -> None:
-    with opened() as broker, pytest.raises(MessageIllegalError, match="hops=True"):
+def test_without_relay_its_messages_are_refused(broker: Broker) -> None:
+    with pytest.raises(MessageIllegalError, match="hops=True"):
         carried(broker)
 
 

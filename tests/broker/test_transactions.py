@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker
+from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, DiskFullError, RmqError
 from librmq.files import MemoryFiles
@@ -26,8 +26,9 @@ from librmq.protocol import (
     TransactionState,
 )
 from librmq.runtime.manual import ManualRunner
+from librmq.testing import Kit
 from librmq.txn import TransactionConfig
-from tests.broker.parties import HOST, Listening, manual, opened, pull, send
+from tests.broker.parties import HOST, Listening, opened, pull, send
 
 COMMIT, ROLLBACK, UNKNOWN = TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN
 
@@ -53,174 +54,166 @@ def bodies(broker: Broker, topic: str = "T") -> list[bytes]:
     return [message.body for message in broker.messages(topic)]
 
 
-def test_a_half_message_is_seen_once_it_is_committed() -> None:
-    with opened() as broker:
-        woken: list[int] = []
-        half = prepare(broker)
-        assert bodies(broker) == []
-        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
-        end(broker, half, UNKNOWN)
-        assert woken == []
-        end(broker, half, COMMIT)
-        assert (bodies(broker), woken) == ([b"0"], [1])
-        (final,) = broker.messages("T")
-        assert (final.queue_id, final.sys_flag, final.prepared_transaction_offset) == (1, 8, half.physical_offset)
-        end(broker, half, COMMIT)
-        assert bodies(broker) == [b"0"]  # once
+def test_a_half_message_is_seen_once_it_is_committed(broker: Broker) -> None:
+    woken: list[int] = []
+    half = prepare(broker)
+    assert bodies(broker) == []
+    assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+    end(broker, half, UNKNOWN)
+    assert woken == []
+    end(broker, half, COMMIT)
+    assert (bodies(broker), woken) == ([b"0"], [1])
+    (final,) = broker.messages("T")
+    assert (final.queue_id, final.sys_flag, final.prepared_transaction_offset) == (1, 8, half.physical_offset)
+    end(broker, half, COMMIT)
+    assert bodies(broker) == [b"0"]  # once
 
 
-def test_a_half_message_that_is_rolled_back_is_never_seen() -> None:
-    with opened() as broker:
-        half = prepare(broker)
-        end(broker, half, ROLLBACK)
-        manual(broker).advance(3_600_000)
-        assert (bodies(broker), bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC")) == ([], [])
+def test_a_half_message_that_is_rolled_back_is_never_seen(rmq: Kit, broker: Broker) -> None:
+    half = prepare(broker)
+    end(broker, half, ROLLBACK)
+    rmq.advance(ms=3_600_000)
+    assert (bodies(broker), bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC")) == ([], [])
 
 
-def test_an_end_of_something_else_is_refused() -> None:
-    with opened() as broker:
-        half = prepare(broker)
-        plain = send(broker, "T")
-        before = broker.store.log.end
-        for wrong, group in ((half, "q"), (plain, "p")):
-            for state in (COMMIT, ROLLBACK):
-                with pytest.raises(BrokerError) as caught:
-                    end(broker, wrong, state, group)
-                assert caught.value.code == ResponseCode.SYSTEM_ERROR
-        assert broker.store.log.end == before
+def test_an_end_of_something_else_is_refused(broker: Broker) -> None:
+    half = prepare(broker)
+    plain = send(broker, "T")
+    before = broker.store.log.end
+    for wrong, group in ((half, "q"), (plain, "p")):
+        for state in (COMMIT, ROLLBACK):
+            with pytest.raises(BrokerError) as caught:
+                end(broker, wrong, state, group)
+            assert caught.value.code == ResponseCode.SYSTEM_ERROR
+    assert broker.store.log.end == before
 
 
-def test_producers_are_asked_in_turn_and_their_answer_counts() -> None:
-    with opened() as broker:
-        runner = manual(broker)
-        one, two = producer(broker, "c1"), producer(broker, "c2")
-        for number in range(2):
-            prepare(broker, number)
-        runner.advance(61_000)
-        asked = [*one.heard, *two.heard]
-        assert [type(request) for request in asked] == [CheckTransaction] * 2
-        assert len(one.heard) == len(two.heard) == 1
-        for request in asked:
-            assert isinstance(request, CheckTransaction)
-            assert (request.group, request.broker_name) == ("p", "broker-a")
-            copy = request.message
-            assert request.transaction_id == copy.unique_key
-            state = COMMIT if copy.body == b"1" else ROLLBACK
-            broker.call(EndTransaction("p", state, copy.queue_offset, copy.physical_offset, "", from_check=True))
-        assert bodies(broker) == [b"1"]
-        runner.advance(3_600_000)
-        assert len(one.heard) + len(two.heard) == 2
-        assert runner.next_due_ms() is None
+def test_producers_are_asked_in_turn_and_their_answer_counts(rmq: Kit, broker: Broker) -> None:
+    one, two = producer(broker, "c1"), producer(broker, "c2")
+    for number in range(2):
+        prepare(broker, number)
+    rmq.advance(ms=61_000)
+    asked = [*one.heard, *two.heard]
+    assert [type(request) for request in asked] == [CheckTransaction] * 2
+    assert len(one.heard) == len(two.heard) == 1
+    for request in asked:
+        assert isinstance(request, CheckTransaction)
+        assert (request.group, request.broker_name) == ("p", "broker-a")
+        copy = request.message
+        assert request.transaction_id == copy.unique_key
+        state = COMMIT if copy.body == b"1" else ROLLBACK
+        broker.call(EndTransaction("p", state, copy.queue_offset, copy.physical_offset, "", from_check=True))
+    assert bodies(broker) == [b"1"]
+    rmq.advance(ms=3_600_000)
+    assert len(one.heard) + len(two.heard) == 2
+    assert rmq.runner.next_due_ms() is None
 
 
 QUICK = TransactionConfig(interval_s=3, timeout_s=2, check_max=3)
 
 
-def test_a_half_message_is_given_up_after_its_checks() -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK, original_transactions=True))
+def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -> None:
     """As in 4.9 a check counts that reaches no producer."""
-    with opened(transactions=QUICK, original_transactions=True) as broker:
-        runner = manual(broker)
-        client = producer(broker, "c1")
-        prepare(broker)
-        runner.advance(4_000)
-        assert len(client.heard) == 1
-        broker.call(ChannelClosed("c1"))
-        runner.advance(60_000)  # nobody is there to be asked; the checks count
-        assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
-        assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
-        assert "RMQ_SYS_TRANS_OP_HALF_TOPIC" not in broker.topics()
-        assert runner.next_due_ms() is None
+    client = producer(broker, "c1")
+    prepare(broker)
+    rmq.advance(ms=4_000)
+    assert len(client.heard) == 1
+    broker.call(ChannelClosed("c1"))
+    rmq.advance(ms=60_000)  # nobody is there to be asked; the checks count
+    assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
+    assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
+    assert "RMQ_SYS_TRANS_OP_HALF_TOPIC" not in broker.topics()
+    assert rmq.runner.next_due_ms() is None
 
 
-def test_a_check_that_reaches_no_producer_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
+def test_a_check_that_reaches_no_producer_does_not_count(
+    rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
     """A check that reaches no producer is told and does not count."""
-    with opened(transactions=QUICK) as broker:
-        runner = manual(broker)
-        prepare(broker)
-        before = broker.store.log.end
-        runner.advance(3_600_000)
-        assert broker.store.log.end == before  # nor does it write
-        assert [record.getMessage()[:28] for record in caplog.records] == ["producer group p can't be as"]
-        client = producer(broker, "c1")
-        runner.advance(3_000 * 3)
-        assert len(client.heard) == 3
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
-        runner.advance(3_000)
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
+    prepare(broker)
+    before = broker.store.log.end
+    rmq.advance(ms=3_600_000)
+    assert broker.store.log.end == before  # nor does it write
+    assert [record.getMessage()[:28] for record in caplog.records] == ["producer group p can't be as"]
+    client = producer(broker, "c1")
+    rmq.advance(ms=3_000 * 3)
+    assert len(client.heard) == 3
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
+    rmq.advance(ms=3_000)
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
 
 
-def test_halves_without_producer_keep_no_others_waiting() -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
+def test_halves_without_producer_keep_no_others_waiting(rmq: Kit, broker: Broker) -> None:
     """Halves of a group without producer keep no others waiting."""
-    with opened(transactions=QUICK) as broker:
-        runner = manual(broker)
-        alone = Message("T", b"alone", unique_key="A")
-        alone.properties |= {"TRAN_MSG": "true", "PGROUP": "gone"}
-        broker.call(SendMessage("gone", alone, 0, runner.now_ms(), HOST))
-        client = producer(broker, "c1")
-        prepare(broker)
-        runner.advance(60_000)
-        assert len(client.heard) == 3
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
-        broker.call(Heartbeat("c2", client, frozenset({"p", "gone"}), ()))
-        runner.advance(3_000)
-        request = client.heard[-1]
-        assert isinstance(request, CheckTransaction)
-        assert (request.group, request.message.properties["TRANSACTION_CHECK_TIMES"]) == ("gone", "1")
+    alone = Message("T", b"alone", unique_key="A")
+    alone.properties |= {"TRAN_MSG": "true", "PGROUP": "gone"}
+    broker.call(SendMessage("gone", alone, 0, rmq.clock.now_ms(), HOST))
+    client = producer(broker, "c1")
+    prepare(broker)
+    rmq.advance(ms=60_000)
+    assert len(client.heard) == 3
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
+    broker.call(Heartbeat("c2", client, frozenset({"p", "gone"}), ()))
+    rmq.advance(ms=3_000)
+    request = client.heard[-1]
+    assert isinstance(request, CheckTransaction)
+    assert (request.group, request.message.properties["TRANSACTION_CHECK_TIMES"]) == ("gone", "1")
 
 
-def test_a_question_that_is_refused_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
+def test_a_question_that_is_refused_does_not_count(rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     class Ordinary(Listening):
         def call(self, request: Request[Any], /) -> Any:
             super().call(request)
             raise RmqError("no transaction producer")
 
-    with opened(transactions=QUICK) as broker:
-        runner, ordinary = manual(broker), Ordinary()
-        broker.call(Heartbeat("c1", ordinary, frozenset({"p"}), ()))
-        prepare(broker)
-        runner.advance(60_000)
-        assert len(ordinary.heard) > 10
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
-        assert len(caplog.records) == 1
-        other = producer(broker, "c2")
-        runner.advance(3_000)
-        assert len(other.heard) == 1
+    ordinary = Ordinary()
+    broker.call(Heartbeat("c1", ordinary, frozenset({"p"}), ()))
+    prepare(broker)
+    rmq.advance(ms=60_000)
+    assert len(ordinary.heard) > 10
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
+    assert len(caplog.records) == 1
+    other = producer(broker, "c2")
+    rmq.advance(ms=3_000)
+    assert len(other.heard) == 1
 
 
-def test_a_producer_that_fails_as_it_is_asked_ends_no_check(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
+def test_a_producer_that_fails_as_it_is_asked_ends_no_check(
+    rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
     class Fails(Listening):
         def call(self, request: Request[Any], /) -> Any:
             super().call(request)
             raise RuntimeError("cannot schedule new futures after shutdown")
 
-    with opened(transactions=QUICK) as broker:
-        client = Fails()
-        broker.call(Heartbeat("c1", client, frozenset({"p"}), ()))
-        for number in range(2):
-            prepare(broker, number)
-        manual(broker).advance(60_000)
-        assert len(client.heard) == 6
-        assert "cannot schedule new futures" in caplog.text
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0", b"1"]
+    client = Fails()
+    broker.call(Heartbeat("c1", client, frozenset({"p"}), ()))
+    for number in range(2):
+        prepare(broker, number)
+    rmq.advance(ms=60_000)
+    assert len(client.heard) == 6
+    assert "cannot schedule new futures" in caplog.text
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0", b"1"]
 
 
-def test_a_half_message_outlives_its_broker() -> None:
-    files, runner = MemoryFiles(), ManualRunner()
-    broker = opened(files, runner)
-    half = prepare(broker)
-    other = prepare(broker, 1)
-    end(broker, half, COMMIT)
-    broker.abandon()
-    with opened(files, runner) as again:
-        client = producer(again, "c1")
-        runner.advance(121_000)
-        (request,) = client.heard[:1]
-        assert isinstance(request, CheckTransaction)
-        assert request.message.body == b"1"
-        end(again, other, COMMIT)
-        runner.advance(60_000)
-        assert sorted(bodies(again)) == [b"0", b"1"]
+def test_a_half_message_outlives_its_broker(rmq: Kit) -> None:
+    half, other = prepare(rmq.broker), prepare(rmq.broker, 1)
+    end(rmq.broker, half, COMMIT)
+    rmq.crash_broker()
+    client = producer(rmq.broker, "c1")
+    rmq.advance(seconds=121)
+    (request,) = client.heard[:1]
+    assert isinstance(request, CheckTransaction)
+    assert request.message.body == b"1"
+    end(rmq.broker, other, COMMIT)
+    rmq.advance(minutes=1)
+    assert sorted(bodies(rmq.broker)) == [b"0", b"1"]
 
 
 def expired(broker: Broker) -> None:
@@ -237,7 +230,7 @@ def expired(broker: Broker) -> None:
 @pytest.mark.parametrize("state", [COMMIT, ROLLBACK])
 @pytest.mark.parametrize("has_metrics", [False, True])
 def test_the_end_of_a_half_that_is_gone_is_refused(state: TransactionState, has_metrics: bool) -> None:
-    """The end of a half message that retention has taken is refused."""
+    """Retention has taken it."""
     files, runner = MemoryFiles(), ManualRunner()
     broker = opened(files, runner)
     half, other = prepare(broker), prepare(broker, 1)
@@ -259,45 +252,43 @@ def test_the_end_of_a_half_that_is_gone_is_refused(state: TransactionState, has_
         assert bodies(again) == [b"2"]
 
 
-def test_a_message_is_told_of_though_its_half_goes_then() -> None:
+def test_a_message_is_told_of_though_its_half_goes_then(broker: Broker) -> None:
     """A message is told of though retention takes its half in that moment."""
-    with opened() as broker:
-        woken: list[int] = []
-        half = prepare(broker)
-        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
-        again = broker.store.append_again
+    woken: list[int] = []
+    half = prepare(broker)
+    assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+    again = broker.store.append_again
 
-        def taken(*arguments: Any, **fields: Any) -> Any:
-            result = again(*arguments, **fields)
-            expired(broker)
-            return result
+    def taken(*arguments: Any, **fields: Any) -> Any:
+        result = again(*arguments, **fields)
+        expired(broker)
+        return result
 
-        broker.store.append_again = taken  # type: ignore[method-assign]
-        end(broker, half, COMMIT)
-        assert broker.store.message_at(half.physical_offset) is None
-        assert woken == [1]
+    broker.store.append_again = taken  # type: ignore[method-assign]
+    end(broker, half, COMMIT)
+    assert broker.store.message_at(half.physical_offset) is None
+    assert woken == [1]
 
 
-def test_what_is_delivered_is_told_of_though_the_end_fails() -> None:
+def test_what_is_delivered_is_told_of_though_the_end_fails(rmq: Kit, broker: Broker) -> None:
     """What is delivered is told of though the end fails behind it."""
-    with opened() as broker:
-        woken: list[int] = []
-        half = prepare(broker)
-        assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
-        append, store = broker.store.append, broker.store
+    woken: list[int] = []
+    half = prepare(broker)
+    assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
+    append, store = broker.store.append, broker.store
 
-        def refuse(message: Message, *arguments: Any, **fields: Any) -> Any:
-            if message.topic == "RMQ_SYS_TRANS_OP_HALF_TOPIC":
-                raise DiskFullError("full")
-            return append(message, *arguments, **fields)
+    def refuse(message: Message, *arguments: Any, **fields: Any) -> Any:
+        if message.topic == "RMQ_SYS_TRANS_OP_HALF_TOPIC":
+            raise DiskFullError("full")
+        return append(message, *arguments, **fields)
 
-        store.append = refuse  # type: ignore[method-assign]
-        with pytest.raises(BrokerError) as caught:
-            end(broker, half, COMMIT)
-        assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
-        store.append = append  # type: ignore[method-assign]
-        assert (bodies(broker), woken) == ([b"0"], [1])
-        end(broker, half, COMMIT)  # once more
-        assert bodies(broker) == [b"0"]
-        manual(broker).advance(3_600_000)
-        assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
+    store.append = refuse  # type: ignore[method-assign]
+    with pytest.raises(BrokerError) as caught:
+        end(broker, half, COMMIT)
+    assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+    store.append = append  # type: ignore[method-assign]
+    assert (bodies(broker), woken) == ([b"0"], [1])
+    end(broker, half, COMMIT)  # once more
+    assert bodies(broker) == [b"0"]
+    rmq.advance(ms=3_600_000)
+    assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == []
