@@ -64,7 +64,7 @@ class File:
         self.descriptor = descriptor
 
     def __del__(self) -> None:
-        if self.descriptor >= 0:
+        if getattr(self, "descriptor", -1) >= 0:  # a signal in __init__ leaves it unset
             os.close(self.descriptor)
             self.descriptor = -1
 

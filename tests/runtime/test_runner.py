@@ -102,6 +102,25 @@ def test_an_outcome_that_cannot_be_applied_is_logged(runner: ThreadRunner, caplo
     assert "fails: what came of it could not be applied" in caplog.text
 
 
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_is_no_exception_ends_no_thread(
+    runner: ThreadRunner, raised: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(now_ms: int) -> int | None:
+        raise raised("of the step")
+
+    def done(result: object, error: Exception | None) -> None:
+        raise raised("of the outcome")
+
+    with runner.lock:
+        runner.wake(Step("fails", fails))
+        runner.submit(Work("fails too", lambda: None, done))
+    assert run(runner, lambda: 5) == (5, None)
+    assert runner.close() == []  # which waits for both
+    assert "fails: librmq's own step has failed" in caplog.text
+    assert "fails too: what came of it could not be applied" in caplog.text
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_is_not_held_up_by_a_lock_of_the_parent(runner: ThreadRunner) -> None:
