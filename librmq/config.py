@@ -253,6 +253,9 @@ class StoreConfig(Config):
     """Percent of the machine's memory; the newest messages of that many bytes count as in memory."""
     max_total_size: Annotated[int | None, Between(256)] = 4 * GIB
     """The oldest log files go when the log is larger than this; None: by age and disk use only."""
+    keep_unconsumed: bool = False
+    """Whether log files with messages that some group has not consumed stay, and sends are refused at
+    ``max_total_size``. Without it such messages go with their file, and the log warns, once a group and file."""
     file_reserved_hours: Annotated[int | None, Between(0, 1 << 20)] = None
     """Log files may go when their last record is this old; None: at no age."""
     delete_when: str = "04"

@@ -223,6 +223,10 @@ class DelaySchedule:
         """By level the queue offset of the next message to deliver, where there were any."""
         return {level.level: level.next_offset for level in self._levels if level.next_offset}
 
+    def next_offsets(self) -> list[tuple[int, int]]:
+        """Return for each queue of the schedule topic the queue offset of the next message to deliver. Thread-safe."""
+        return [(level.queue_id, level.next_offset) for level in self._levels]
+
     def due_for(self, level: int, store_timestamp_ms: int) -> int:
         """When to call `run_due` for a message of ``level`` stored then, at the latest.
 

@@ -36,6 +36,7 @@
         ├── NotAStoreError          the path holds no store, or one of a kind that is not read
         ├── StoreLockedError        another writer has the store open
         ├── DiskFullError           the disk is too full for more messages; nothing was written
+        ├── StoreFullError          messages that are not consumed yet take all the room; nothing was written
         ├── StoreClosedError        a handle was used after it was closed, or after a fork
         ├── ReadOnlyError           a write was asked of a handle that only reads
         ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is reopened
@@ -85,6 +86,7 @@ __all__ = [
     "SendTimeoutError",
     "StoreClosedError",
     "StoreError",
+    "StoreFullError",
     "StoreIOError",
     "StoreLockedError",
     "TransactionRefusedError",
@@ -288,6 +290,10 @@ class StoreLockedError(StoreError):
 
 class DiskFullError(StoreError):
     """The disk is fuller than the store may make it: a message is refused, nothing was written; reading goes on."""
+
+
+class StoreFullError(StoreError):
+    """Messages that must stay until they are consumed take all the room; nothing was written, reading goes on."""
 
 
 class StoreClosedError(StoreError):

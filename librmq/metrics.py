@@ -71,6 +71,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "lag": _gauge("{message}", "topic group", "messages between committed offset and end of the assigned queues"),
     "duplicates": _counter("{message}", "topic group outcome", "results of the guard: skip, wait, take over, no store"),
     # store
+    "unread_deleted": _counter("{message}", "topic group", "messages that retention deleted before they were consumed"),
     "log_bytes": _gauge("By", "", "length of the log now, deleted files included"),
     "disk_used": _gauge("1", "", "used fraction of the disk now"),
 }

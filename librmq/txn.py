@@ -335,6 +335,10 @@ class Transactions:
             and record.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
         )
 
+    def open_halves(self) -> tuple[int, Callable[[int], bool]]:
+        """Return the queue offset from which on halves may be open, and which of those have ended by now."""
+        return self._judged_below(), self._ended_halves().so_far()
+
     def _judged_below(self) -> int:
         """Halves below this queue offset have ended, were put back, or were discarded."""
         if self._pass is not None:

@@ -35,6 +35,7 @@ from librmq.broker.long_polling import Holds
 from librmq.broker.persistence import DelayProgress, Saving, Writing
 from librmq.broker.progress import Progress
 from librmq.broker.pulling import PullHandler
+from librmq.broker.readers import StoreReaders
 from librmq.broker.registry import Registry
 from librmq.broker.sending import Sending
 from librmq.broker.topics import Topics
@@ -54,6 +55,7 @@ from librmq.errors import (
     RmqError,
     StoreClosedError,
     StoreError,
+    StoreFullError,
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
@@ -382,6 +384,7 @@ class Broker:
             lambda run_due: Step(f"{name} checks transactions", run_due, self),
             self._aside("flushes for its check", lambda at: self._transactions.wake(at)),
         )
+        store.readers = StoreReaders(self._context, self._schedule, self._transactions, self._timers)
         self._arrivals.wake_by_topic = {
             HALF_TOPIC: self._transactions.prepared,
             TIMER_TOPIC: self._wake_timers,
@@ -454,7 +457,7 @@ class Broker:
         """Return what clients get for an error of the store."""
         if isinstance(error, StoreClosedError):
             return BrokerUnreachableError(f"{self.name} is closed: {self._closed() if self.dead else error}")
-        if isinstance(error, DiskFullError | FlushFailedError):
+        if isinstance(error, DiskFullError | StoreFullError | FlushFailedError):
             return BrokerError(ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.name}: {error}")
         return BrokerError(ResponseCode.SYSTEM_ERROR, f"{self.name}: {error}")
 

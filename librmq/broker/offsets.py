@@ -1,6 +1,7 @@
 """How far consumer groups have come, kept in ``consumerOffset.json``.
 
-Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get` from anywhere.
+Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get`, `groups` and `of_topic` from
+anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class GroupOffsets:
 
     def groups(self, topic: str) -> list[str]:
         """The groups that have progress in a topic."""
-        rows = (name.rpartition("@") for name in self._table.rows)
+        rows = (name.rpartition("@") for name in list(self._table.rows))
         return [group for of, _, group in rows if of == topic]
 
     def get(self, group: str, topic: str, queue_id: int) -> int | None:

@@ -76,6 +76,7 @@ class Sending:
         self._odd_levels: set[tuple[str, int]] = set()
         self._write_tables = write_tables
         self._waits = store.config.durability == "sync"
+        self._keeps_unconsumed = store.config.keep_unconsumed
         self._append = self._submit if self._waits else store.append
         self._busy_after_ms = round(1000 * config.busy_after_s)
         self._longest_wait_s = config.longest_wait_s
@@ -93,6 +94,8 @@ class Sending:
         topic = self._topics.get(name)
         if topic is None or not topic.is_ready:
             topic = self._for_send(name, request.default_queues)
+        if self._keeps_unconsumed and not topic.is_retry:  # a retry lets a group go on
+            self._store.check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
@@ -137,6 +140,8 @@ class Sending:
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
             topic = self._for_send(first.topic, request.default_queues)
+        if self._keeps_unconsumed:
+            self._store.check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)

@@ -113,6 +113,11 @@ class BrokerTransactions:
                 return
             self._arrivals.stored(*final)
 
+    def open_halves(self) -> tuple[int, Callable[[int], bool]]:
+        """Return the queue offset from which on halves may be open, and which of those have ended by now."""
+        with self._lock:
+            return self._transactions.open_halves()
+
     def save(self) -> None:
         """Note how far the check has come, after a flush of the store. Raises what that does."""
         with self._lock:

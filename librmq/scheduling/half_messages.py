@@ -8,6 +8,7 @@ in `librmq.txn`. Mirrors the op queue of 4.9.4's ``TransactionalMessageServiceIm
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from librmq.java.numbers import java_long
@@ -56,8 +57,12 @@ class EndedHalves:
 
     def __contains__(self, queue_offset: int) -> bool:
         """Whether the half at ``queue_offset`` has ended; false for what lies below the progress."""
-        at = queue_offset - self._base
-        return 0 <= at < 8 * len(self._bits) and bool(self._bits[at >> 3] & (1 << (at & 7)))
+        return _is_marked(self._bits, queue_offset - self._base)
+
+    def so_far(self) -> Callable[[int], bool]:
+        """Return a function that tells which halves have ended by now, for another thread."""
+        base, bits = self._base, bytes(self._bits)
+        return lambda queue_offset: _is_marked(bits, queue_offset - base)
 
     def add(self, queue_offset: int, op_offset: int) -> None:
         """Note an op message that was just written for a half."""
@@ -94,6 +99,10 @@ class EndedHalves:
         if at >> 3 >= len(self._bits):
             self._bits.extend(bytes((at >> 3) + 1 - len(self._bits)))
         self._bits[at >> 3] |= 1 << (at & 7)
+
+
+def _is_marked(bits: bytes | bytearray, at: int) -> bool:
+    return 0 <= at < 8 * len(bits) and bool(bits[at >> 3] & (1 << (at & 7)))
 
 
 def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> int:

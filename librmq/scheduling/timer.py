@@ -517,6 +517,20 @@ class Timers:
         self._checkpoint = reached.checkpoint
         self._slots.log.trim(self._store.log.begin)
 
+    def passed(self, before: int) -> Callable[[int], bool]:
+        """Return which messages of the timer topic's queue, stored before a physical offset, wait no more. Thread-safe.
+
+        By queue offset. What cancels another message waits as long as that one.
+        """
+        queue, next_offset = self._store.queue(TIMER_TOPIC, _QUEUE), self._queue_offset
+        waiting = self._slots.waiting_below(before, self._read_ms)
+
+        def has_passed(queue_offset: int) -> bool:
+            entry = None if queue is None else queue.entry(queue_offset)
+            return entry is None or (queue_offset < next_offset and entry.physical_offset not in waiting)
+
+        return has_passed
+
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
         """What waits in the wheel, by slot: when it is due (ms), and the message."""
         for time_ms in self._slots.times_ms():

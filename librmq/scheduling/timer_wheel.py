@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from librmq.files.seam import Files
 from librmq.store.format.timerfiles import DELETE, UNIT_SIZE, Slot, TimerLog, TimerWheel, Unit
@@ -87,17 +89,13 @@ class TimerSlots:
 
     def _slots_of_log(self, begin: int) -> dict[int, Slot] | None:
         """The slots that the log's units make from the time ``begin`` on; None if they do not fit into the wheel."""
-        longest_ms = self._slots * self._precision_ms
-        precision_ms = self._precision_ms
         slots: dict[int, Slot] = {}
         self.last_unit = None
         for position, block in self.log.blocks(self.log.end):
             self.last_unit = self.log.unit(position + (len(block) - 1) * UNIT_SIZE)
-            written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
-            sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < longest_ms)
+            times, sound = self._times(block)
             if not sound.all():
                 _log.error("the timer log has %d units that can't be, from %d on", (~sound).sum(), position)
-            times = np.where(sound, written, 0) // precision_ms + np.where(sound, delays // precision_ms, 0)
             waiting = np.flatnonzero(sound & (times >= begin))
             if not len(waiting):
                 continue
@@ -116,6 +114,22 @@ class TimerSlots:
                     first, count = before.first, before.messages + count
                 slots[time] = Slot(time, first, latest, count, 0)
         return slots
+
+    def _times(self, block: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The slots that units stand in, as multiples of the precision, and which units can be."""
+        written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
+        sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < self._slots * self._precision_ms)
+        times = np.where(sound, written, 0) // self._precision_ms + np.where(sound, delays // self._precision_ms, 0)
+        return times, sound
+
+    def waiting_below(self, physical_offset: int, begin_ms: int) -> set[int]:
+        """The physical offsets below one that units from the slot of ``begin_ms`` on name."""
+        begin, found = begin_ms // self._precision_ms, set[int]()
+        for _, block in self.log.blocks(self.log.end):
+            times, sound = self._times(block)
+            waits = sound & (times >= begin) & (block["physical_offset"] < physical_offset)
+            found.update(block["physical_offset"][waits].tolist())
+        return found
 
     def next_ms(self, begin_ms: int) -> int | None:
         """The time of the first slot from ``begin_ms`` on that has something to deliver."""

@@ -56,6 +56,7 @@ from librmq.store.recovery.open import clear_leftovers, describe_recovery, load
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.snapshot import Snapshot, snapshot
+from librmq.store.upkeep.unread import Readers
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
@@ -80,6 +81,8 @@ class MessageStore(Appends):
     checkpoint: Checkpoint
     filters: Registrations | None
     """The consumer groups' filters of which bitmaps are made, where there are extension files for them."""
+    readers: Readers | None = None
+    """What tells retention which messages are not consumed; set by the broker that opens the store."""
     _in_background: bool
     recovered: list[Damage]
     """What opening and `recover` found and cut."""
@@ -291,6 +294,8 @@ class MessageStore(Appends):
             lock=_Deleting(self),
             settled=lambda: self._settled,
             watch_disk=moves_by_itself(self.clock),
+            readers=lambda: self.readers,
+            find_queue=lambda topic, queue_id: self.queues.find((topic, queue_id)),
         )
         self._housekeeping = Housekeeping(
             self.config,
@@ -585,6 +590,22 @@ class MessageStore(Appends):
                 self._accepts = not refused and not self._retention.refuses_writes
                 if self._commit.failure is not None:  # meanwhile
                     self._accepts = False
+
+    def check_room(self) -> None:
+        """Refuse a send while messages that must stay until they are consumed take all the room.
+
+        Only with ``keep_unconsumed``, and where `readers` tells what was consumed. What the broker writes itself
+        (retries, deliveries, ends of transactions) is not refused: it lets messages be consumed.
+
+        Raises:
+            StoreFullError: which group holds back what, and what to do.
+        """
+        error = self._retention.full_error()
+        if error is not None:
+            raise error
+        if self._retention.is_held and self._retention.is_full():
+            self._housekeeping.expire_soon()
+            self._wake()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
         """Delete the files of queues whose topic is none of ``topics`` and of which the log has no message any more.

@@ -61,6 +61,10 @@ class Housekeeping:
         self._expired_end = -1  # the end of the log's files when expiry was last looked at
         self.alarm = -1
 
+    def expire_soon(self) -> None:
+        """Have retention looked at by the next `run_due`: something may go that had to stay."""
+        self._expire_at_ms = self._derived_at_ms
+
     def run_due(self, now_ms: int) -> int | None:
         """Do what is due; returns when to be called next (ms), None when only an append can bring something."""
         self.alarm = sys.maxsize  # what comes meanwhile is seen below

@@ -29,6 +29,7 @@ _LARGEST_FILE: Final = 1 << 20
 _KEPT: Final = (
     *("commitlog_file_size", "consumequeue_file_size", "enable_consumequeue_ext", "consumequeue_ext_file_size"),
     *("max_hash_slot_num", "max_index_num", "message_delay_level", "max_total_size", "file_reserved_hours"),
+    "keep_unconsumed",
 )
 _SMALLEST_LOG_FILE: Final = 256  # below any total size
 

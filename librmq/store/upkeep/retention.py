@@ -11,6 +11,10 @@ Whole files go, from the oldest, never the one that holds the last record. A fil
 stored ``file_reserved_hours`` ago; the times of files in the file system mean nothing. What is more than
 ``max_total_size`` goes at once. No mapping is closed: a reader that holds a part of a deleted file goes on reading it.
 
+A broker tells by `Readers` what its groups have not consumed. Such messages go with their file, which a warning tells,
+one for each group and file. With ``keep_unconsumed`` the file stays instead, and messages are refused while the log is
+larger than ``max_total_size``.
+
 A crash may come at any point. Hence the order: what is derived from the records that go must have reached the device
 first, since a queue whose messages are all gone has its offsets only from its own files. Then the log's files go one
 by one, each deletion on the device before the next (a gap in the log would be damage), and only behind the last of
@@ -25,7 +29,7 @@ before each file, so that a forced round deletes no more than the disk wants.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, tzinfo
 from typing import Any, Final
@@ -33,10 +37,11 @@ from typing import Any, Final
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import CorruptionError, DiskFullError
+from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.seam import Files
 from librmq.message import record
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, remedy, unread_between
 
 __all__ = ["Retention"]
 
@@ -46,6 +51,7 @@ _BETWEEN_FILES_MS: Final = 100
 _UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
 _HOUR_MS: Final = 3_600_000
 _HOURS_TRIED: Final = 72  # an hour that a day lacks, for summer time, comes on the next
+_NAMED: Final = 8  # queues in a warning
 _LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; what is to happen later never happens
 
 _logger = logging.getLogger(__name__)
@@ -60,9 +66,11 @@ class Retention:
     """
 
     refuses_writes: bool
-    """Whether the disk was too full for further messages when it was last looked at; `refusal` is the error."""
+    """Whether there was no room for further messages when that was last looked at; `refusal` is the error."""
     used_ratio: float
     """How much of the disk was in use then, 0.0 to 1.0."""
+    is_held: bool
+    """Whether a file that was to go stayed when `run_due` last looked, as a group has not consumed all of it."""
     deleted: list[str]
     """The paths that the last `run_due` deleted: of the log, of queues, of the index."""
 
@@ -79,6 +87,8 @@ class Retention:
         lock: AbstractContextManager[Any] | None = None,
         settled: Callable[[], int] | None = None,
         watch_disk: bool = True,
+        readers: Callable[[], Readers | None] = lambda: None,
+        find_queue: FindQueue = lambda topic, queue_id: None,
     ) -> None:
         """Take the parts of the store in folder ``path``, open for writing.
 
@@ -87,7 +97,9 @@ class Retention:
         ``settled()`` is a physical offset below which all records, and the queue entries that follow from them, have
         reached the device; files that reach beyond it stay. Without it log and queues are flushed before anything is
         deleted. Without ``watch_disk`` the disk is looked at only when something else is due, or while it is too full
-        for messages: where a test moves the clock, it does not fill up between two moments.
+        for messages: where a test moves the clock, it does not fill up between two moments. ``readers()`` gives the
+        broker that knows what was consumed, None where there is none; ``find_queue(topic, queue_id)`` gives a queue
+        with the entries of all that was appended.
         """
         self._log = log
         self._queues = queues
@@ -99,6 +111,11 @@ class Retention:
         self._settled = settled or self._flush
         self._settled_upto = 0
         self._watch_disk = watch_disk
+        self._readers = readers
+        self._find_queue = find_queue
+        self._keeps_unconsumed = config.keep_unconsumed
+        self.is_held = False
+        self._is_full_told = False
         self._hours = parse_hours(config.delete_when)
         hours = config.file_reserved_hours
         self._reserved_ms = _LAST_MOMENT if hours is None else hours * _HOUR_MS
@@ -128,6 +145,7 @@ class Retention:
         self.deleted = []
         self._look_at_disk()
         self.deleted += self._follow()
+        self.is_held = False
         if oversized := self._oversized():
             self.deleted += self._delete(self._ends()[: min(oversized, _FILES_A_ROUND)], "beyond max_total_size")
         if self._forced or self._any_hour or self._next_hour(now_ms) == now_ms:
@@ -158,13 +176,64 @@ class Retention:
         """
         return self._delete([end for end in self._ends() if end <= physical_offset], f"before {physical_offset}")
 
-    def refusal(self) -> DiskFullError:
-        """The error for a message that comes while `refuses_writes`."""
+    def refusal(self) -> StoreError:
+        """Return the error for a message that comes while `refuses_writes`."""
+        if self._knows_no_reader_of_a_full_log():
+            return StoreFullError(
+                f"{self._path}: no message is taken: the log has reached max_total_size, {self._max_total_size} bytes, "
+                f"and keep_unconsumed keeps its files where no broker tells what its groups have consumed: open the "
+                f"store by Broker.open, or raise max_total_size"
+            )
         return DiskFullError(
             f"{self._path}: no message is taken: the disk is {self.used_ratio:.1%} full, more than {self._refuse:.0%}"
         )
 
+    def full_error(self) -> StoreFullError | None:
+        """Return the error for a send while unread messages that must stay take all the room; None while there is some.
+
+        Takes no lock. What changes that (a group consumes) is seen by the next call; `run_due` makes the room then.
+        """
+        error = self._full_error()
+        if (error is not None) != self._is_full_told:
+            self._is_full_told = error is not None
+            if error is None:
+                _logger.info("%s: messages are taken again: those that were not consumed are", self._path)
+            else:
+                _logger.error("%s", error)
+        return error
+
+    def _full_error(self) -> StoreFullError | None:
+        if not self.is_full():
+            return None
+        begin = self._log.begin
+        held = next(self._unread(begin, begin + self._log.file_size), None)
+        if held is None:
+            return None
+        reader = held.reader
+        return StoreFullError(
+            f"{self._path}: no message is taken: the log has reached max_total_size, {self._max_total_size} bytes, and "
+            f"keep_unconsumed keeps its oldest file: group {reader.group!r} has not consumed {_count(held.messages)} "
+            f"there, from queue offset {held.queue_offset} of {reader.topic}/{reader.queue_id} on: {remedy(reader)}, "
+            f"or raise max_total_size"
+        )
+
     # --------------------------------------------------------------------------------------------------- deciding
+
+    def is_full(self) -> bool:
+        """Tell whether what is written has reached the size allowed, where files that may not go are kept."""
+        largest = self._max_total_size
+        return self._keeps_unconsumed and largest is not None and self._log.end > self._log.begin + largest
+
+    def _knows_no_reader_of_a_full_log(self) -> bool:
+        return self.is_full() and self._readers() is None
+
+    def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
+        """Find what is stored between two places and not consumed; nothing where no broker tells."""
+        readers = self._readers()
+        return iter(()) if readers is None else unread_between(readers, self._find_queue, begin, end)
+
+    def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
+        return self._keeps_unconsumed and (bool(unread) or self._readers() is None)
 
     @property
     def _any_hour(self) -> bool:
@@ -176,11 +245,11 @@ class Retention:
 
     def _look_at_disk(self) -> None:
         self.used_ratio = self._files.used_ratio(self._path)
-        refuses = self.used_ratio > self._refuse
+        refuses = self.used_ratio > self._refuse or self._knows_no_reader_of_a_full_log()
         if refuses and not self.refuses_writes:
             _logger.error("%s", self.refusal())
         elif self.refuses_writes and not refuses:
-            _logger.info("%s: messages are taken again: the disk is %.1f%% full", self._path, 100 * self.used_ratio)
+            _logger.info("%s: messages are taken again; the disk is %.1f%% full", self._path, 100 * self.used_ratio)
         self.refuses_writes = refuses
 
     def _ends(self) -> list[int]:
@@ -260,7 +329,7 @@ class Retention:
     def _oldest_due(self, now_ms: int) -> int | None:
         """When the oldest file is to go, or to be looked at, as things are now."""
         ends = self._ends()
-        if not ends:
+        if not ends or self.is_held:
             return None
         if not (self._oversized() or self._forced):
             at = max(now_ms, self._known_timestamp(ends[0] - self._log.file_size) + self._reserved_ms)
@@ -292,14 +361,40 @@ class Retention:
         for end in ends:
             if end >= self._settled_upto:
                 break
+            unread = list(self._unread(end - self._log.file_size, end))
+            if self._must_stay(unread):
+                self.is_held = True
+                break
             if self._log.begin > self._followed:
                 self._flush_folder()
             with self._lock:
                 paths = self._log.delete_before(end)
             for path in paths:
                 _logger.info("deleted %s: %s", path, why)
+            if paths:
+                self._tell_lost(unread, paths[-1], why)
             gone += paths
         return gone + self._follow()
+
+    def _tell_lost(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
+        """Tell what was deleted with a file before it was consumed: one warning for each group."""
+        of_group: dict[str, list[UnreadInFile]] = {}
+        for each in unread:
+            of_group.setdefault(each.reader.group, []).append(each)
+        for group, lost in of_group.items():
+            _logger.warning(
+                "group %s: %s deleted before they were consumed, with %s (%s): %s; "
+                "raise the limit, or refuse sends instead by keep_unconsumed=True",
+                group,
+                _count(sum(each.messages for each in lost)),
+                path,
+                why,
+                ", ".join(f"{each.messages} of {each.reader.topic}/{each.reader.queue_id}" for each in lost[:_NAMED])
+                + (", …" if len(lost) > _NAMED else ""),
+            )
+        if (readers := self._readers()) is not None:
+            for each in unread:
+                readers.lost(each)
 
     def _flush_folder(self) -> None:
         self._files.flush_folder(self._log.sequence.folder)
@@ -322,3 +417,7 @@ class Retention:
         for path in gone:
             _logger.info("deleted %s: the log begins at %d", path, begin)
         return gone
+
+
+def _count(messages: int) -> str:
+    return "1 message" if messages == 1 else f"{messages} messages"

@@ -1,0 +1,374 @@
+"""What becomes of messages that a group has not consumed when the log reaches its total size."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.broker.config import BrokerConfig
+from librmq.client.producer import Producer
+from librmq.config import StoreConfig
+from librmq.consumer import PullConsumer, PushConsumer
+from librmq.errors import BrokerError, StoreFullError
+from librmq.files import MemoryFiles
+from librmq.message import Message
+from librmq.metrics import Metrics
+from librmq.protocol import ConsumeFrom, EndTransaction, ResponseCode, SendMessage, TransactionState
+from librmq.runtime.manual import ManualRunner
+from librmq.scheduling.timer_settings import TimerConfig
+from librmq.store import MessageStore, verify
+
+FILE = 4096
+BODY = bytes(800)  # four records fill a file of the log
+CONFIG = StoreConfig.tiny(
+    commitlog_file_size=FILE, max_message_size=2048, max_total_size=4 * FILE, flush_thorough_interval_consumequeue_s=1
+)
+KEEP = StoreConfig.tiny(
+    commitlog_file_size=FILE,
+    max_message_size=2048,
+    max_total_size=4 * FILE,
+    flush_thorough_interval_consumequeue_s=1,
+    keep_unconsumed=True,
+)
+
+
+class Shop:
+    """A broker by hand, with a topic of one queue and a producer."""
+
+    def __init__(self, store: StoreConfig | None = CONFIG, **config: Any) -> None:
+        self.files = MemoryFiles()
+        self.runner = ManualRunner()
+        self.metrics = Metrics()
+        self.store_config = store
+        self.config = BrokerConfig(**config)
+        self.open()
+        self.broker.create_topic("orders", 1)
+
+    def open(self) -> None:
+        self.broker = Broker.open(
+            "/store",
+            self.config,
+            store_config=self.store_config,
+            runner=self.runner,
+            files=self.files,
+            metrics=self.metrics,
+        )
+        self.producer = Producer(self.broker, "shop")
+
+    def reopen(self) -> None:
+        self.producer.shutdown()
+        self.broker.close()
+        self.open()
+
+    def send(self, count: int, topic: str = "orders", **fields: Any) -> None:
+        """Send messages, and let what is due be done after each."""
+        for _ in range(count):
+            self.producer.send(topic, BODY, **fields)
+            self.runner.advance(2000)
+
+    def fill(self, most: int = 100, topic: str = "orders") -> int:
+        """Send until a message is refused; return how many were taken."""
+        for count in range(most):
+            try:
+                self.send(1, topic)
+            except BrokerError as error:
+                if error.code != ResponseCode.SERVICE_NOT_AVAILABLE:
+                    raise
+                return count
+        return most
+
+    def consume(self, group: str, count: int, topic: str = "orders") -> int:
+        """Consume up to so many messages as a group; return how many came."""
+        done = 0
+        with PullConsumer(self.broker, group, consume_from=ConsumeFrom.FIRST, pull_batch_size=1) as consumer:
+            consumer.subscribe(topic)
+            while done < count and consumer.poll():
+                done += 1
+            consumer.commit()
+        return done
+
+    @property
+    def lost(self) -> dict[tuple[str, ...], float]:
+        return self.metrics.snapshot().get("unread_deleted", {})
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING and "before they were consumed" in record.getMessage()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- they go, with a word
+
+
+def test_unread_messages_go_with_one_warning_a_group_and_file(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop()
+    shop.send(4)
+    for group, count in (("bills", 1), ("mails", 3), ("stock", 4)):
+        assert shop.consume(group, count) == count
+    shop.send(20)
+    found = warnings(caplog)
+    deleted = shop.broker.store.log.begin // FILE
+    assert deleted >= 3
+    assert len(found) == 3 * deleted - 1  # stock has consumed all of the first file
+    of_first = [each for each in found if "/commitlog/00000000000000000000 " in each]
+    assert [re.findall(r"group (\w+): (\d) message", each) for each in of_first] == [[("bills", "3")], [("mails", "1")]]
+    assert "3 of orders/0" in of_first[0]
+    assert "keep_unconsumed=True" in of_first[0]
+    read = 4 * deleted
+    assert shop.lost == {("orders", "bills"): read - 1, ("orders", "mails"): read - 3, ("orders", "stock"): read - 4}
+
+
+def test_no_word_where_all_was_consumed_or_nothing_reads(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop()
+    shop.broker.create_topic("unread", 1)
+    for _ in range(10):
+        shop.send(2)
+        shop.send(1, "unread")
+        assert shop.consume("bills", 2) == 2
+    assert shop.broker.store.log.begin
+    assert warnings(caplog) == []
+    assert shop.lost == {}
+
+
+def test_a_group_that_runs_but_never_got_on_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Its listener hangs in the first message, so it has no progress at all."""
+    shop = Shop()
+    with PullConsumer(shop.broker, "bills", consume_from=ConsumeFrom.FIRST) as consumer:
+        consumer.subscribe("orders")
+        shop.send(30)
+        assert shop.lost.keys() == {("orders", "bills")}
+    assert warnings(caplog)
+
+
+def test_retries_count_as_unread() -> None:
+    shop = Shop()
+    consumer = PushConsumer(shop.broker, "bills", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", lambda message: 1 / 0)
+    with consumer:
+        shop.send(2)
+    shop.runner.advance(60_000)  # the retries have come to the group's topic, and nothing takes them
+    assert len(list(shop.broker.messages("%RETRY%bills"))) == 2
+    shop.broker.create_topic("other", 1)
+    shop.send(30, "other")
+    assert shop.lost["%RETRY%bills", "bills"] == 2
+
+
+def test_delayed_messages_count_as_unread(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop()
+    shop.send(1, delay=3600)
+    shop.send(1, delay=1)  # which is delivered
+    shop.send(30)
+    assert shop.lost["SCHEDULE_TOPIC_XXXX", "delay levels"] == 1
+    assert len(warnings(caplog)) == 1
+
+
+def test_timers_count_as_unread() -> None:
+    shop = Shop(timers=TimerConfig())
+    shop.send(1, delay=5000)  # no level
+    shop.send(1, delay=13)
+    shop.runner.advance(20_000)
+    shop.send(30)
+    assert shop.lost == {("rmq_sys_wheel_timer", "timers"): 1}
+
+
+def half(shop: Shop, number: int) -> Callable[[TransactionState], None]:
+    message = Message("orders", BODY, unique_key=f"U{number}")
+    message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+    sent = shop.broker.call(SendMessage("p", message, 0, shop.runner.now_ms(), ("127.0.0.1", 1), 4))
+
+    def end(state: TransactionState) -> None:
+        shop.broker.call(EndTransaction("p", state, sent.queue_offset, sent.physical_offset, ""))
+
+    return end
+
+
+def test_open_halves_count_as_unread() -> None:
+    """Not those that have ended, though no check has passed them yet."""
+    shop = Shop()
+    ends = [half(shop, number) for number in range(4)]
+    ends[0](TransactionState.COMMIT)
+    ends[2](TransactionState.ROLLBACK)
+    for _ in range(30):  # at once: no check comes in between
+        shop.producer.send("orders", BODY)
+    shop.broker.store.flush()
+    shop.runner.advance(1500)
+    assert shop.broker.store.log.begin
+    assert shop.lost == {("RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"): 2}
+
+
+# ------------------------------------------------------------------------------------------------- they stay: refusal
+
+
+def test_sends_are_refused_until_the_group_has_consumed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    taken = shop.fill()
+    assert 14 <= taken <= 17  # four files of four, one of the file that is begun
+    with pytest.raises(BrokerError) as caught:
+        shop.producer.send("orders", BODY)
+    for part in ("max_total_size, 16384 bytes", "'bills'", "3 messages", "offset 1 of orders/0", "reset_group('bills'"):
+        assert part in str(caught.value)
+    assert sum("no message is taken" in r.getMessage() for r in caplog.records) == 1  # though two were refused
+    assert shop.consume("bills", 100) == taken  # nothing was lost
+    assert shop.fill(most=8) == 8
+    assert shop.broker.store.log.begin >= FILE
+    assert sum("messages are taken again" in r.getMessage() for r in caplog.records) == 1
+    assert shop.lost == {}
+    assert warnings(caplog) == []
+
+
+def test_a_reset_of_the_group_lets_sends_go_on() -> None:
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.fill()
+    shop.broker.reset_group("bills", "orders", "end")
+    assert shop.fill(most=8) == 8
+
+
+def test_a_refusal_outlives_a_reopening() -> None:
+    """With the settings given or kept, and though the progress was saved with the rest."""
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    taken = shop.fill()
+    shop.reopen()
+    assert shop.fill() == 0
+    shop.store_config = None  # what the store keeps
+    shop.reopen()
+    assert shop.broker.store.config.keep_unconsumed
+    assert shop.fill() == 0
+    assert shop.consume("bills", 100) == taken
+    assert shop.fill(most=8) == 8
+    shop.reopen()
+    shop.send(1)
+    shop.broker.close()
+    assert verify("/store", files=shop.files).sound
+
+
+def test_batches_are_refused_and_every_topic_is() -> None:
+    shop = Shop(KEEP)
+    shop.broker.create_topic("other", 1)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.fill()
+    assert shop.fill(topic="other") == 0
+    with pytest.raises(BrokerError, match="keep_unconsumed"):
+        shop.producer.send_batch([Message("other", b"1"), Message("other", b"2")])
+
+
+def test_what_lets_messages_be_consumed_is_not_refused() -> None:
+    """Deliveries of delayed messages, retries and ends of transactions, else the log would be full for good."""
+    shop = Shop(KEEP)
+    shop.broker.create_topic("other", 1)
+    shop.send(1, delay=60)
+    end = half(shop, 0)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.fill(topic="other")
+    assert shop.fill() == 0
+    end(TransactionState.COMMIT)
+    shop.runner.advance(3_600_000)
+    assert len(list(shop.broker.messages("orders"))) == 3
+    failed: list[bytes] = []
+
+    def fail(message: Any) -> None:
+        failed.append(message.body)
+        if len(failed) <= 2:
+            raise ValueError
+
+    consumer = PushConsumer(shop.broker, "bills", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", fail)
+    with consumer:
+        shop.runner.advance(3_600_000)
+    assert len(failed) == 4  # two messages, each twice
+    assert shop.fill(most=8) == 8
+
+
+@pytest.mark.parametrize("what", ["delay", "timer", "half"])
+def test_what_waits_holds_its_file_back(what: str) -> None:
+    shop = Shop(KEEP, timers=TimerConfig())
+    if what == "half":
+        end = half(shop, 0)
+    else:
+        shop.send(1, delay=3600 if what == "delay" else 5000)
+    for _ in range(14):
+        shop.producer.send("orders", BODY)
+    assert shop.fill() < 6
+    with pytest.raises(BrokerError, match="when their time has come or their transaction has ended"):
+        shop.producer.send("orders", BODY)
+    if what == "half":
+        end(TransactionState.ROLLBACK)
+    else:
+        shop.runner.advance(6_000_000)
+    assert shop.fill(most=8) == 8
+    assert shop.lost == {}
+
+
+def test_files_stay_by_age_too() -> None:
+    config = StoreConfig.tiny(
+        commitlog_file_size=FILE,
+        max_message_size=2048,
+        max_total_size=None,
+        file_reserved_hours=1,
+        delete_when=";".join(map(str, range(24))),
+        keep_unconsumed=True,
+    )
+    shop = Shop(config)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.send(15)
+    shop.runner.advance(4 * 3_600_000)
+    assert shop.broker.store.log.begin == 0
+    assert shop.consume("bills", 100) == 15
+    shop.send(8)
+    shop.runner.advance(4 * 3_600_000)
+    assert shop.broker.store.log.begin > 0
+
+
+def test_a_store_without_a_broker_keeps_all_and_refuses() -> None:
+    """It can't know what was consumed: neither a tool nor a job deletes what a group still needs."""
+    shop = Shop(KEEP)
+    shop.send(1)
+    shop.consume("bills", 1)
+    shop.send(6)
+    shop.broker.close()
+    with MessageStore.open("/store", files=shop.files, clock=shop.runner.clock, background=False) as store:
+        for _ in range(10):
+            store.append(Message("orders", BODY))
+            shop.runner.manual_clock.advance(seconds=2)
+            store.run_due(shop.runner.now_ms())
+        with pytest.raises(StoreFullError, match=r"Broker\.open"):
+            store.append(Message("orders", BODY))
+        assert store.log.begin == 0
+
+
+def test_the_refusal_by_threads() -> None:
+    with (
+        Broker.open("/store", store_config=KEEP, files=MemoryFiles()) as broker,
+        Producer(broker, "shop") as producer,
+    ):
+        broker.create_topic("orders", 1)
+        producer.send("orders", BODY)
+        with PullConsumer(broker, "bills", consume_from=ConsumeFrom.FIRST) as consumer:
+            consumer.subscribe("orders")
+            assert consumer.poll(timeout=10)
+            consumer.commit()
+        for _ in range(16):
+            producer.send("orders", BODY)
+        with pytest.raises(BrokerError, match="'bills'"):
+            producer.send("orders", BODY)
+        broker.reset_group("bills", "orders", "end")
+        broker.store.flush()
+        producer.send("orders", BODY)
+        broker.join(10)
