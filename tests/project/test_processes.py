@@ -98,7 +98,7 @@ def child():
 in_child(child)
 released.set()
 producer.send("orders", b"3")
-assert [message.body for message in broker.messages("orders")] == [b"1", b"3"]
+assert sorted(message.body for message in broker.messages("orders")) == [b"1", b"3"]  # in any queue
 assert "fresh" not in open(os.path.join(sys.argv[1], "config", "topics.json")).read()
 consumer.shutdown()
 broker.close()
