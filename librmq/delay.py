@@ -37,6 +37,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
+from librmq.runtime.state_log import StateLog
 from librmq.store import MessageStore
 from librmq.store.engine.append import AppendResult, Copy
 
@@ -138,7 +139,7 @@ _layout_of = lru_cache(maxsize=64)(_Layout)
 class _Level:
     """One level: its queue, and when to look at it next."""
 
-    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "trouble")
+    __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "state_key")
 
     def __init__(self, level: int, delay_ms: int | None, queue_offset: int) -> None:
         self.level = level
@@ -147,8 +148,7 @@ class _Level:
         self.queue_id = queue_id_of_level(level)
         self.delay_ms = delay_ms
         """None for a level that the settings no longer have."""
-        self.trouble: str | None = None
-        """Why the last look failed, as the log has told."""
+        self.state_key = (f"level {level}",), f"level {level}"
         self.look_ms: int | None = None
         """The look at which the first message that waits is due; None if none was waiting."""
 
@@ -194,12 +194,13 @@ class DelaySchedule:
         self._offsets = offsets
         self._delivered = delivered
         self._layouts = _Layouts()
+        self._states = StateLog(_log, "delayed messages")
         self._first_look_ms = round(1000 * settings.first_look_s)
         self._every_ms = round(1000 * settings.look_every_s)
         self._retry_ms = round(1000 * settings.retry_s)
         self._saver = FlushAside(
             "the progress of the delay levels",
-            flush=lambda: store.flush(),
+            flush=lambda reached: store.flush(),
             reached=lambda: (self._reached() or None) if self._unsaved else None,
             note=self._note,
             now_ms=store.clock.now_ms,
@@ -295,13 +296,9 @@ class DelaySchedule:
         except LASTING:
             raise
         except StoreError as error:
-            if level.trouble != str(error):
-                level.trouble = str(error)
-                _log.error("delay level %d: looked at again every %d ms: %s", level.level, self._retry_ms, error)
+            self._states.failing(*level.state_key, error, logging.ERROR, again_ms=self._retry_ms)
             return self._look_for(self._last_ms + self._retry_ms)
-        if level.trouble is not None:
-            level.trouble = None
-            _log.info("delay level %d is delivered again", level.level)
+        self._states.works(*level.state_key)
         return next_ms
 
     def _deliver_due(self, level: _Level, look_ms: int | None) -> int | None:

@@ -37,7 +37,9 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
+from librmq.runtime.state_log import StateLog
 from librmq.scheduling.half_messages import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
 from librmq.scheduling.transaction_check import CheckPass
 from librmq.store import AppendResult, MessageStore
@@ -47,7 +49,7 @@ __all__ = ["CheckBack", "Checked", "FinalMessage", "TransactionConfig", "Transac
 
 _RESERVED_HOURS: Final = 72
 _log = logging.getLogger("librmq.txn")
-_NOT_SAVED: Final = "how far the check of half messages has come can't be saved: %s"
+_CHECK: Final = ("check",), "the check of half messages"
 
 _SAME_KEY: Final = 4096  # records that are looked at for the family of a half
 _SYSTEM_ERROR: Final = 1
@@ -192,14 +194,23 @@ class Transactions:
         self._delivered = delivered
         self._make_topic = make_topic
         self._waits = waits
-        self._aside = aside
         self._original = original
         self._interval_ms = round(1000 * self._settings.interval_s)
         self._begin_ms = start_ms + self._interval_ms
         self._next_ms: int | None = None  # None while nothing is pending
         self._last_ms = start_ms
         self._pass: CheckPass | None = None
-        self._is_flushing = False  # what the pass, which is over, has written
+        self._is_over = False  # the pass; its halves count as judged, though that is not noted yet
+        self._states = StateLog(_log, "transactions")
+        self._saver = FlushAside(
+            "the progress of the check of half messages",
+            flush=lambda reached: store.flush(),
+            reached=lambda: self._pass if self._is_over else None,
+            note=self._passed,
+            now_ms=store.clock.now_ms,
+            save_every_s=0,
+            aside=aside,
+        )
         self._opened_at = store.log.end  # of older halves it is not known what happened before
         self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
         self._ended: EndedHalves | None = None
@@ -462,31 +473,25 @@ class Transactions:
         if now_ms < self._last_ms:  # the clock was put back
             self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)
             self._next_ms = None
+            self._saver.put_back(now_ms)
         self._last_ms = now_ms
-        if self._is_flushing:
-            return None  # when it has ended, it says so
         try:
             if self._pass is None and self._next_ms is not None and now_ms >= self._next_ms:
                 self._next_ms = None
                 if self._has_new():
                     self._begin_pass(now_ms, self._settings)
-            if self._pass is not None:
+            if self._pass is not None and not self._is_over:
                 if not self._pass.judge(now_ms, self._settings.most_at_once):
                     return now_ms
-                if self._finish_aside(self._pass):
-                    return None
-                self.save()
+                self._end_pass()
+                self._states.works(*_CHECK)
         except LASTING:
             raise
         except RmqError as error:
-            _log.error("the check of half messages ends early: %s", error)
-            try:
-                self.save()
-            except LASTING:
-                raise
-            except RmqError as told:  # the disk is full for the store too: the next pass does it again
-                _log.error(_NOT_SAVED, told)
-        return self._due()
+            self._end_pass()
+            self._states.failing(*_CHECK, error, logging.ERROR, again_ms=self.next_check_ms(now_ms) - now_ms)
+        save_ms = self._saver.run_due(now_ms)
+        return self._due() if self._pass is None else save_ms
 
     def _due(self) -> int | None:
         """When the next pass is due."""
@@ -552,29 +557,14 @@ class Transactions:
 
         What it wrote has reached the device before. Raises what `MessageStore.flush` does.
         """
-        current, self._pass, self._is_flushing = self._pass, None, False
-        if current is not None and current.progress():
-            self._store.flush()
-            self._passed(current)
+        self._end_pass()
+        self._saver.save()
 
-    def _finish_aside(self, current: CheckPass) -> bool:
-        """`save` when the store has been flushed, if that is to be waited for elsewhere and there is anything."""
-        if self._aside is None or not current.progress():
-            return False
-
-        def flushed(error: Exception | None) -> int | None:
-            if self._pass is not current:
-                return None
-            self._pass, self._is_flushing = None, False
-            if error is None:
-                self._passed(current)
-            else:
-                _log.error(_NOT_SAVED, error)
-            return None if isinstance(error, LASTING) else self._due()
-
-        self._is_flushing = True  # its halves count as judged by now
-        self._aside(self._store.flush, flushed)
-        return True
+    def _end_pass(self) -> None:
+        """Judge nothing more; what the pass has done is to be noted."""
+        if self._pass is not None and not self._pass.progress():
+            self._pass = None
+        self._is_over = self._pass is not None
 
     def _passed(self, current: CheckPass) -> None:
         for topic, queue_offset in current.progress().items():
@@ -583,3 +573,4 @@ class Transactions:
         self._uncounted.difference_update([offset for offset in self._uncounted if offset < below])
         if self._ended is not None:
             self._ended.forget_below(below)
+        self._pass, self._is_over = None, False

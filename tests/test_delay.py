@@ -253,7 +253,7 @@ def test_a_disk_full_between_two_files_repeats_nothing(
     written = len(waiting.told)
     assert 0 < written < 40
     assert waiting.schedule.progress == {1: written}
-    assert "looked at again every 10000 ms" in caplog.text
+    assert "level 1 fails, and is tried again in 10000 ms" in caplog.text
     waiting.pass_to(11_000)
     assert [body for body, _ in waiting.delivered()] == [str(number).encode() * 100 for number in range(40)]
 
@@ -498,7 +498,7 @@ def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplo
     failed = failing(DiskFullError("full"), 1, waiting.store.append_copies)
     monkeypatch.setattr(waiting.store, "append_copies", failed)
     assert waiting.pass_to(1_000) == 5_000
-    assert caplog.text.count("delay level 1: looked at again every 10000 ms: full") == 1
+    assert caplog.text.count("level 1 fails, and is tried again in 10000 ms: full") == 1
     assert waiting.pass_to(11_000) is None
     assert [at for _, at in waiting.delivered()] == [5_000, 11_000]
 

@@ -99,7 +99,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runtime.runner import Aside, Runner, Step, Work, aside_by
+from librmq.runtime.runner import Aside, Runner, Step, aside_by
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling.relay import HOP_TOPIC, HopProxy
 from librmq.scheduling.timer import TIMER_TOPIC, Timers
@@ -113,8 +113,6 @@ Q = TypeVar("Q", bound=Request[Any])
 R = TypeVar("R")
 _LOOK_FOR_LOCK_S: Final = 0.05
 _LOOK_FOR_LEVEL_S: Final = 0.02
-_WRITE_AGAIN_MS: Final = 10_000
-"""After a failure that may pass."""
 
 
 class _Reader(Protocol):
@@ -308,8 +306,9 @@ class Broker:
     def _open_tables(self, tables: BrokerTables) -> None:
         """Make what stands in the broker's files: topics, groups, progress, filters."""
         name, runner, config, store = self.name, self.runner, self.config, self.store
-        self._writing = Writing(None if self._by_hand else self._submit_writing, store.flush)
-        self._write_again = Step(f"{name} writes its tables again", self._run_writing, self)
+        aside = self._aside("writes its tables", lambda at: runner.wake(writing, at))
+        self._writing = Writing(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
+        writing = Step(f"{name} writes its tables", self._writing.run_due, self)
         save = self._writing.save
         self._topics = Topics(tables.topics, save, config, name, self.cluster_name, runner.now_ms, self._changed)
         self._groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
@@ -317,7 +316,7 @@ class Broker:
             tables,
             self._writing,
             self._registrations,
-            round(1000 * config.save_offsets_every_s),
+            config.save_offsets_every_s,
             store.flush,
             runner.now_ms,
             lambda at: runner.wake(saving, at),
@@ -783,16 +782,6 @@ class Broker:
         properties = waited.properties
         self._arrivals.delivered(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
 
-    def _submit_writing(self) -> None:
-        def written(_: object, error: Exception | None) -> None:
-            if self._writing.written(error):
-                self.runner.wake(self._write_again, self.runner.now_ms() + _WRITE_AGAIN_MS)
-
-        self.runner.submit(Work(f"{self.name} writes its tables", self._writing.write, written, self))
-
-    def _run_writing(self, now_ms: int) -> None:
-        self._writing.submit()
-
     def _aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
         return aside_by(self.runner, f"{self.name} {what}", self, wake)
 
@@ -822,14 +811,14 @@ class Broker:
                 if self._proxy is not None:
                     saves.callback(self._proxy.save)
                 if self._timers is not None:
-                    saves.callback(self._timers.save, now_ms)
+                    saves.callback(self._timers.save)
                 self._schedule.save(now_ms)
 
     def _end_writing(self) -> None:
         """Return when nothing is being written, and nothing will be."""
         self._writing.end(self._closed())
         if self._timers is not None:
-            self._timers.let_go()
+            self._timers.let_go(self._closed())
 
     def abandon(self) -> None:
         """Let go of everything as a process does that is killed: what was not saved is lost, the next open recovers."""

@@ -34,7 +34,8 @@ class GroupOffsets:
         self._table = table
         self._save = save
         self._changed = changed
-        self._dirty = False
+        self.has_changed = False
+        """Whether there is anything to save."""
         self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table that were asked for
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
@@ -65,17 +66,17 @@ class GroupOffsets:
         if queue_offset < old:
             _log.info("group %s: progress in %s/%d goes back from %d to %d", group, topic, queue_id, old, queue_offset)
         row[queue_id] = queue_offset
-        if not self._dirty:
+        if not self.has_changed:
             self._changed()
-            self._dirty = True
+            self.has_changed = True
 
     def forget(self, topic: str, queue_id: int) -> None:
         """Forget how far groups have come in a queue that is gone."""
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
-            if row.pop(queue_id, None) is not None and not self._dirty:
+            if row.pop(queue_id, None) is not None and not self.has_changed:
                 self._changed()
-                self._dirty = True
+                self.has_changed = True
             if not row:
                 self._table.remove(f"{topic}@{group}")
                 self._of.pop((group, topic), None)
@@ -103,6 +104,6 @@ class GroupOffsets:
 
     def save(self, now_ms: int) -> None:
         """Have written what has changed."""
-        if self._dirty:
+        if self.has_changed:
             self._save(self._table, now_ms)
-            self._dirty = False
+            self.has_changed = False

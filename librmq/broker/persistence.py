@@ -7,14 +7,15 @@ holds under it, and writes that without.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker.offsets import GroupOffsets
-from librmq.errors import LASTING, StoreClosedError, StoreError
+from librmq.errors import StoreClosedError
+from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.runner import Aside
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
 if TYPE_CHECKING:
@@ -22,31 +23,44 @@ if TYPE_CHECKING:
 
 __all__ = ["DelayProgress", "Saving", "Writing"]
 
-_log = logging.getLogger("librmq.broker")
-
-_FILTERS_MS: Final = 10_000
-_AGAIN_MS: Final = 10_000  # after a failure that may pass
+_FILTERS_S: Final = 10
 
 
 class Writing:
     """The files of one broker's tables: of what is to be written to one, the latest wins."""
 
-    def __init__(self, submit: Callable[[], None] | None, flush: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        flush: Callable[[], object],
+        now_ms: Callable[[], int],
+        wake: Callable[[], None],
+        aside: Aside | None,
+    ) -> None:
         """Take the functions that do the waiting.
 
         Args:
-            submit: Has `write` called soon, without the runner's lock, and then `written` under it. None writes when
-                `save` is called.
             flush: Returns when the store's messages have reached the device.
+            now_ms: The time.
+            wake: Has `run_due` called soon, under the runner's lock.
+            aside: Has a disk waited for without the runner's lock. None writes when `save` is called.
         """
-        self._submit = submit
         self._flush = flush
+        self._wake = wake
+        self._waits = aside is None
         self._rests_on_log: set[ConfigTable] = set()
         self._latest: dict[ConfigTable, bytes] = {}
         self._written: dict[ConfigTable, bytes] = {}
-        self._is_submitted = False
         self._one_at_a_time = threading.Lock()
         self._why_over: str | None = None
+        self.run_due = FlushAside(
+            "topics, groups, progress and filters",
+            flush=lambda pending: self.write(),
+            reached=lambda: self._pending() or None,
+            note=lambda pending: None,
+            now_ms=now_ms,
+            save_every_s=0,
+            aside=aside,
+        ).run_due
 
     def save(self, table: ConfigTable, now_ms: int, *, rests_on_log: bool = False) -> None:
         """Write what a table holds now. Under the runner's lock.
@@ -60,17 +74,11 @@ class Writing:
         self._check_goes_on()
         if rests_on_log:
             self._rests_on_log.add(table)
-        if self._submit is None:
+        if self._waits:
             self._write(table, None, now_ms)
         else:
             self._latest[table] = table.snapshot(now_ms)
-            self.submit()
-
-    def submit(self) -> None:
-        """Have what is to be written be written. Under the runner's lock."""
-        if self._submit is not None and not self._is_submitted and self._pending():
-            self._submit()
-            self._is_submitted = True  # behind it, for those who are interrupted between: twice does no harm
+            self._wake()
 
     def write(self) -> None:
         """Return when all that was saved before the call is durable. Thread-safe.
@@ -99,15 +107,6 @@ class Writing:
         """What is to be written, by table."""
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
 
-    def written(self, error: Exception | None) -> bool:
-        """What was submitted has ended; whether it is to be tried again some time later. Under the runner's lock."""
-        self._is_submitted = False
-        if error is None:
-            self.submit()
-            return False
-        _log.error("topics, groups, progress or filters could not be written: %s", error)
-        return True
-
     def let_go(self, why: str) -> None:
         """Nothing begins to be written any more; ``why`` is told to those who want it to."""
         self._why_over = why
@@ -131,7 +130,7 @@ class Saving:
         tables: BrokerTables,
         writing: Writing,
         registrations: Registrations,
-        offsets_after_ms: int,
+        save_offsets_every_s: float,
         flush: Callable[[], object],
         now_ms: Callable[[], int],
         wake: Callable[[int], None],
@@ -142,45 +141,43 @@ class Saving:
         self._tables = tables
         self._writing = writing
         self._registrations = registrations
-        self._offsets_after_ms = offsets_after_ms
-        self._now_ms = now_ms
         self._wake = wake
-        self._offsets_ms: int | None = None
-        self._filters_ms: int | None = None
+        self._are_filters_other = False  # than those that were saved last
+        self._offsets_saver = FlushAside(
+            "the progress of consumers",
+            flush=_rests_on_nothing,  # by itself: `Writing` flushes the store before this table
+            reached=lambda: self.offsets.has_changed or None,
+            note=lambda reached: self.offsets.save(now_ms()),
+            now_ms=now_ms,
+            save_every_s=save_offsets_every_s,
+        )
+        self._filters_saver = FlushAside(
+            "the filters of consumers",
+            flush=_rests_on_nothing,
+            reached=lambda: self._are_filters_other or None,
+            note=lambda reached: self._save_filters(now_ms()),
+            now_ms=now_ms,
+            save_every_s=_FILTERS_S,
+        )
 
     def _offsets_changed(self) -> None:
-        self._offsets_ms = self._now_ms() + self._offsets_after_ms
-        self._wake(self._offsets_ms)
+        self._wake_for(self._offsets_saver)
 
     def filters_changed(self) -> None:
         """The filters may be others than those that were saved last."""
-        if self._filters_ms is None and (self._tables.filters or any(True for _ in self._registrations)):
-            due = self._now_ms() + _FILTERS_MS
+        if not self._are_filters_other and (self._tables.filters or any(True for _ in self._registrations)):
+            self._wake_for(self._filters_saver)
+            self._are_filters_other = True
+
+    def _wake_for(self, saver: FlushAside[bool]) -> None:
+        due = saver.changed()
+        if due is not None:
             self._wake(due)
-            self._filters_ms = due
 
     def run_due(self, now_ms: int) -> int | None:
         """Save what is due; returns when the next is."""
-        if self._offsets_ms is not None and not now_ms < self._offsets_ms <= now_ms + max(
-            self._offsets_after_ms, _AGAIN_MS
-        ):  # that far away only if the clock was put back
-            self._offsets_ms = self._save(self.offsets.save, now_ms)
-        if self._filters_ms is not None and not now_ms < self._filters_ms <= now_ms + _FILTERS_MS:
-            self._filters_ms = self._save(self._save_filters, now_ms)
-        return min((due for due in (self._offsets_ms, self._filters_ms) if due is not None), default=None)
-
-    @staticmethod
-    def _save(save: Callable[[int], None], now_ms: int) -> int | None:
-        """Save; when to try again."""
-        try:
-            save(now_ms)
-        except LASTING as error:  # the next message meets it too
-            _log.error("progress and filters can't be saved any more: %s", error)
-            return None
-        except StoreError as error:
-            _log.error("progress or filters could not be saved: %s", error)
-            return now_ms + _AGAIN_MS
-        return None
+        dues = self._offsets_saver.run_due(now_ms), self._filters_saver.run_due(now_ms)
+        return min((due for due in dues if due is not None), default=None)
 
     def save_all(self, now_ms: int, why: str) -> None:
         """Save whatever has changed, in every table, for the last time: ``why`` is told to those who come later."""
@@ -193,6 +190,11 @@ class Saving:
     def _save_filters(self, now_ms: int) -> None:
         self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
         self._writing.save(self._tables.filter_table, now_ms)
+        self._are_filters_other = False
+
+
+def _rests_on_nothing(reached: bool) -> None:
+    """Flush nothing."""
 
 
 class DelayProgress:

@@ -33,8 +33,9 @@ from librmq.protocol import (
 )
 from librmq.runtime.critical import critical
 from librmq.runtime.runner import Runner, Step
+from librmq.runtime.state_log import StateLog
 
-__all__ = ["Client", "LifeCycle", "Member", "State", "StateLog", "check_route"]
+__all__ = ["Client", "LifeCycle", "Member", "State", "check_route"]
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
@@ -104,46 +105,6 @@ def check_route(route: object, user: str) -> None:
         raise TypeError(
             f"{user} takes a route, which is a Broker or a RouteTable of several, found {route!r:.80}{opened}"
         )
-
-
-class StateLog:
-    """Log lines about conditions that last: one when a condition begins or changes, one when it is over.
-
-    Called under the runner's lock.
-    """
-
-    def __init__(self, logger: logging.Logger, label: str) -> None:
-        self._logger = logger
-        self._label = label
-        self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
-        """What fails at the moment; callers look here first where success is frequent."""
-
-    def failing(
-        self,
-        key: tuple[str, ...],
-        what: str,
-        error: Exception,
-        level: int = logging.WARNING,
-        *,
-        traceback: bool = False,
-    ) -> None:
-        """Note that ``what`` fails: logged unless it failed for the same kind of reason before."""
-        cause = type(error), getattr(error, "code", None)
-        is_known = self.causes.get(key) == cause
-        self.causes[key] = cause
-        self._logger.log(
-            logging.DEBUG if is_known else level,
-            "%s: %s fails: %s",
-            self._label,
-            what,
-            error,
-            exc_info=error if traceback and not is_known else None,
-        )
-
-    def works(self, key: tuple[str, ...], what: str) -> None:
-        """Note that ``what`` succeeds: logged if it failed before."""
-        if self.causes and self.causes.pop(key, None) is not None:
-            self._logger.info("%s: %s works again", self._label, what)
 
 
 class Member(Protocol):

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.client.allocation import refuse_differences, told_differences
-from librmq.client.identity import Client, LifeCycle, State, StateLog, check_route
+from librmq.client.identity import Client, LifeCycle, State, check_route
 from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
@@ -39,6 +39,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.runner import Runner, Step, aside_by
+from librmq.runtime.state_log import StateLog
 
 __all__ = ["Consumer"]
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from librmq.client.identity import Client, StateLog
+from librmq.client.identity import Client
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
@@ -17,6 +17,7 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import Route, Subscription
 from librmq.runtime.runner import Runner
+from librmq.runtime.state_log import StateLog
 
 __all__ = ["ConsumeContext", "ConsumeHook", "Instance", "PushInstance"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from librmq.client.identity import Client, StateLog
+from librmq.client.identity import Client
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.seam import Files, make_folders
@@ -25,6 +25,7 @@ from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
 from librmq.runtime.runner import Aside
+from librmq.runtime.state_log import StateLog
 
 __all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
 

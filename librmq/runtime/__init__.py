@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
     from librmq.runtime.runner import Work as Work
+    from librmq.runtime.state_log import StateLog as StateLog
     from librmq.runtime.threads import ThreadRunner as ThreadRunner
 
 _MODULES = {
@@ -22,6 +23,7 @@ _MODULES = {
     "flush_aside": ("FlushAside",),
     "manual": ("ManualRunner",),
     "runner": ("Runner", "Step", "Work"),
+    "state_log": ("StateLog",),
     "threads": ("ThreadRunner",),
 }
 if not TYPE_CHECKING:  # else a checker would take any name for granted

@@ -5,7 +5,7 @@ things: what has been reached, how to flush, how to note it, and how long to wai
 
     self._saver = FlushAside(
         "the relay's progress",
-        flush=store.flush,                                   # waits for the disk; may run in another thread
+        flush=lambda reached: store.flush(),                 # waits for the disk; may run in another thread
         reached=lambda: self._next if self._next != self._saved else None,   # None: nothing to save
         note=self._note,                                     # takes what `reached` gave before the flush
         now_ms=store.clock.now_ms,
@@ -14,22 +14,27 @@ things: what has been reached, how to flush, how to note it, and how long to wai
     )
 
 In its own step it calls ``self._saver.run_due(now_ms)`` and hands the time on, `save` when it is shut down, and
-`put_back` where the clock was put back. The step is woken by ``aside`` when a flush has ended.
+`put_back` where the clock was put back. ``aside`` runs the step once more when a flush has ended. A failure is logged
+once, and that it works again once.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-from librmq.errors import LASTING, StoreError
+from librmq.errors import LASTING, StoreClosedError, StoreError
 from librmq.runtime.runner import Aside
+from librmq.runtime.state_log import StateLog
 
 __all__ = ["FlushAside"]
 
 _log = logging.getLogger("librmq.runtime")
 _T = TypeVar("_T")
+_SAVING: Final = ("saving",), "saving"
 
 
 class FlushAside(Generic[_T]):
@@ -39,7 +44,7 @@ class FlushAside(Generic[_T]):
         self,
         what: str,
         *,
-        flush: Callable[[], object],
+        flush: Callable[[_T], object],
         reached: Callable[[], _T | None],
         note: Callable[[_T], object],
         now_ms: Callable[[], int],
@@ -49,9 +54,9 @@ class FlushAside(Generic[_T]):
     ) -> None:
         """``what`` names the progress in log lines.
 
-        ``save_every_s`` None leaves saving to `save`. ``retry_s`` is how long to wait after a failure that may pass.
+        Flushes never overlap, and none follows a later one. ``save_every_s`` None leaves saving to `save`. ``retry_s``
+        is how long to wait after a failure that may pass.
         """
-        self._what = what
         self._flush = flush
         self._reached = reached
         self._note = note
@@ -59,13 +64,19 @@ class FlushAside(Generic[_T]):
         self._every_ms = None if save_every_s is None else round(1000 * save_every_s)
         self._retry_ms = round(1000 * retry_s)
         self._aside = aside
+        self._states = StateLog(_log, what)
         self._due_ms: int | None = None
         self._is_flushing = False
+        self._numbers = itertools.count(1)
+        self._flushed = 0
+        self._one_at_a_time = threading.Lock()
+        self._why_over: str | None = None
 
-    @property
-    def is_flushing(self) -> bool:
-        """Whether a flush runs aside; what changes meanwhile is saved by the next one."""
-        return self._is_flushing
+    def changed(self) -> int | None:
+        """Say that there is something to save; return when to call `run_due` (ms), None where ``aside`` will tell."""
+        if self._due_ms is None and self._every_ms is not None and not self._is_flushing:
+            self._due_ms = self._now_ms() + self._every_ms
+        return self._due_ms
 
     def run_due(self, now_ms: int) -> int | None:
         """Save if it is time, or begin to; return when to call again (ms), None where a change or ``aside`` will tell.
@@ -73,30 +84,34 @@ class FlushAside(Generic[_T]):
         Raises:
             FlushFailedError, StoreClosedError, ReadOnlyError: The store takes nothing any more.
         """
-        if self._every_ms is None or self._is_flushing or (reached := self._reached()) is None:
+        if self._every_ms is None or self._is_flushing:
+            return None
+        reached = self._reached()
+        if reached is None:
+            self._saved()
             return None
         latest = now_ms + max(self._every_ms, self._retry_ms)
         if self._due_ms is None or self._due_ms > latest:  # the clock was put back
             self._due_ms = now_ms + self._every_ms
         if self._due_ms > now_ms:
             return self._due_ms
+        number = next(self._numbers)
         if self._aside is not None:
-            self._flush_aside(self._aside, reached)
+            self._flush_aside(self._aside, reached, number)
             return None
         try:
-            self.save()
+            self._save(reached, number)
         except LASTING:
             raise
         except StoreError as error:
-            self._retry(error, now_ms)
+            self._retry(error)
         return self._due_ms
 
     def save(self) -> None:
         """Save now what has been reached. Raises what the flush and ``note`` do."""
         reached = self._reached()
         if reached is not None:
-            self._flush()
-            self._note(reached)
+            self._save(reached, next(self._numbers))
         self._due_ms = None
 
     def put_back(self, now_ms: int) -> None:
@@ -104,25 +119,49 @@ class FlushAside(Generic[_T]):
         if self._due_ms is not None:
             self._due_ms = now_ms
 
-    def _flush_aside(self, aside: Aside, reached: _T) -> None:
+    def let_go(self, why: str) -> None:
+        """Flush nothing any more; later calls raise ``why``. Return when nothing is being flushed. Thread-safe."""
+        with self._one_at_a_time:
+            self._why_over = why
+
+    def _save(self, reached: _T, number: int) -> None:
+        self._flush_numbered(reached, number)
+        self._note(reached)
+        self._saved()
+
+    def _saved(self) -> None:
+        self._due_ms = None
+        self._states.works(*_SAVING)
+
+    def _flush_numbered(self, reached: _T, number: int) -> None:
+        """Flush unless a later one has ended. Thread-safe."""
+        with self._one_at_a_time:
+            if self._why_over is not None:
+                raise StoreClosedError(self._why_over)
+            if number > self._flushed:
+                self._flush(reached)
+                self._flushed = number
+
+    def _flush_aside(self, aside: Aside, reached: _T, number: int) -> None:
         def flushed(error: Exception | None) -> int | None:
             self._is_flushing = False
-            now_ms = self._now_ms()
             try:
                 if error is not None:
                     raise error
-                self._note(reached)
-                return self.run_due(now_ms)
+                if number == self._flushed:  # else a later one is noted
+                    self._note(reached)
+                self._saved()
             except LASTING as told:  # no caller waits for this: the next append meets it too
-                _log.error("%s can't be saved any more: %s", self._what, told)
+                self._states.failing(*_SAVING, told, logging.ERROR)
                 return None
             except StoreError as told:
-                self._retry(told, now_ms)
+                self._retry(told)
                 return self._due_ms
+            return self._now_ms()  # for what changed meanwhile
 
         self._is_flushing, self._due_ms = True, None
-        aside(self._flush, flushed)
+        aside(lambda: self._flush_numbered(reached, number), flushed)
 
-    def _retry(self, error: StoreError, now_ms: int) -> None:
-        _log.error("%s could not be saved, and is tried again in %d ms: %s", self._what, self._retry_ms, error)
-        self._due_ms = now_ms + self._retry_ms
+    def _retry(self, error: StoreError) -> None:
+        self._due_ms = self._now_ms() + self._retry_ms
+        self._states.failing(*_SAVING, error, logging.ERROR, again_ms=self._retry_ms)

@@ -28,6 +28,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
+from librmq.runtime.state_log import StateLog
 from librmq.scheduling.half_messages import TransactionOffsets
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus
@@ -66,6 +67,7 @@ _OF_THE_WAY: Final = frozenset(
 _QUEUE: Final = 0
 _READ: Final = 32
 _RETRY_MS: Final = 10_000
+_SENDING: Final = ("sending on",), "sending on"
 
 Choose = Callable[[int, DelayLevels], int]
 """From the milliseconds that remain, above 0, to the level of the next hop."""
@@ -170,12 +172,12 @@ class HopProxy:
         self._offsets = offsets
         self._choose = choose
         self._delivered = delivered
-        self._trouble: str | None = None  # as the log has told
+        self._states = StateLog(_log, "the relay")
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._saver = FlushAside(
             "how far the relay has come",
-            flush=lambda: store.flush(),
+            flush=lambda reached: store.flush(),
             reached=lambda: self._next_offset if self._next_offset != self._saved_offset else None,
             note=self._note,
             now_ms=store.clock.now_ms,
@@ -190,16 +192,12 @@ class HopProxy:
         """
         try:
             self._send_all(now_ms)
-            if self._trouble is not None:
-                self._trouble = None
-                _log.info("the relay goes on")
+            self._states.works(*_SENDING)
             return self._saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
-            if self._trouble != str(error):
-                self._trouble = str(error)
-                _log.error("the relay tries again every %d ms: %s", _RETRY_MS, error)
+            self._states.failing(*_SENDING, error, logging.ERROR, again_ms=_RETRY_MS)
             return now_ms + _RETRY_MS
 
     def _send_all(self, now_ms: int) -> None:
@@ -220,9 +218,8 @@ class HopProxy:
 
     def _note(self, reached: int) -> None:
         """Tell of progress that the device has the messages of."""
-        if reached > self._saved_offset:
-            self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
-            self._saved_offset = reached
+        self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
+        self._saved_offset = reached
 
     def _send_on(self, message: StoredMessage, now_ms: int) -> None:
         properties = message.properties

@@ -19,7 +19,6 @@ first message that waits: a 4.9 store without timers is left as it is.
 from __future__ import annotations
 
 import logging
-import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -40,7 +39,9 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
+from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
+from librmq.runtime.state_log import StateLog
 from librmq.scheduling.timer_settings import (
     DELAY_MS,
     DELAY_SEC,
@@ -69,6 +70,7 @@ _log = logging.getLogger("librmq.timer")
 _QUEUE: Final = 0
 _NEVER_IN_THE_WHEEL: Final = (1 << 63) - 1
 _READ: Final = 32
+_DELIVERY: Final = ("delivery",), "delivery"
 
 
 class _Emptying:
@@ -84,10 +86,10 @@ class _Emptying:
 
 
 class _Reached(NamedTuple):
-    """How far the timer had come when it began to be saved."""
+    """How far the timer has come."""
 
-    number: int
-    """A later one has a larger."""
+    changes: int
+    """How much had changed by then."""
     checkpoint: TimerCheckpoint
 
 
@@ -132,15 +134,19 @@ class Timers:
         self._settings = settings
         self._precision_ms = settings.timer_precision_ms
         self._delivered = delivered
-        self._aside = aside
-        self._save_ms: int | None = None
         self._retry_at_ms: int | None = None
-        self._trouble: str | None = None  # as the log has told
-        self._changed = False
-        self._is_saving = False  # aside
-        self._one_at_a_time = threading.Lock()  # of what is written on saving
-        self._begun_saves = self._written_saves = 0
-        self._is_let_go = False
+        self._states = StateLog(_log, "the timer")
+        self._changes = self._saved_changes = 0
+        self._saver = FlushAside(
+            "the timer's progress",
+            flush=self._write,
+            reached=self._reached,
+            note=self._saved,
+            now_ms=store.clock.now_ms,
+            save_every_s=settings.save_every_s,
+            retry_s=settings.retry_s,
+            aside=aside,
+        )
         self._emptying: _Emptying | None = None
         size = timer_log_size(store.path, self._files)
         if size is not None and size != settings.timer_log_file_size:
@@ -236,7 +242,8 @@ class Timers:
         write_ms = self._floor(now_ms)
         if write_ms < self._write_ms:  # the clock was put back: what comes now may be due before what was read
             self._read_ms = min(self._read_ms, write_ms)
-            self._retry_at_ms = self._save_ms = None
+            self._retry_at_ms = None
+            self._saver.put_back(now_ms)
         self._write_ms = write_ms
         if self._retry_at_ms is not None:
             if now_ms < self._retry_at_ms:
@@ -245,21 +252,16 @@ class Timers:
         try:
             if not (self._empty_slots(now_ms) and self._fill_slots(now_ms)):
                 return now_ms
-            self._save_due(now_ms)
+            save_ms = self._saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
             self._retry_at_ms = now_ms + round(1000 * self._settings.retry_s)
-            if self._trouble != str(error):
-                self._trouble = str(error)
-                _log.error("the timer tries again every %g s, first at %d: %s",
-                           self._settings.retry_s, self._retry_at_ms, error)  # fmt: skip
+            self._states.failing(*_DELIVERY, error, logging.ERROR, again_ms=self._retry_at_ms - now_ms)
             return self._retry_at_ms
-        if self._trouble is not None:
-            self._trouble = None
-            _log.info("the timer goes on")
+        self._states.works(*_DELIVERY)
         next_slot_ms = self._slots.next_ms(self._read_ms)
-        dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, self._save_ms) if due is not None]
+        dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, save_ms) if due is not None]
         return min(dues, default=None)
 
     def _empty_slots(self, now_ms: int) -> bool:
@@ -286,7 +288,7 @@ class Timers:
             if self._read_ms == emptying.time_ms:  # else the clock was put back meanwhile
                 self._read_ms += self._precision_ms
             self._emptying = None
-            self._changed = True
+            self._changes += 1
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first; those that delete are read at once."""
@@ -340,7 +342,7 @@ class Timers:
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return
-        self._changed = True
+        self._changes += 1
         if not rolls and self._delivered is not None:
             self._delivered(message, result)
 
@@ -382,7 +384,7 @@ class Timers:
             for message in found.messages:
                 self._fill(message, now_ms)
                 self._queue_offset = message.queue_offset + 1
-                self._changed = True
+                self._changes += 1
                 left -= 1
             if not found.messages:
                 if found.next_offset <= self._queue_offset:
@@ -421,73 +423,24 @@ class Timers:
 
     # ------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, now_ms: int) -> None:
+    def save(self) -> None:
         """Write the checkpoint, after a flush of all that it vouches for; nothing where nothing has changed.
 
         Raises what `MessageStore.flush` does.
         """
-        reached = self._reached(now_ms)
-        if reached is None:
-            return
-        try:
-            self._write(reached)
-        except BaseException:
-            self._changed = True
-            raise
-        self._saved(reached)
+        if self._slots.has_wheel and self._read_ms != self._checkpoint.read_time_ms:
+            self._changes += 1  # the time alone brings no save
+        self._saver.save()
 
-    def let_go(self) -> None:
-        """The store is let go of: write nothing any more. Returns when nothing is being written. Thread-safe."""
-        with self._one_at_a_time:
-            self._is_let_go = True
+    def let_go(self, why: str) -> None:
+        """Write nothing any more, for this reason. Return when nothing is being written. Thread-safe."""
+        self._saver.let_go(why)
 
-    def _save_due(self, now_ms: int) -> None:
-        """Save if it is time to, or begin to."""
-        if not self._changed or self._settings.save_every_s is None or self._is_saving:
-            return
-        if self._save_ms is None:
-            self._save_ms = now_ms + round(1000 * self._settings.save_every_s)
-        if self._save_ms <= now_ms:
-            if self._aside is None:
-                self.save(now_ms)
-            else:
-                self._save_aside(self._aside, now_ms)
-
-    def _save_aside(self, aside: Aside, now_ms: int) -> None:
-        reached = self._reached(now_ms)
-        if reached is None:
-            return
-
-        def written(error: Exception | None) -> int | None:
-            self._is_saving = False
-            now_ms = self._store.clock.now_ms()
-            try:
-                if error is not None:
-                    self._changed = True
-                    raise error
-                self._saved(reached)
-                self._save_due(now_ms)
-            except LASTING as told:  # no caller waits for this: the next delivery meets it too
-                _log.error("the timer can't be saved any more: %s", told)
-            except StoreError as told:
-                self._changed = True  # behind the checkpoint, too: what it leaves over may not be deleted yet
-                self._save_ms = now_ms + round(1000 * self._settings.retry_s)
-                _log.error("the timer is saved at %d: %s", self._save_ms, told)
-            return self._save_ms
-
-        self._is_saving = True
-        aside(lambda: self._write(reached), written)
-
-    def _reached(self, now_ms: int) -> _Reached | None:
+    def _reached(self) -> _Reached | None:
         """How far all has come, as it is to be saved; None where nothing has changed."""
-        self._save_ms = None
-        if not self._slots.has_wheel and not self._changed:
+        if self._changes == self._saved_changes:
             return None
         before = self._checkpoint
-        if not self._changed and not self._is_saving and before.read_time_ms == self._read_ms:
-            return None
-        self._changed = False
-        self._begun_saves += 1
         checkpoint = replace(
             before,
             read_time_ms=self._read_ms,
@@ -497,25 +450,20 @@ class Timers:
         )
         if self._queue_offset != before.queue_offset:
             checkpoint.version_counter += 1
-            checkpoint.version_timestamp_ms = now_ms
-        return _Reached(self._begun_saves, checkpoint)
+            checkpoint.version_timestamp_ms = self._store.clock.now_ms()
+        return _Reached(self._changes, checkpoint)
 
     def _write(self, reached: _Reached) -> None:
-        """Flush what a checkpoint vouches for, and write it, unless a later one is written. Thread-safe."""
-        with self._one_at_a_time:
-            if self._is_let_go or reached.number <= self._written_saves:
-                return
-            self._store.flush()
-            self._slots.flush()
-            reached.checkpoint.write(self._store.path, self._files)
-            self._written_saves = reached.number
+        """Flush what a checkpoint vouches for, and write it. Thread-safe."""
+        self._store.flush()
+        self._slots.flush()
+        reached.checkpoint.write(self._store.path, self._files)
 
     def _saved(self, reached: _Reached) -> None:
-        """What lies before a checkpoint that was written is not needed any more."""
-        if reached.number < self._written_saves:
-            return
+        """Let go of what lies before a checkpoint that was written."""
         self._checkpoint = reached.checkpoint
         self._slots.log.trim(self._store.log.begin)
+        self._saved_changes = reached.changes  # behind what may fail, so that it is tried again
 
     def passed(self, before: int) -> Callable[[int], bool]:
         """Return which messages of the timer topic's queue, stored before a physical offset, wait no more. Thread-safe.

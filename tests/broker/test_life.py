@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
+
 import pytest
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
-from librmq.errors import BrokerBusyError, BrokerError, NoRouteError
+from librmq.errors import BrokerBusyError, BrokerError, NoRouteError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
@@ -25,6 +28,8 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.manual import ManualRunner
+from librmq.scheduling.relay import send_at
+from librmq.scheduling.timer import TimerConfig
 from librmq.testing import Kit
 from librmq.testing.files import FailingFiles
 from tests.broker.parties import HOST, beat, manual, opened, pull, send
@@ -75,16 +80,60 @@ def test_what_happens_is_counted() -> None:
     assert not metrics.snapshot().keys() & {"clients", "held_pulls", "log_bytes", "disk_used"}
 
 
-def test_progress_that_could_not_be_saved_is_saved_later(caplog: pytest.LogCaptureFixture) -> None:
-    files, runner = FailingFiles(MemoryFiles()), ManualRunner()
-    with opened(files, runner) as broker:
-        broker.call(UpdateOffset("g", "T", 0, 1))
-        files.fail("write")
-        runner.advance(6_000)
-        assert "could not be saved" in caplog.text
-        assert files.size("/b/config/consumerOffset.json") is None
-        runner.advance(10_000)
-        assert files.size("/b/config/consumerOffset.json")
+def delayed(broker: Broker) -> None:
+    broker.call(SendMessage("p", Message("T", b"x", delay_level=1), 0, broker.runner.now_ms(), HOST))
+
+
+def timed(broker: Broker) -> None:
+    message = Message("T", b"x")
+    message.properties["TIMER_DELAY_SEC"] = "3600"
+    broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
+
+
+def ended(broker: Broker) -> None:
+    for number in range(2):
+        message = Message("T", b"x", unique_key=f"U{number}")
+        message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
+        half = broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST, 4))
+        broker.call(EndTransaction("p", TransactionState.ROLLBACK, half.queue_offset, half.physical_offset, ""))
+        if number == 0:
+            manual(broker).advance(200_000)  # the first check has its topics made
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda broker: broker.call(UpdateOffset("g", "T", 0, 1)), "the progress of consumers"),
+        (delayed, "the progress of the delay levels"),
+        (timed, "the timer's progress"),
+        (ended, "the progress of the check of half messages"),
+        (
+            lambda broker: broker.call(SendMessage("p", send_at(Message("T", b"x"), 1 << 60), 0, 1, HOST)),
+            "how far the relay has come",
+        ),
+    ],
+)
+def test_a_disk_that_refuses_progress_is_told_once(
+    change: Callable[[Broker], object], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What saves progress says once that it fails, tries on, and says once that it works again."""
+    caplog.set_level("INFO", "librmq.runtime")
+    files, runner = MemoryFiles(), ManualRunner()
+    with opened(files, runner, hops=True, timers=TimerConfig(slots_total=86_400, timer_log_file_size=1024)) as broker:
+        change(broker)
+
+        def refused(*_: object) -> None:
+            raise StoreIOError("write", "/b", OSError(errno.ENOSPC, "full"))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(broker.store, "flush", refused)
+            patched.setattr(files, "write", refused)
+            runner.advance(100_000)
+        assert [line.message for line in caplog.records] == [
+            f"{what}: saving fails, and is tried again in 10000 ms: /b: write: full"
+        ]
+        runner.advance(100_000)
+        assert [line.message for line in caplog.records[1:]] == [f"{what}: saving works again"]
 
 
 def test_a_new_brokers_tables() -> None:

@@ -19,6 +19,7 @@ from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.manual import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.testing.files import FailingFiles
 
 WAIT_S = 30.0
 
@@ -212,47 +213,63 @@ def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, dis
     broker.abandon()
 
 
+class Turns:
+    """The tables of a broker in memory, and the turns that write them, which the test takes."""
+
+    def __init__(self) -> None:
+        self.files = FailingFiles(MemoryFiles())
+        self.tables = BrokerTables.open("/config", files=self.files)
+        self.now = 0
+        self.woken = 0
+        self.waiting: list[tuple[Callable[[], object], Callable[[Exception | None], int | None]]] = []
+        self.writing = Writing(lambda: None, lambda: self.now, self.wake, lambda *turn: self.waiting.append(turn))
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def set(self, queues: int) -> None:
+        self.tables.set_topic("T", read_queues=queues, write_queues=queues, permission=6)
+        self.writing.save(self.tables.topics, queues)
+
+    def write_aside(self, now: int) -> int | None:
+        """Take the step, and the turn that it submits; gives when the step is due again."""
+        self.now = now
+        assert self.writing.run_due(now) is None
+        wait, done = self.waiting.pop()
+        try:
+            wait()
+        except StoreIOError as error:
+            return done(error)
+        return done(None)
+
+
 def test_of_what_is_to_be_written_the_latest_wins() -> None:
-    files = MemoryFiles()
-    tables = BrokerTables.open("/config", files=files)
-    submitted: list[None] = []
-    writing = Writing(lambda: submitted.append(None), lambda: None)
+    turns = Turns()
     for queues in (1, 2):
-        tables.set_topic("T", read_queues=queues, write_queues=queues, permission=6)
-        writing.save(tables.topics, queues)
-    assert len(submitted) == 1
-    assert files.size("/config/topics.json") is None
-    writing.write()
-    assert files.read("/config/topics.json").count(b'"readQueueNums":2') == 1
-    assert not writing.written(None)
-    assert len(submitted) == 1  # there is nothing more
-    assert not files.size("/config/topics.json.bak")  # written once
-    tables.set_topic("T", read_queues=3, write_queues=3, permission=6)
-    writing.save(tables.topics, 3)
-    assert len(submitted) == 2
+        turns.set(queues)
+    assert turns.woken
+    assert turns.files.size("/config/topics.json") is None
+    turns.writing.write()
+    assert turns.files.read("/config/topics.json").count(b'"readQueueNums":2') == 1
+    assert turns.writing.run_due(0) is None
+    assert not turns.waiting  # there is nothing more
+    assert not turns.files.size("/config/topics.json.bak")  # written once
+    turns.set(3)
+    turns.write_aside(1)
+    assert turns.files.read("/config/topics.json").count(b'"readQueueNums":3') == 1
 
 
-def test_what_failed_is_kept_unless_it_is_outdated(caplog: pytest.LogCaptureFixture) -> None:
-    class Full(MemoryFiles):
-        is_full = True
-
-        def write(self, path: str, data: bytes) -> None:
-            if self.is_full:
-                raise StoreIOError("write", path, OSError(errno.ENOSPC, "full"))
-            super().write(path, data)
-
-    files = Full()
-    tables = BrokerTables.open("/config", files=files)
-    submitted: list[None] = []
-    writing = Writing(lambda: submitted.append(None), lambda: None)
-    tables.set_topic("T", read_queues=1, write_queues=1, permission=6)
-    writing.save(tables.topics, 1)
-    with pytest.raises(StoreIOError) as raised:
-        writing.write()
-    assert writing.written(raised.value)
-    assert "could not be written" in caplog.text
-    files.is_full = False
-    writing.submit()
-    assert len(submitted) == 2
-    writing.write()
-    assert b'"T"' in files.read("/config/topics.json")
+def test_what_a_disk_refuses_is_tried_again_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "librmq.runtime")
+    turns = Turns()
+    for number in (1, 2, 3):
+        turns.files.fail("write", number)
+    turns.set(1)
+    assert [turns.write_aside(at) for at in (0, 10_000, 20_000)] == [10_000, 20_000, 30_000]
+    assert turns.write_aside(30_000) is not None
+    assert b'"T"' in turns.files.read("/config/topics.json")
+    assert [line.message.partition(": ")[2].partition(",")[0] for line in caplog.records] == [
+        "saving fails",
+        "saving works again",
+    ]
+    assert len(caplog.records) == 2

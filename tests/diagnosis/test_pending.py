@@ -112,7 +112,7 @@ def test_timers_in_the_wheel_and_before_it() -> None:
         (due[seconds], places[seconds]) for seconds in (30, 10, 300, 20)
     ]  # as they were stored: none is in the wheel yet
     store.timers.run_due(store.clock.now_ms())
-    store.timers.save(store.clock.now_ms())
+    store.timers.save()
     places[5] = store.timer(5, "K5")
     expected = [
         PendingMessage("timer", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
@@ -121,12 +121,12 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     assert store.pending() == expected
     store.clock.advance(ms=21_000)
     store.timers.run_due(store.clock.now_ms())
-    store.timers.save(store.clock.now_ms())
+    store.timers.save()
     assert [one.unique_key for one in store.pending()] == ["K30", "K300"]
     for _ in range(4):  # put on from slot to slot
         store.clock.advance(ms=100_000)
         store.timers.run_due(store.clock.now_ms())
-    store.timers.save(store.clock.now_ms())
+    store.timers.save()
     assert store.pending() == []
 
 
@@ -136,7 +136,7 @@ def test_timers_that_are_deleted() -> None:
     store.timer(10, "stays")
     store.timer(10, "d", TIMER_DEL_UNIQKEY="T+gone")
     store.timers.run_due(store.clock.now_ms())
-    store.timers.save(store.clock.now_ms())
+    store.timers.save()
     assert [one.unique_key for one in store.pending()] == ["stays"]
 
 

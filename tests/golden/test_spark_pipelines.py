@@ -268,7 +268,7 @@ def store_with_timers(path: Path) -> None:
         timers.run_due(clock.now_ms())
         clock.advance(ms=5000)
         timers.run_due(clock.now_ms())
-        timers.save(clock.now_ms())
+        timers.save()
         put(40, "late")
         put(40, "later", TIMER_DEL_UNIQKEY="T+late")
 

@@ -56,7 +56,7 @@ class Replayed:
             self.results.append(self.put(number, row))
         self.pass_to(rows(folder, "timer_state")[-1]["at_ms"])
         self.timers.run_due(self.clock.now_ms())
-        self.timers.save(self.clock.now_ms())
+        self.timers.save()
         self.messages = list(self.store)
         self.store.close()
 

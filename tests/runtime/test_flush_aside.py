@@ -20,7 +20,7 @@ class Owner:
         self.waiting: list[tuple[Callable[[], object], Callable[[Exception | None], int | None]]] = []
         self.saver = FlushAside(
             "progress",
-            flush=self.flush,
+            flush=lambda reached: self.flush(),
             reached=lambda: self.at if self.at != self.saved else None,
             note=self.note,
             now_ms=lambda: self.now,
@@ -69,30 +69,77 @@ def test_what_changes_during_a_flush_is_saved_by_the_next() -> None:
     owner.at = 1
     assert owner.run(0) == 5000
     assert owner.run(5000) is None
-    assert owner.saver.is_flushing
     owner.at = 2
     assert owner.run(5001) is None
     owner.now = 5010
-    assert owner.flushed() == 10010
+    assert owner.flushed() == 5010, "the step looks at what changed meanwhile"
     assert owner.saved == 1
+    assert owner.run(5010) == 10010
     owner.run(10010)
-    assert owner.flushed() is None
+    owner.flushed()
     assert owner.saved == 2
+    assert owner.run(10010) is None
 
 
 @pytest.mark.parametrize("runs_aside", [False, True])
-def test_a_full_disk_is_tried_again(runs_aside: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_tried_again_and_told_once(runs_aside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "librmq.runtime")
     owner = Owner(runs_aside=runs_aside)
+
+    def tried(at: int) -> int | None:
+        due = owner.run(at)
+        return owner.flushed() if runs_aside else due
+
     owner.at, owner.error = 1, full()
     owner.run(0)
-    due = owner.run(5000)
-    assert (owner.flushed() if runs_aside else due) == 15000
-    assert "tried again in 10000 ms" in caplog.text
+    assert [tried(at) for at in (5000, 15000, 25000)] == [15000, 25000, 35000]
+    assert [line.message for line in caplog.records] == [
+        "progress: saving fails, and is tried again in 10000 ms: /store: allocate: full"
+    ]
     owner.error = None
-    owner.run(15000)
-    if runs_aside:
-        owner.flushed()
+    tried(35000)
     assert owner.saved == 1
+    assert [line.message for line in caplog.records[1:]] == ["progress: saving works again"]
+    owner.at, owner.error = 2, full()
+    owner.run(40000)
+    tried(45000)
+    assert caplog.text.count("tried again") == 2
+
+
+def test_another_kind_of_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(runs_aside=False)
+    owner.at, owner.error = 1, full()
+    owner.run(0)
+    owner.run(5000)
+    owner.error = StoreIOError("flush", "/store", OSError(errno.EIO, "broken"))
+    owner.run(15000)
+    owner.run(25000)
+    assert [line.message.rpartition(": ")[2] for line in caplog.records] == ["full", "broken"]
+
+
+def test_a_flush_that_a_save_has_overtaken_does_nothing() -> None:
+    owner = Owner(runs_aside=True)
+    owner.at = 1
+    owner.run(0)
+    owner.run(5000)
+    owner.at = 2
+    owner.saver.save()
+    owner.error = full()  # which a second flush would meet
+    owner.flushed()
+    assert owner.saved == 2
+
+
+def test_nothing_is_flushed_once_it_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner(runs_aside=True)
+    owner.at = 1
+    owner.run(0)
+    owner.run(5000)
+    owner.saver.let_go("the store was closed")
+    assert owner.flushed() is None
+    assert owner.saved == 0
+    with pytest.raises(StoreClosedError, match="was closed"):
+        owner.saver.save()
+    assert "saving fails: the store was closed" in caplog.text
 
 
 def test_a_closed_store_ends_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +153,7 @@ def test_a_closed_store_ends_it(caplog: pytest.LogCaptureFixture) -> None:
     aside.run(0)
     aside.run(5000)
     assert aside.flushed() is None
-    assert "can't be saved any more" in caplog.text
+    assert "progress: saving fails: closed" in caplog.text
 
 
 def test_a_clock_put_back_delays_no_save() -> None:

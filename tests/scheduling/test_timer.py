@@ -60,7 +60,7 @@ class Wheel(ByTime):
         return [m for m in self.store if m.topic == TIMER_TOPIC and "TIMER_ROLL_TIMES" in m.properties]
 
     def save(self) -> None:
-        self.timers.save(self.clock.now_ms())
+        self.timers.save()
 
     def after_kill(self, **more: Any) -> Wheel:
         return Wheel(self.settings, files=died(self.files), at_ms=self.clock.now_ms(), **more)

@@ -33,7 +33,7 @@ def stored() -> Contents:
             timers.run_due(clock.now_ms())
         clock.advance(seconds=8)
         timers.run_due(clock.now_ms())
-        timers.save(clock.now_ms())
+        timers.save()
     return contents(files)
 
 
@@ -73,7 +73,7 @@ def test_anything_is_refused_or_gone_on_with(
                 if due is None or due > START_MS + 10**6:
                     break
                 clock.move_to(max(due, clock.now_ms()))
-            timers.save(clock.now_ms())
+            timers.save()
         except RmqError:
             return
         finally:

@@ -423,7 +423,7 @@ class _Operations:
         if self._schedule is not None:
             self._schedule.save(now_ms)
         if self._timers is not None:
-            self._timers.save(now_ms)
+            self._timers.save()
         if self._filters_changed:
             self._tables.set_filters(self._filters.to_document(now_ms)["filterDataByTopic"])
         self._tables.persist(now_ms)

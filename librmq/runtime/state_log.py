@@ -1,0 +1,52 @@
+"""One log line a change of state, not one a try."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["StateLog"]
+
+
+class StateLog:
+    """Log conditions that last: one line when a condition begins or changes, one when it is over.
+
+    Not thread-safe: called under the runner's lock, or by the one caller of a step.
+    """
+
+    def __init__(self, logger: logging.Logger, label: str) -> None:
+        self._logger = logger
+        self._label = label
+        self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
+        """What fails at the moment; callers look here first where success is frequent."""
+
+    def failing(
+        self,
+        key: tuple[str, ...],
+        what: str,
+        error: Exception,
+        level: int = logging.WARNING,
+        *,
+        again_ms: int | None = None,
+        traceback: bool = False,
+    ) -> None:
+        """Note that ``what`` fails: logged unless it failed for the same kind of reason before.
+
+        ``again_ms`` tells how soon it is tried again.
+        """
+        cause = type(error), getattr(error, "code", None) or getattr(error, "errno", None)
+        is_known = self.causes.get(key) == cause
+        self.causes[key] = cause
+        self._logger.log(
+            logging.DEBUG if is_known else level,
+            "%s: %s fails%s: %s",
+            self._label,
+            what,
+            "" if again_ms is None else f", and is tried again in {again_ms} ms",
+            error,
+            exc_info=error if traceback and not is_known else None,
+        )
+
+    def works(self, key: tuple[str, ...], what: str) -> None:
+        """Note that ``what`` succeeds: logged if it failed before."""
+        if self.causes and self.causes.pop(key, None) is not None:
+            self._logger.info("%s: %s works again", self._label, what)
