@@ -229,6 +229,15 @@ def test_what_comes_while_retention_works_is_kept_in_mind(subject: Subject) -> N
     assert subject.commit.flushed == subject.log.end
 
 
+def test_exactly_enough_while_the_alarm_is_off_is_flushed_soon() -> None:
+    subject = Subject(StoreConfig(flush_least_bytes=100))
+    subject.append(60)
+    subject.appended_during_expire = 40
+    subject.run()
+    subject.run_until(1)
+    assert subject.flushes == [(0.5, 100)]
+
+
 def test_intervals_are_settings() -> None:
     config = StoreConfig(flush_interval_s=2, flush_least_bytes=10, flush_thorough_interval_s=3)
     subject = Subject(config)

@@ -679,7 +679,7 @@ def test_beside_producers_and_readers() -> None:  # noqa: C901 (a function for e
 
     def read() -> None:
         at = 0
-        while not producing.is_set() or at < 1500:
+        while not errors and (not producing.is_set() or at < 1500):
             result = store.read("A", 0, at)
             for message in result.messages:
                 assert message.queue_offset >= at

@@ -91,7 +91,7 @@ class Housekeeping:
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # callers who wait flush for themselves, the others wake the caller of this
         self.alarm = min(log_alarm, log.end + ahead // 2)
-        if log.end > self.alarm or (queues_due is None and self._entries()):
+        if log.end >= self.alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came by while the alarm was off
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
 
@@ -119,7 +119,7 @@ class Housekeeping:
                 return None, sys.maxsize
             if self._log.end > commit.flushed:
                 return now_ms + interval, sys.maxsize
-        return None, commit.flushed
+        return None, commit.flushed + 1
 
     def _flush_queues(self, now_ms: int) -> int | None:
         config, entries = self._config, self._entries()
