@@ -267,8 +267,7 @@ class Broker:
         self._watchers: list[Callable[[], None]] = []
         now_ms = runner.now_ms()
         by_hand = not moves_by_itself(runner.clock)
-        if files is None or (by_hand and type(files) is DiskFiles):
-            files = _DiskByHand() if by_hand else DiskFiles()
+        files = files or DiskFiles()
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
         self._registrations = tables.registrations(now_ms)
         self.store = MessageStore.open(
@@ -895,10 +894,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-class _DiskByHand(DiskFiles):
-    """Files on a disk that never counts as full: how full it is does not depend on a clock moved by hand."""
-
-    def used_ratio(self, path: str) -> float:
-        return 0.0

@@ -67,6 +67,7 @@ class DiskFiles:
     """Real files, mapped. Thread-safe."""
 
     is_shared = True
+    fills_by_itself = True
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with named("open", path):

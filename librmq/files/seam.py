@@ -33,6 +33,7 @@ __all__ = [
     "Files",
     "FolderEntry",
     "copy_file",
+    "fills_by_itself",
     "folders_to_name",
     "link_file",
     "make_folders",
@@ -224,6 +225,14 @@ class Files(Protocol):
     def used_ratio(self, path: str) -> float:
         """How much of the disk that ``path`` is on is in use, 0.0 to 1.0; 0.0 where there is no disk behind it."""
         ...
+
+
+def fills_by_itself(files: Files) -> bool:
+    """Return whether others fill the disk under these files; files say so by an attribute of this name.
+
+    Where time is moved by hand, nothing depends on how full such a disk is.
+    """
+    return getattr(files, "fills_by_itself", False)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -152,12 +153,16 @@ def test_a_new_brokers_tables() -> None:
     assert before == {name: files.read(f"/b/config/{name}.json") for name in before}
 
 
-def test_a_disk_is_not_looked_at_by_hand() -> None:
+@pytest.mark.parametrize("files", [None, DiskFiles()], ids=["default", "given"])
+def test_how_full_a_disk_is_does_not_matter_by_hand(
+    files: DiskFiles | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskFiles, "used_ratio", lambda files, path: 0.99)
     runner = ManualRunner()
-    with Broker.temporary(runner=runner, store_config=StoreConfig.tiny()) as broker:
-        assert isinstance(broker.store.files, DiskFiles)
-        send(broker, "T")
-        runner.advance(120_000)
+    with Broker.open(tmp_path / "broker", runner=runner, files=files, store_config=StoreConfig.tiny()) as broker:
+        for _ in range(2):
+            send(broker, "T")
+            runner.advance(120_000)
         assert runner.next_due_ms() is None
 
 

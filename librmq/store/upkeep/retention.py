@@ -38,7 +38,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
-from librmq.files.seam import Files
+from librmq.files.seam import Files, fills_by_itself
 from librmq.message import record
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, remedy, unread_between
@@ -96,10 +96,10 @@ class Retention:
         ``lock`` is what producers hold while they write; none is needed where no producer writes meanwhile.
         ``settled()`` is a physical offset below which all records, and the queue entries that follow from them, have
         reached the device; files that reach beyond it stay. Without it log and queues are flushed before anything is
-        deleted. Without ``watch_disk`` the disk is looked at only when something else is due, or while it is too full
-        for messages: where a test moves the clock, it does not fill up between two moments. ``readers()`` gives the
-        broker that knows what was consumed, None where there is none; ``find_queue(topic, queue_id)`` gives a queue
-        with the entries of all that was appended.
+        deleted. Without ``watch_disk``, as where a test moves the clock, a disk that others fill counts as empty, and
+        files that tests fill are looked at only when something else is due, or while they are too full for messages.
+        ``readers()`` gives the broker that knows what was consumed, None where there is none;
+        ``find_queue(topic, queue_id)`` gives a queue with the entries of all that was appended.
         """
         self._log = log
         self._queues = queues
@@ -111,6 +111,7 @@ class Retention:
         self._settled = settled or self._flush
         self._settled_upto = 0
         self._watch_disk = watch_disk
+        self._looks_at_disk = watch_disk or not fills_by_itself(files)
         self._readers = readers
         self._find_queue = find_queue
         self._keeps_unconsumed = config.keep_unconsumed
@@ -244,7 +245,7 @@ class Retention:
         return self.used_ratio > self._force_clean
 
     def _look_at_disk(self) -> None:
-        self.used_ratio = self._files.used_ratio(self._path)
+        self.used_ratio = self._files.used_ratio(self._path) if self._looks_at_disk else 0.0
         refuses = self.used_ratio > self._refuse or self._knows_no_reader_of_a_full_log()
         if refuses and not self.refuses_writes:
             _logger.error("%s", self.refusal())
