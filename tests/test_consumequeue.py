@@ -425,7 +425,7 @@ def test_recovery_finds_the_first_gap_and_clears_the_rest() -> None:
     assert queue.recover() == 0
 
 
-def test_a_cleared_queue_starts_anew() -> None:
+def test_a_cleared_queue_starts_over() -> None:
     files = MemoryFiles()
     queue = filled(files, 7, 22)
     queue.clear()

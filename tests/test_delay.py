@@ -340,7 +340,7 @@ def test_a_progress_that_the_queue_does_not_have_is_corrected(
     assert f"the progress was {stored}" in caplog.text
 
 
-def test_a_progress_of_a_queue_that_is_gone_starts_anew() -> None:
+def test_a_progress_of_a_queue_that_is_gone_starts_over() -> None:
     waiting = Waiting()
     waiting.offsets.set_delay_offset(1, 5)
     waiting.schedule = DelaySchedule(waiting.store, waiting.offsets, START_MS, NOW)
@@ -414,7 +414,7 @@ def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCapture
 
 
 def test_the_hash_of_the_tags_is_no_time() -> None:
-    """The original leaves it in the place of the time where it recovers after a crash, and delivers early then."""
+    """RocketMQ 4.9 leaves it in the place of the time where it recovers after a crash, and delivers early then."""
     waiting = Waiting()
     waiting.store.append(Message("T", b"b", tags="t", delay_level=2), 2)
     queue = waiting.store.queue(SCHEDULE_TOPIC, 1)
@@ -515,7 +515,7 @@ def test_a_save_that_fails_is_tried_again_later(
 
 
 class Flushes:
-    """Somebody who flushes a store while other things go on, and tells when it is asked to."""
+    """Notes that a flush is asked for; the test says when it has ended."""
 
     def __init__(self) -> None:
         self.done: list[Callable[[Exception | None], int | None]] = []

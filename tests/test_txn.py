@@ -114,7 +114,7 @@ def desk() -> Desk:
 # --- prepared and ended
 
 
-def test_a_half_is_seen_by_nobody(desk: Desk) -> None:
+def test_a_half_is_seen_by_no_reader(desk: Desk) -> None:
     half = desk.prepare(7, sys_flag=record.TRANSACTION_PREPARED, born_timestamp_ms=5, reconsume_times=2)
     (stored,) = desk.store
     assert (stored.topic, stored.queue_id, stored.queue_offset) == (HALF_TOPIC, 0, half.queue_offset)
@@ -558,7 +558,7 @@ def test_ops_that_say_nothing_end_nothing(desk: Desk, body: bytes, tag: str) -> 
     assert desk.delivered() == [b"0"]
 
 
-def test_ops_that_somebody_else_wrote_are_seen(desk: Desk) -> None:
+def test_ops_that_a_broker_wrote_are_seen(desk: Desk) -> None:
     halves = [desk.prepare(number) for number in range(3)]
     desk.commit(halves[0])
     desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0)
@@ -589,7 +589,7 @@ def test_passes_come_every_minute_while_something_is_pending(desk: Desk) -> None
     assert desk.checks_to(86_400_000 + 60_000) == [86_460_000]
 
 
-def test_a_year_of_nobody_answering_passes_quickly(desk: Desk) -> None:
+def test_a_year_without_an_answer_passes_quickly(desk: Desk) -> None:
     desk.prepare()
     assert desk.checks_to(365 * 86_400_000) == [60_000 * number for number in range(1, 17)]
     assert len(desk.discarded) == 1

@@ -1,327 +1,261 @@
-"""Who waits for the disk holds nobody else up: what saves progress waits without the runner's lock."""
+"""What saves progress waits for the disk in a turn of its own: meanwhile others go on."""
 
 from __future__ import annotations
 
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from librmq.broker import Broker, BrokerConfig
+from librmq.broker import Broker
+from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
-from librmq.files import Files, MemoryFiles
-from librmq.message import Message, MessageQueue
+from librmq.files import File, MemoryFiles
+from librmq.message import Message
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
-from librmq.protocol import ConsumeFrom, EndTransaction, Heartbeat, MessageModel, SendMessage, TransactionState
-from librmq.runtime.runner import Runner
-from librmq.runtime.threads import ThreadRunner
+from librmq.protocol import (
+    ConsumeFrom,
+    EndTransaction,
+    Heartbeat,
+    MessageModel,
+    SendMessage,
+    TransactionState,
+    UpdateOffset,
+)
+from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
 from librmq.scheduling.timer import TimerConfig
-from librmq.store.format.timerfiles import TimerCheckpoint
-from librmq.txn import TransactionConfig
-from tests.broker.parties import HOST, Listening
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
+from tests.broker.parties import HOST, Listening, opened, send
 
 WAIT_S = 30.0
-HOUR_MS = 3_600_000
-WHEEL = TimerConfig(slots_total=86_400, timer_log_file_size=1024, save_every_s=0)
+WHEEL = TimerConfig(slots_total=86_400, timer_log_file_size=1024)
 
 
-class Gate:
-    """Passed by those whom the test lets through."""
+class Moving(ManualClock):
+    """Moved by the test, though librmq takes it for one that moves by itself, as threads have it."""
+
+    moves_by_itself = True
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        return event.wait(WAIT_S)
+
+
+class Holding(ManualRunner):
+    """Runs by hand; a work whose label holds ``held`` waits, as for a disk."""
+
+    held = ""
 
     def __init__(self) -> None:
-        self.come, self.may = threading.Semaphore(0), threading.Semaphore(0)
-        self.is_open = True
-        self.failures: list[Exception] = []
+        super().__init__(Moving())
 
-    def pass_through(self) -> None:
-        if not self.is_open:
-            self.come.release()
-            assert self.may.acquire(timeout=WAIT_S)
-        if self.failures:
-            raise self.failures.pop()
+    def pick(self, options: Iterator[Turn]) -> Turn | None:
+        return next((turn for turn in options if not self.held or self.held not in turn.label), None)
 
-    @contextmanager
-    def shut(self) -> Iterator[None]:
-        """Shut until the end of the block."""
-        self.is_open = False
-        try:
-            yield
-        finally:
-            self.is_open = True
-            self.may.release()
+    def release(self) -> None:
+        self.held = ""
+        self.advance()
 
 
-class Gated(MemoryFiles):
-    """Files of which one is written behind a gate."""
-
-    def __init__(self, gate: Gate, name: str = "timercheck") -> None:
-        super().__init__()
-        self.gate = gate
-        self.name = name
-
-    def write(self, path: str, data: bytes) -> None:
-        if path.endswith(self.name):
-            self.gate.pass_through()
-        super().write(path, data)
+@pytest.fixture
+def runner() -> Holding:
+    return Holding()
 
 
-def opened(files: Files, runner: Runner | None = None, **settings: Any) -> Broker:
-    return Broker.open("/b", BrokerConfig(**settings), files=files, runner=runner, store_config=StoreConfig.tiny())
+@pytest.fixture
+def files() -> MemoryFiles:
+    return MemoryFiles()
 
 
-def flush_behind(broker: Broker, gate: Gate) -> None:
-    """Have the broker's steps flush the store behind a gate; the store's own thread does not come by."""
-    flush = broker.store.flush
-
-    def gated() -> int:
-        gate.pass_through()
-        return flush()
-
-    broker.store.flush = gated  # type: ignore[method-assign]
-
-
-def others_go_on(broker: Broker) -> bool:
-    """Whether a step is run, and a listener, while somebody waits for the disk."""
-    assert broker.runner.lock.acquire(timeout=WAIT_S)
-    broker.runner.lock.release()
-    return True
-
-
-def eventually(broker: Broker, is_so: Callable[[], bool]) -> bool:
-    """Whether it is so after some turn of others, each of which is waited for."""
-    for _ in range(100_000):
-        with broker.runner.lock:
-            if is_so():
-                return True
-    return False
-
-
-def timed(broker: Broker, body: bytes = b"x") -> None:
-    message = Message("T", body, unique_key=body.decode())
-    message.properties["TIMER_DELAY_SEC"] = str(HOUR_MS // 1000)
+def timed(broker: Broker) -> None:
+    message = Message("T", b"timed")
+    message.properties["TIMER_DELAY_SEC"] = "3600"
     broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
-
-
-def checkpoint(files: Files) -> TimerCheckpoint:
-    found = TimerCheckpoint.read("/b", files)
-    assert found is not None
-    return found
-
-
-def test_timers_are_saved_while_others_go_on() -> None:
-    gate = Gate()
-    files = Gated(gate)
-    with opened(files, timers=WHEEL) as broker:
-        with gate.shut():
-            timed(broker)
-            assert gate.come.acquire(timeout=WAIT_S)
-            assert others_go_on(broker)
-            timed(broker, b"meanwhile")
-        assert eventually(broker, lambda: files.size("/b/config/timercheck") is not None)
-        assert eventually(broker, lambda: checkpoint(files).queue_offset == 2)
-
-
-def test_timers_that_cannot_be_saved_are_saved_later(caplog: pytest.LogCaptureFixture) -> None:
-    gate = Gate()
-    files = Gated(gate)
-    settings = TimerConfig(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
-    with opened(files, timers=settings) as broker:
-        with gate.shut():
-            timed(broker)
-            assert gate.come.acquire(timeout=WAIT_S)
-            gate.failures.append(StoreIOError("write", "timercheck", OSError(errno.ENOSPC, "full")))
-        assert eventually(broker, lambda: files.size("/b/config/timercheck") is not None)
-    assert caplog.text.count("the timer's progress: saving fails, and is tried again") == 1
-
-
-def test_a_timer_log_that_cannot_be_trimmed_keeps_nobody_busy(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind a checkpoint that was written: it is tried again, and the step is not due for ever."""
-    files = MemoryFiles()
-    settings = TimerConfig(slots_total=86_400, timer_log_file_size=1024, save_every_s=0, retry_s=0.001)
-    with opened(files, timers=settings) as broker:
-        timers = broker._timers
-        assert timers is not None
-        trim, failures, trimmed = timers._slots.log.trim, [1, 2], threading.Event()
-
-        def fails_at_first(before_ms: int) -> None:
-            if failures:
-                failures.pop()
-                raise StoreIOError("delete", "timerlog", OSError(errno.EACCES, "no"))
-            assert not trimmed.is_set(), "it was saved by then"
-            trim(before_ms)
-            trimmed.set()
-
-        monkeypatch.setattr(timers._slots.log, "trim", fails_at_first)
-        timed(broker)
-        assert trimmed.wait(WAIT_S)
-        assert others_go_on(broker)
-    assert caplog.text.count("saving fails, and is tried again") == 1
-
-
-def test_a_timer_says_once_that_its_store_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    """A timer of a store that takes nothing more says so once."""
-    gate = Gate()
-    with opened(Gated(gate), timers=WHEEL) as broker:
-        with gate.shut():
-            timed(broker)
-            assert gate.come.acquire(timeout=WAIT_S)
-            gate.failures.append(FlushFailedError(OSError(errno.EIO, "broken")))
-        assert eventually(broker, lambda: "the timer's progress: saving fails: a flush has failed" in caplog.text)
-
-
-def test_closing_waits_for_a_save_and_writes_a_later_one() -> None:
-    """Closing waits for a save that is under way and writes a later one."""
-    gate = Gate()
-    files = Gated(gate)
-    broker = opened(files, timers=WHEEL)
-    closing = threading.Thread(target=broker.close)
-    with gate.shut():
-        timed(broker)
-        assert gate.come.acquire(timeout=WAIT_S)
-        timed(broker, b"meanwhile")
-        timers = broker._timers
-        assert timers is not None
-        assert eventually(broker, lambda: timers._queue_offset == 2)
-        gate.is_open = True
-        closing.start()
-    closing.join(WAIT_S)
-    assert not closing.is_alive()
-    assert checkpoint(files).queue_offset == 2
-
-
-def test_a_broker_that_is_closed_saves_what_it_can() -> None:
-    """A failure to save one thing keeps nothing else from being saved."""
-    gate = Gate()
-    files = Gated(gate)
-    broker = opened(files, timers=replace(WHEEL, save_every_s=None))
-    broker.create_topic("T", 1)
-    timed(broker)
-    broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST))
-    with broker.runner.lock:
-        broker._offsets.set("G", "T", 0, 1)
-        gate.failures.append(StoreIOError("write", "timercheck", OSError(errno.ENOSPC, "full")))
-        assert broker._timers is not None
-        broker._timers._changes += 1
-    with pytest.raises(StoreIOError):
-        broker.close()
-    with opened(files, timers=WHEEL) as again:
-        assert again.consumer_offset("G", "T") == 1
 
 
 def carried(broker: Broker) -> None:
-    message = send_at(Message("T", b"x"), broker.runner.now_ms() + HOUR_MS)
+    message = send_at(Message("T", b"carried"), broker.runner.now_ms() + 36_000_000)
     broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
 
 
-def note_soon(broker: Broker, gate: Gate) -> None:
-    """Let the progress of hops be noted at once, behind a flush that waits at the gate."""
-    flush_behind(broker, gate)
-    assert broker._proxy is not None
-    broker._proxy._saver._every_ms = broker._proxy._saver._retry_ms = 1
-
-
-def test_the_progress_of_hops_is_noted_while_others_go_on() -> None:
-    gate = Gate()
-    with opened(MemoryFiles(), hops=True) as broker:
-        note_soon(broker, gate)
-        with gate.shut():
-            carried(broker)
-            assert gate.come.acquire(timeout=WAIT_S)
-            assert others_go_on(broker)
-            assert broker.consumer_offset(HOP_GROUP, HOP_TOPIC) is None
-        assert eventually(broker, lambda: broker.consumer_offset(HOP_GROUP, HOP_TOPIC) == 1)
-
-
-def test_a_flush_for_hops_that_fails_is_tried_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate()
-    with opened(MemoryFiles(), hops=True) as broker:
-        note_soon(broker, gate)
-        with gate.shut():
-            carried(broker)
-            assert gate.come.acquire(timeout=WAIT_S)
-            gate.failures.append(StoreIOError("flush", "commitlog", OSError(errno.EIO, "no")))
-        assert eventually(broker, lambda: "how far the relay has come: saving fails" in caplog.text)
-        assert eventually(broker, lambda: broker.consumer_offset(HOP_GROUP, HOP_TOPIC) == 1)
-
-
-def prepare(broker: Broker, number: int) -> tuple[int, int]:
+def prepare(broker: Broker, number: int = 0) -> tuple[int, int]:
     message = Message("T", b"%d" % number, unique_key=f"U{number}")
     message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
     sent = broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST, 4))
     return sent.queue_offset, sent.physical_offset
 
 
-def test_the_end_of_a_check_is_noted_while_others_go_on() -> None:
-    gate = Gate()
-    settings = TransactionConfig(interval_s=0.001, timeout_s=3600)
-    with opened(MemoryFiles(), transactions=settings) as broker:
-        flush_behind(broker, gate)
-        with gate.shut():
-            ended = prepare(broker, 0)
-            broker.call(EndTransaction("p", TransactionState.ROLLBACK, *ended, ""))
-            assert gate.come.acquire(timeout=WAIT_S)
-            assert others_go_on(broker)
-            late = prepare(broker, 1)
-            broker.call(EndTransaction("p", TransactionState.COMMIT, *late, ""))
-            assert [message.body for message in broker.messages("T")] == [b"1"]
-            assert broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) is None
-        assert eventually(broker, lambda: broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2)
-        assert eventually(broker, lambda: broker.consumer_offset(CHECK_GROUP, OP_TOPIC) == 2)
+def timer_checkpoint(files: MemoryFiles) -> int:
+    found = TimerCheckpoint.read("/b", files)
+    return 0 if found is None else found.queue_offset
 
 
-def test_nothing_is_delivered_twice_while_a_check_is_noted() -> None:
-    """The halves that a check has put back count as judged, though its progress is not noted yet."""
-    gate = Gate()
-    settings = TransactionConfig(interval_s=0.001, timeout_s=0)
-    with opened(MemoryFiles(), transactions=settings) as broker:
-        flush_behind(broker, gate)
-        broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
-        with gate.shut():
-            half = prepare(broker, 0)
-            assert gate.come.acquire(timeout=WAIT_S)
-            assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # it was put back
-            for _ in range(2):
-                broker.call(EndTransaction("p", TransactionState.COMMIT, *half, ""))
-            assert [message.body for message in broker.messages("T")] == [b"0"]
-            assert broker.store.queue_range(OP_TOPIC, 0)[1] == 1  # of the copy
-        assert eventually(broker, lambda: broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2)
+@dataclass(frozen=True)
+class Part:
+    """A part of a broker that has progress to save: what moves it by one, and how far it is saved."""
+
+    label: str
+    settings: dict[str, Any]
+    move: Callable[[Broker], object]
+    saved: Callable[[Broker, MemoryFiles], int | None]
 
 
-def test_the_end_of_a_broker_notes_what_a_check_has_done() -> None:
-    gate, files = Gate(), MemoryFiles()
-    settings = TransactionConfig(interval_s=0.001, timeout_s=3600)
-    runner = ThreadRunner()
-    broker = opened(files, runner, transactions=settings)
-    flush_behind(broker, gate)
-    with gate.shut():
-        broker.call(EndTransaction("p", TransactionState.ROLLBACK, *prepare(broker, 0), ""))
-        assert gate.come.acquire(timeout=WAIT_S)
-        gate.is_open = True
+PARTS = [
+    Part("saves its timers", {"timers": WHEEL}, timed, lambda _, files: timer_checkpoint(files)),
+    Part(
+        "flushes for its hops", {"hops": True}, carried, lambda broker, _: broker.consumer_offset(HOP_GROUP, HOP_TOPIC)
+    ),
+    Part(
+        "flushes for its check",
+        {},
+        lambda broker: broker.call(EndTransaction("p", TransactionState.ROLLBACK, *prepare(broker), "")),
+        lambda broker, _: broker.consumer_offset(CHECK_GROUP, HALF_TOPIC),
+    ),
+    Part(
+        "flushes for its delays",
+        {},
+        lambda broker: send(broker, "T", delay_level=1),
+        lambda _, files: BrokerTables.open("/b/config", files=files).delay_offset(1),
+    ),
+]
+EACH_PART = pytest.mark.parametrize("part", PARTS, ids=lambda part: part.label.split()[-1])
+
+
+@EACH_PART
+def test_progress_is_saved_while_others_go_on(part: Part, runner: Holding, files: MemoryFiles) -> None:
+    with opened(files, runner, **part.settings) as broker:
+        runner.held = part.label
+        part.move(broker)
+        runner.advance(120_000)
+        assert not part.saved(broker, files)
+        part.move(broker)
+        runner.advance(120_000)
+        assert [work.label for work in runner.ready] == [f"broker-a {part.label}"]  # one at a time
+        runner.release()
+        assert part.saved(broker, files) == 1
+        runner.advance(120_000)
+        assert part.saved(broker, files) == 2
+
+
+@EACH_PART
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_failed_save_is_tried_again_unless_it_lasts(
+    part: Part, lasts: bool, runner: Holding, files: MemoryFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(files, runner, **part.settings) as broker:
+        error = OSError(errno.EIO, "no")
+        failures: list[Exception] = [FlushFailedError(error) if lasts else StoreIOError("flush", "commitlog", error)]
+        flush = broker.store.flush
+
+        def fails_once() -> int:
+            if failures:
+                raise failures.pop()
+            return flush()
+
+        broker.store.flush = fails_once  # type: ignore[method-assign]
+        part.move(broker)
+        runner.advance(200_000)
+        assert not failures
+        assert bool(part.saved(broker, files)) != lasts
+        said = "saving fails: a flush has failed" if lasts else "saving fails, and is tried again"
+        assert caplog.text.count(said) == 1
+
+
+@EACH_PART
+@pytest.mark.parametrize("end", [Broker.close, Broker.abandon])
+def test_a_save_overtaken_by_the_end_writes_nothing(
+    part: Part, end: Callable[[Broker], None], runner: Holding, files: MemoryFiles
+) -> None:
+    """The files are another broker's by then; closing has saved all itself."""
+    broker = opened(files, runner, **part.settings)
+    runner.held = part.label
+    part.move(broker)
+    runner.advance(120_000)
+    part.move(broker)
+    runner.advance(120_000)
+    end(broker)
+    before = {entry.name: files.read(f"/b/config/{entry.name}") for entry in files.list("/b/config")}
+    runner.release()
+    assert before == {entry.name: files.read(f"/b/config/{entry.name}") for entry in files.list("/b/config")}
+    if end is Broker.close:
+        with opened(files, ManualRunner(), **part.settings) as again:
+            assert part.saved(again, files) == (1 if "check" in part.label else 2)  # whose next pass did not begin
+
+
+def test_a_timer_log_that_cannot_be_trimmed_is_so_later(
+    runner: Holding, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind a checkpoint that was written."""
+    trim, failures = TimerLog.trim, [1, 2]
+
+    def fails_at_first(log: TimerLog, *arguments: Any) -> None:
+        if failures:
+            failures.pop()
+            raise StoreIOError("delete", "timerlog", OSError(errno.EACCES, "no"))
+        trim(log, *arguments)
+
+    monkeypatch.setattr(TimerLog, "trim", fails_at_first)
+    with opened(files, runner, timers=WHEEL) as broker:
+        timed(broker)
+        runner.advance(120_000)
+    assert caplog.text.count("the timer's progress: saving fails, and is tried again") == 1
+    assert not failures
+
+
+def test_a_broker_that_is_closed_saves_what_it_can() -> None:
+    """A failure to save one thing keeps nothing else from being saved."""
+
+    class Refusing(MemoryFiles):
+        refuses = False
+
+        def write(self, path: str, data: bytes) -> None:
+            if self.refuses and path.endswith("timercheck"):
+                raise StoreIOError("write", "timercheck", OSError(errno.ENOSPC, "full"))
+            super().write(path, data)
+
+    files, runner = Refusing(), ManualRunner()
+    broker = opened(files, runner, timers=WHEEL)
+    send(broker, "T")
+    timed(broker)
+    runner.advance(1)
+    broker.call(UpdateOffset("G", "T", 0, 1))
+    files.refuses = True
+    with pytest.raises(StoreIOError):
         broker.close()
-    assert runner.close() == []
-    with opened(files, transactions=settings) as again:
-        assert again.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 1
+    files.refuses = False
+    with opened(files, runner, timers=WHEEL) as again:
+        assert again.consumer_offset("G", "T") == 1
 
 
-def test_broadcast_progress_is_written_while_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    """A broadcasting consumer writes its progress while others go on."""
-    gate = Gate()
-    files = Gated(gate, "offsets.json")
-    with opened(MemoryFiles()) as broker:
+def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, files: MemoryFiles) -> None:
+    """The halves that a check has put back count as judged, though its progress is not noted yet."""
+    with opened(files, runner) as broker:
+        broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
+        runner.held = "flushes for its check"
+        half = prepare(broker)
+        runner.advance(120_000)
+        assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # it was put back
+        for _ in range(2):
+            broker.call(EndTransaction("p", TransactionState.COMMIT, *half, ""))
+        assert [message.body for message in broker.messages("T")] == [b"0"]
+        assert broker.store.queue_range(OP_TOPIC, 0)[1] == 1  # of the copy
+        runner.release()
+        runner.advance(120_000)
+        assert broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2
+
+
+def test_broadcast_progress_is_written_while_others_go_on(runner: Holding, files: MemoryFiles) -> None:
+    with opened(files, runner) as broker:
         broker.create_topic("T", 1)
-        seen = threading.Semaphore(0)
+        seen: list[int] = []
         consumer = PushConsumer(
             broker,
             "G",
@@ -331,66 +265,56 @@ def test_broadcast_progress_is_written_while_others_go_on(caplog: pytest.LogCapt
             offsets_folder="/offsets",
             files=files,
         )
-        consumer.subscribe("T")(lambda message: seen.release())
+        consumer.subscribe("T", lambda message: seen.append(message.queue_offset))
         consumer.start()
-        queue = MessageQueue("T", broker.name, 0)
-
-        def consumed(number: int) -> None:
-            broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST))
-            assert seen.acquire(timeout=WAIT_S)
-            assert eventually(broker, lambda: consumer.progress().get(queue) == number)
-
-        def stored() -> bool:
-            return consumer.assigned[queue].told == consumer.assigned[queue].progress
-
-        def save() -> int | None:
-            with broker.runner.lock:
-                return consumer._save_due(broker.runner.now_ms())
-
-        consumed(1)
-        with gate.shut():
-            assert save() is not None
-            assert gate.come.acquire(timeout=WAIT_S)
-            assert others_go_on(broker)
-            consumed(2)
-            assert save() is not None  # one at a time
-        assert eventually(broker, lambda: consumer.assigned[queue].told == 1)
-        gate.failures.append(StoreIOError("write", "offsets.json", OSError(errno.ENOSPC, "full")))
-        assert save() is not None
-        assert eventually(broker, lambda: "offsets.json fails" in caplog.text)
-        assert save() is not None
-        assert eventually(broker, stored)
-        assert save() is None
-        consumed(3)
+        path = f"/offsets/{consumer.client.client_id}/G/offsets.json"
+        runner.held = "writes progress"
+        for _ in range(2):
+            send(broker, "T")
+            runner.advance(20_000)
+        assert seen == [0, 1]
+        assert len(runner.ready) == 1  # one at a time
+        assert files.size(path) is None
+        runner.release()
+        assert b":1" in files.read(path)
+        runner.advance(20_000)
+        assert b":2" in files.read(path)
+        send(broker, "T")
+        runner.advance(1)
         consumer.shutdown()
-        assert b":3" in files.read(f"/offsets/{consumer.client.client_id}/G/offsets.json")
+        assert b":3" in files.read(path)
+
+
+class Gated(MemoryFiles):
+    """Files whose flushes wait while the gate is shut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.come, self.is_open = threading.Event(), threading.Event()
+        self.is_open.set()
+
+    def flush(self, file: File) -> None:
+        self.come.set()
+        assert self.is_open.wait(WAIT_S)
 
 
 def test_ends_of_transactions_share_a_flush() -> None:
-    """With sync durability an end waits for the device, and nobody waits for that end."""
-    gate = Gate()
-    with Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig.tiny(durability="sync")) as broker:
+    """With sync durability an end waits for the device, and no other end waits for that one."""
+    files = Gated()
+    with Broker.open("/b", files=files, store_config=StoreConfig.tiny(durability="sync")) as broker:
         halves = [prepare(broker, number) for number in range(3)]
-        commit = broker.store._commit
-        flush = commit._flush
-
-        def gated() -> int:
-            end = flush()
-            gate.pass_through()
-            return end
-
-        commit._flush = gated
-        request = [EndTransaction("p", TransactionState.COMMIT, *half, "") for half in halves]
-        ending = [threading.Thread(target=broker.call, args=(one,)) for one in request]
-        with gate.shut():
-            for thread in ending:
-                thread.start()
-            assert gate.come.acquire(timeout=WAIT_S)
-            assert eventually(broker, lambda: len(list(broker.messages("T"))) == 3)
-            assert others_go_on(broker)
-            assert broker._transactions._lock.acquire(timeout=WAIT_S)
-            broker._transactions._lock.release()
-            assert all(thread.is_alive() for thread in ending)
+        files.come.clear()
+        files.is_open.clear()
+        requests = [EndTransaction("p", TransactionState.COMMIT, *half, "") for half in halves]
+        ending = [threading.Thread(target=broker.call, args=(one,)) for one in requests]
+        for thread in ending:
+            thread.start()
+        assert files.come.wait(WAIT_S)
+        while len(list(broker.messages("T"))) < 3:  # all are written, though the first still waits
+            assert broker.runner.lock.acquire(timeout=WAIT_S)
+            broker.runner.lock.release()
+        assert all(thread.is_alive() for thread in ending)
+        files.is_open.set()
         for thread in ending:
             thread.join(WAIT_S)
             assert not thread.is_alive()

@@ -55,7 +55,7 @@ def stored(broker: Broker) -> BrokerTables:
     return BrokerTables.open(f"{broker.store.path}/config")
 
 
-def test_nobody_waits_for_the_disk_but_who_changes_a_topic(broker: Broker, disk: Gated) -> None:
+def test_only_who_changes_a_topic_waits_for_the_disk(broker: Broker, disk: Gated) -> None:
     disk.begun.clear()
     disk.may.clear()
     making = threading.Thread(target=broker.create_topic, args=("T", 3))

@@ -1,4 +1,4 @@
-"""A broker among threads: nobody waits for a message that is there, and closing ends what it began."""
+"""A broker among threads: no reader waits for a message that is there, and closing ends what it began."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reader:
             )
             self.bodies += [message.body for message in response.messages]
             if response.status is PullStatus.HELD:
-                assert self.ready.wait(30), "a message came, and nobody was told"
+                assert self.ready.wait(30), "a message came, and its reader was not told"
 
 
 def test_no_message_is_missed_between_looking_and_waiting() -> None:

@@ -120,7 +120,7 @@ def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -
     rmq.advance(ms=4_000)
     assert len(client.heard) == 1
     broker.call(ChannelClosed("c1"))
-    rmq.advance(ms=60_000)  # nobody is there to be asked; the checks count
+    rmq.advance(ms=60_000)  # no producer is there to be asked; the checks count
     assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
     assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
     assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()

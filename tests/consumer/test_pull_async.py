@@ -135,7 +135,7 @@ async def test_one_poll_at_a_time(reader: PullConsumer) -> None:
 
 def test_a_poll_goes_on_in_another_loop(broker: Broker, reader: PullConsumer) -> None:
     assert asyncio.run(reader.poll_async(0)) == []
-    Producer(broker, "writers").send("T", b"1")  # of a queue that had somebody waiting in the first loop
+    Producer(broker, "writers").send("T", b"1")  # of a queue whose reader waited in the first loop
     assert [message.body for message in asyncio.run(reader.poll_async(WAIT_S))] == [b"1"]
 
 

@@ -47,7 +47,7 @@ class BrokenStore(MemoryDedupStore):
 
     def _check(self, what: str) -> None:
         if what in self.broken:
-            raise DedupStoreError("nobody answers")
+            raise DedupStoreError("no server answers")
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         self._check("claim")
@@ -269,7 +269,7 @@ def test_without_an_answer_to_the_claim_messages_are_consumed(caplog: pytest.Log
     assert guarded.guard(delivery(1)) == "done"
     assert guarded.guard.counts == DedupCounts(unguarded=2)
     assert (
-        "orders:billing:paid:ID1: consumed without a guard, the dedup store could not be asked: nobody answers"
+        "orders:billing:paid:ID1: consumed without a guard, the dedup store could not be asked: no server answers"
         in caplog.text
     )
 
@@ -281,13 +281,13 @@ def test_without_an_answer_to_the_claim_messages_may_come_later(caplog: pytest.L
     assert isinstance(raised.value.__cause__, DedupStoreError)
     assert guarded.seen == []
     assert guarded.guard.counts == DedupCounts(postponed=1)
-    assert "delivered again later, the dedup store could not be asked: nobody answers" in caplog.text
+    assert "delivered again later, the dedup store could not be asked: no server answers" in caplog.text
 
 
 def test_a_mark_that_fails_keeps_the_result(caplog: pytest.LogCaptureFixture) -> None:
     guarded = Guarded(BrokenStore("finish", "release"))
     assert guarded.guard(delivery(1)) == "done"
-    assert "consumed, but could not be marked so: nobody answers" in caplog.text
+    assert "consumed, but could not be marked so: no server answers" in caplog.text
 
     def fail() -> None:
         raise ValueError("no")
@@ -295,7 +295,7 @@ def test_a_mark_that_fails_keeps_the_result(caplog: pytest.LogCaptureFixture) ->
     guarded.then = fail
     with pytest.raises(ValueError, match="no"):
         guarded.guard(delivery(2))
-    assert "failed, but could not be released: nobody answers" in caplog.text
+    assert "failed, but could not be released: no server answers" in caplog.text
     assert guarded.guard.counts == DedupCounts(unmarked=2)
 
 

@@ -16,7 +16,7 @@ WAIT_S = 30
 
 
 def ignored(result: object, error: Exception | None) -> None:
-    """An outcome that nobody looks at."""
+    """Ignore the outcome."""
 
 
 @pytest.mark.parametrize("has_clock", [False, True])
@@ -223,7 +223,7 @@ def test_what_is_due_in_ages_keeps_nothing_else_from_its_time() -> None:
     assert runner.close() == []
 
 
-def test_a_loop_whose_thread_cannot_start_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_whose_thread_cannot_start_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ThreadRunner()
     ended = threading.Semaphore(0)
     outcome: list[Any] = []

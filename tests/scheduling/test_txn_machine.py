@@ -72,7 +72,7 @@ class TransactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.locals)
     @rule(data=st.data(), outcome=st.sampled_from(["commit", "rollback"]))
     def decide(self, data: st.DataObject, outcome: str) -> None:
-        """The local transaction ends; nobody is told."""
+        """The local transaction ends; the broker is not told."""
         local = data.draw(st.sampled_from(self.locals))
         local.outcome = local.outcome or outcome
 
