@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from librmq.broker.context import BrokerContext
+from librmq.broker.group_differences import comparable, told_differences
 from librmq.broker.locks import QueueLocks
 from librmq.broker.registry import Changes
 from librmq.errors import RmqError
@@ -29,9 +29,6 @@ from librmq.protocol import (
     UnlockQueues,
     Unregister,
 )
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Clients"]
 
@@ -53,12 +50,15 @@ class Clients:
         self._metrics = context.metrics
         self._locks = locks
         self._filters_changed = filters_changed
+        self._differences: dict[str, str] = {}  # by group, as the log has told
+        self._doubled: set[str] = set()  # ids of which the log has told that two clients use them
 
     def heartbeat(self, request: Heartbeat) -> None:
         """Take what a client consists of; the groups of its consumers and their retry topics are made."""
         for data in request.consumers:
             group = self._groups.get(data.group)
             self._topics.ensure(retry_topic(group.name), group.retry_queues)
+        self._warn_of_same_id(request)
         changes = self._registry.heartbeat(request)
         now = self._runner.now_ms()
         for data in request.consumers:
@@ -67,14 +67,44 @@ class Clients:
                     one.topic, data.group, one.expression, one.expression_type, one.version, now
                 )
             self._registrations.keep_topics(data.group, set(data.subscriptions), now)
+            self._warn_of_differences(data.group)
         self._filters_changed()
         self._tell(changes)
+
+    def _warn_of_same_id(self, request: Heartbeat) -> None:
+        """Log once that two clients use one id, which count as one until one of them leaves."""
+        client_id = request.client_id
+        known = self._registry.endpoint(client_id)
+        if known is not None and known is not request.client and client_id not in self._doubled:
+            self._doubled.add(client_id)
+            _log.warning(
+                "%s: two clients use the id %s. They count as one, and both consume the same queues: give each an "
+                "instance_name of its own, or shut the other down first",
+                self._broker_name,
+                client_id,
+            )
+
+    def _warn_of_differences(self, group: str) -> None:
+        """Log once a change that instances of a group subscribe to different things."""
+        told = self._registry.consumers[group].told
+        first = next(iter(told.values()))
+        differs = any(other.keys() != first.keys() or comparable(other) != comparable(first) for other in told.values())
+        found = told_differences(group, {who: comparable(each) for who, each in told.items()}) if differs else ""
+        if found != self._differences.get(group, ""):
+            if found:
+                _log.warning("%s: %s", self._broker_name, found)
+            else:
+                _log.info("%s: all instances of group %s subscribe to the same again", self._broker_name, group)
+            self._differences[group] = found
 
     def unregister(self, request: Unregister) -> None:
         """A client leaves a group, and waits for nothing there any more."""
         if request.consumer_group is not None:
             self._holds.forget(request.client_id, request.consumer_group)
-        self._tell(self._registry.leave(request.client_id, request.producer_group, request.consumer_group))
+        changes = self._registry.leave(request.client_id, request.producer_group, request.consumer_group)
+        if self._registry.endpoint(request.client_id) is None:
+            self._doubled.discard(request.client_id)
+        self._tell(changes)
 
     def channel_closed(self, request: ChannelClosed) -> None:
         """A client is gone without a word: it leaves all its groups. Its locks expire by themselves.
@@ -82,6 +112,7 @@ class Clients:
         If it lives, its next heartbeat brings it back, as in 4.9. Its pulls go on until then.
         """
         client = self._registry.endpoint(request.client_id)
+        self._doubled.discard(request.client_id)
         changes = self._registry.forget(request.client_id)
         self._holds.forget(request.client_id)
         if client is not None:
@@ -110,6 +141,7 @@ class Clients:
         """Let the members of changed groups share their queues again, and mark the filters of ended groups dead."""
         now = self._runner.now_ms()
         for name in changes.ended:
+            self._differences.pop(name, None)
             self._registrations.unregister(name, now)
             self._filters_changed()
             if self._metrics is not None:

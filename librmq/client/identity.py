@@ -126,11 +126,19 @@ class Client:
 
     ``instance_name`` makes the id ``ip@instance_name``; without one it is unique to this client. A broadcasting
     consumer keeps its progress by this id, and so wants a stable name.
+
+    Raises:
+        ConfigError: ``instance_name`` has characters that can't be printed.
     """
 
     def __init__(
         self, route: Route, *, instance_name: str | None = None, host: Host | None = None, unit: str | None = None
     ) -> None:
+        if instance_name is not None and not instance_name.isprintable():
+            raise ConfigError(
+                f"instance_name: expected text of printable characters, as it names a file too, "
+                f"found {instance_name!r:.80}"
+            )
         identity = getattr(route, "identity", None)  # a test's route names its clients, the same from run to run
         if identity is not None:
             host_of_route, name_of_route = identity()

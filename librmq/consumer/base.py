@@ -12,7 +12,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.client.allocation import refuse_differences, told_differences
+from librmq.broker.group_differences import comparable, told_differences
+from librmq.client.allocation import refuse_differences
 from librmq.client.identity import Client, LifeCycle, State, check_route
 from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
@@ -190,8 +191,8 @@ class Consumer(Generic[C]):
         group: dict[str, dict[str, tuple[str, str]]] = {}
         for name in self.route.broker_names():
             for client_id, subscriptions in self.client.endpoint(name).call(GroupSubscriptions(self.group)).items():
-                group.setdefault(client_id, {}).update(_comparable(subscriptions))
-        group[self.client.client_id] = _comparable(self.subscriptions)
+                group.setdefault(client_id, {}).update(comparable(subscriptions))
+        group[self.client.client_id] = comparable(self.subscriptions)
         return group
 
     def warn_of_differences(self) -> None:
@@ -400,7 +401,3 @@ class Consumer(Generic[C]):
             if data.permission & PERM_READ
             for number in range(data.read_queues)
         )
-
-
-def _comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, tuple[str, str]]:
-    return {topic: (of.expression_type, of.expression) for topic, of in subscriptions.items()}

@@ -190,6 +190,9 @@ class SqlDedupStore:
                 raise _RowIsThereError(f"{self.table}: {error}") from error
             kind = _InTheWayError if _is_worth_repeating(error) else DedupStoreError
             raise kind(f"{self.table}: {error}") from error
+        except BaseException as error:  # of a signal: the answer that is still to come is not the next statement's
+            pooled.invalidate(error)
+            raise
         finally:
             pooled.close()
 

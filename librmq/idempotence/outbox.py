@@ -38,6 +38,7 @@ from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
+from librmq.runtime.critical import critical
 
 __all__ = ["MessageSender", "Outbox", "OutboxSender"]
 
@@ -269,7 +270,8 @@ class OutboxSender:
                 _log.warning("%s: the database could not be asked, it is asked again: %s", self.table, error)
             finally:
                 self._let_go()
-            self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
+            with critical:  # a thread that nothing names would send for ever
+                self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
         return self
 
     def _run_in_thread(self, now_ms: int) -> int | None:
@@ -286,10 +288,11 @@ class OutboxSender:
 
     def close(self) -> None:
         """End the thread after the send that runs, and give back rows that were claimed and not sent."""
-        background, self._background = self._background, None
-        self._closing = True
-        if background is not None:
-            background.stop()
+        with critical:
+            background, self._background = self._background, None
+            self._closing = True
+            if background is not None:
+                background.stop()
 
     def __enter__(self) -> OutboxSender:
         return self

@@ -28,6 +28,7 @@ from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
 from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
+from librmq.runtime.critical import critical
 
 __all__ = [
     "Claim",
@@ -157,7 +158,7 @@ class MemoryDedupStore:
         renew_lock_after_fork(self)
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        with self._lock:
+        with critical, self._lock:
             record = self._records.get(key)
             if record is not None and record.owner != owner and record.expires_timestamp_ms > now_ms:
                 return Claim.CONSUMED if record.consumed else Claim.CONSUMING
@@ -165,14 +166,14 @@ class MemoryDedupStore:
             return Claim.NEW if record is None or record.owner == owner else Claim.TAKEN_OVER
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        with self._lock:
+        with critical, self._lock:
             if not self._is_held(key, owner, now_ms):
                 return False
             self._put(key, DedupRecord(True, owner, expires_at_ms))
             return True
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        with self._lock:
+        with critical, self._lock:
             if not self._is_held(key, owner, now_ms) or self._records[key].consumed:
                 return False
             self._drop(key)
@@ -185,7 +186,7 @@ class MemoryDedupStore:
 
     def purge(self, now_ms: int, limit: int) -> int:
         purged = 0
-        with self._lock:
+        with critical, self._lock:
             while self._expiries and self._expiries[0][0] <= now_ms and purged < limit:
                 self._records.pop(self._expiries.pop(0)[1], None)
                 purged += 1
@@ -308,7 +309,7 @@ class SqliteDedupStore:
         """Close the file. Closing again, or in a forked child, does nothing."""
         if self._process != os.getpid():
             return
-        with self._lock:
+        with critical, self._lock:
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()
@@ -324,7 +325,7 @@ class SqliteDedupStore:
         # The process comes before the lock: in a forked child a thread of the parent may hold it for ever.
         if self._process != os.getpid():
             raise StoreClosedError(f"{self.path}: this handle was opened before a fork: open another one in the child")
-        with self._lock:
+        with critical, self._lock:  # a statement whose rows were not fetched would keep the file locked
             if self._connection is None:
                 raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
             try:
@@ -368,7 +369,7 @@ def purge_in_background(store: DedupStore, clock: Clock) -> None:
     """Start one thread that purges ``store`` as long as it is in use."""
     if store in _purging:
         return
-    with _purging_lock:
+    with critical, _purging_lock:
         if store in _purging:
             return
         weak = weakref.ref(store)

@@ -316,8 +316,15 @@ def _waiting(
             return to_seconds("delay", delay, most=_LONGEST_DELAY_S), None
         except ConfigError as error:
             raise MessageIllegalError(str(error)) from None
-    if getattr(deliver_at, "tzinfo", None) is None:
-        raise MessageIllegalError(f"deliver_at: expected a datetime with a time zone, found {deliver_at!r:.80}")
+    if not isinstance(deliver_at, datetime):
+        raise MessageIllegalError(
+            f"deliver_at: expected a datetime with a time zone, found {deliver_at!r:.80}; give a duration as delay"
+        )
+    if deliver_at.utcoffset() is None:
+        raise MessageIllegalError(
+            f"deliver_at: expected a datetime with a time zone, found {deliver_at!r:.80}, which has none: "
+            "pass tzinfo=UTC, or call its astimezone() for the machine's own zone"
+        )
     return None, (deliver_at - _EPOCH) // timedelta(milliseconds=1)
 
 

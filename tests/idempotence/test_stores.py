@@ -35,6 +35,7 @@ from librmq.idempotence.stores import (
 )
 from tests.idempotence.conftest import STORES, Place
 from tests.idempotence.test_listener import delivery
+from tests.interrupting import at_each_call
 from tests.reference import CHECKOUT
 
 NOW = 1_700_000_000_000
@@ -660,3 +661,45 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
             assert [tuple(row) for row in found] == [("k", None)]
     finally:
         engine.dispose()
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("call", ["claim", "finish", "release", "purge"])
+def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, call: str) -> None:
+    """Neither half a record nor a lock is left, though what the signal's handler raised is kept."""
+    kept: list[BaseException] = []
+    came, number = True, 0
+    while came:
+        path = tmp_path / str(number)
+        store: Any = MemoryDedupStore() if kind == "memory" else SqliteDedupStore(path)
+        other = store if kind == "memory" else SqliteDedupStore(path, timeout=0.05)
+        store.claim("k", "a", NOW, UNTIL)
+
+        def act(store: Any = store) -> None:
+            try:
+                if call == "purge":
+                    store.purge(UNTIL, 10)
+                elif call == "release":
+                    store.release("k", "a", NOW)
+                elif call == "finish":
+                    store.finish("k", "a", NOW, KEPT)
+                else:
+                    store.claim("k", "b", UNTIL, KEPT)
+            except BaseException as error:
+                kept.append(error)
+                raise
+
+        came = next(at_each_call(act, first=number))
+        after = other.look("k", NOW)
+        assert after in (
+            DedupRecord(False, "a", UNTIL),
+            {"claim": DedupRecord(False, "b", KEPT), "finish": DedupRecord(True, "a", KEPT)}.get(call),
+        )
+        assert other.claim("k", "c", KEPT, KEPT + 9) is (Claim.TAKEN_OVER if after else Claim.NEW)
+        assert other.purge(KEPT, 10) == 0, "the expiry of a record that is gone takes the new one along"
+        assert other.look("k", KEPT) == DedupRecord(False, "c", KEPT + 9)
+        number += 1
+    assert number > 3

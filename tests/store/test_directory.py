@@ -323,3 +323,9 @@ def test_broker_conf_names_what_shapes_files() -> None:
 def test_broker_conf_survives_any_path() -> None:
     path = os.path.abspath(os.path.join(ROOT, "订单 𝄞 back\\slash\nline"))
     assert properties(directory.broker_conf(path, TINY))["storePathRootDir"] == path
+
+
+@pytest.mark.parametrize("name", ["a,b", "a\nb", "a\x7fb"])
+def test_a_path_that_a_broker_can_not_read_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="move the store elsewhere"):
+        directory.broker_conf(f"/stores/{name}", StoreConfig())

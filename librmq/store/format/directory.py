@@ -24,6 +24,7 @@ import errno
 import itertools
 import json
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from enum import Enum
@@ -405,6 +406,8 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
 def broker_conf(path: str, config: StoreConfig) -> str:
     """The properties with which a 4.9 broker opens the store in folder ``path`` with settings ``config``."""
     root = os.path.abspath(path)
+    if any(unicodedata.category(character) == "Cc" for character in root):
+        raise ConfigError(f"{root!r}: expected a path without control characters: move the store elsewhere")
     if "," in root:
         raise ConfigError(
             f"{root}: a broker takes a path with a comma for several, and deletes the queues: move the store elsewhere"

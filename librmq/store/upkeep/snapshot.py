@@ -40,6 +40,7 @@ from librmq.files.seam import FileLock, Files, FolderEntry, copy_file, link_file
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
+from librmq.runtime.critical import critical
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory, job_notes
 from librmq.store.format.checkpoint import has_abort
@@ -294,7 +295,8 @@ def _growing(target: str, files: Files) -> Iterator[str]:
     files.make_folder(part)
     lock: FileLock | None = None
     try:
-        lock = files.lock(directory.lock_path(part))
+        with critical:
+            lock = files.lock(directory.lock_path(part))
         for entry in files.list(part):
             if entry.name != directory.LOCK:
                 files.delete(os.path.join(part, entry.name))
@@ -312,7 +314,8 @@ def _growing(target: str, files: Files) -> Iterator[str]:
         raise
     finally:
         if lock is not None:
-            lock.release()
+            with critical:
+                lock.release()
 
 
 def _flush_folders(folder: str, files: Files) -> None:

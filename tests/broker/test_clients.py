@@ -1,0 +1,52 @@
+"""What a broker says of clients that can't work together; their own warnings are in ``tests/consumer``."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from librmq.protocol import ChannelClosed, Subscription
+from tests.broker.parties import Listening, beat, opened
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.name == "librmq.broker"]
+    caplog.clear()
+    return found
+
+
+def test_two_clients_of_one_id_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = Listening(), Listening()
+    with opened() as broker:
+        for client in (one, one, other, one, other):
+            beat(broker, Subscription("T"), client=client)
+        (warning,) = told(caplog)
+        assert "two clients use the id c1" in warning
+        assert "instance_name" in warning
+        broker.call(ChannelClosed("c1"))
+        beat(broker, Subscription("T"), client=other)
+        assert told(caplog) == []
+        beat(broker, Subscription("T"), client=one)
+        assert len(told(caplog)) == 1
+
+
+def test_different_subscriptions_are_named_once_a_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "librmq.broker")
+    with opened() as broker:
+        clients = {name: Listening() for name in ("c1", "c2")}
+
+        def says(name: str, *subscriptions: Subscription) -> list[str]:
+            beat(broker, *subscriptions, client_id=name, client=clients[name])
+            return told(caplog)
+
+        assert says("c1", Subscription("T", version=1)) == []
+        assert says("c2", Subscription("T", version=2)) == []  # a version is no difference
+        (warning,) = says("c2", Subscription("T", "a", version=3))
+        assert "instances of group g differ on T (" in warning
+        assert "c1: " in warning
+        assert says("c2", Subscription("T", "a", version=4)) == []
+        (warning,) = says("c2", Subscription("T", "a", version=4), Subscription("U"))
+        assert "U (" in warning
+        (info,) = says("c2", Subscription("T", version=5))
+        assert "subscribe to the same again" in info

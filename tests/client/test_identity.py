@@ -1,0 +1,20 @@
+"""What a client is called."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq.broker import Broker
+from librmq.client.identity import Client
+from librmq.consumer import PushConsumer
+from librmq.errors import ConfigError
+from librmq.runtime.manual import ManualRunner
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "\x1b[1m"])
+def test_a_name_that_can_not_be_printed_is_refused(name: str) -> None:
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        for make in (lambda: Client(broker, instance_name=name), lambda: PushConsumer(broker, "g", instance_name=name)):
+            with pytest.raises(ConfigError, match="instance_name: expected text of printable characters"):
+                make()
+        assert Client(broker, instance_name="caisse é").client_id.endswith("@caisse é")
