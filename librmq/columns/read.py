@@ -35,7 +35,7 @@ from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
-    from librmq.filter.logic import Question
+    from librmq.filter.questions import Question
 
 __all__ = ["CORRUPT", "TYPES", "Reading", "default_columns", "scan"]
 
@@ -241,7 +241,7 @@ class _Task:
             keep = found if keep is None else keep & found
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow
-            from librmq.filter.logic import names
+            from librmq.filter.questions import names
 
             asked = sorted(set(names(self._selector)))
             columns = {name: block.properties.value(name) for name in asked} or {"": pa.nulls(len(rows), pa.string())}

@@ -1,4 +1,4 @@
-"""Filters: tags, SQL92 expressions, bloom bitmaps, a user's own predicates. No store, no broker."""
+"""Filters by tag, SQL92 expression, bloom bitmap or predicate, without a store or a broker."""
 
 from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.explain import Explanation

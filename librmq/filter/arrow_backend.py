@@ -1,8 +1,7 @@
-"""Filters over Arrow columns, with ``pyarrow.compute`` alone: no Python object for any value.
+"""Filters over Arrow columns, with kernels alone: no Python object for any value.
 
-Numbers are read as Java reads them. Digits, minus signs and points, the usual case, are cast; in a column that holds
-anything else, the rows that are not plain digits are read again by slower kernels, exactly, hexadecimal doubles
-included.
+Numbers are parsed as in Java. Texts of digits, minus signs and points, the usual case, are cast. If a column holds any
+other text, slower kernels parse the rows that are not plain digits, exactly, with hexadecimal doubles.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ except ImportError as error:
     raise MissingExtraError("filtering Arrow columns", "arrow") from error
 
 from librmq.filter.arrow_texts import Places, Texts, booleans
-from librmq.filter.columns import ColumnBackend, Condition
-from librmq.filter.logic import (
+from librmq.filter.columns import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
+from librmq.filter.questions import (
     Missing,
     NumberIs,
     OrderOf,
@@ -40,14 +39,18 @@ __all__ = ["match_arrow"]
 
 COLUMN_ROWS_AT_A_TIME: Final = 32_768
 MAP_ROWS_AT_A_TIME: Final = 16_384
-"""What is worked out on the way then stays in the processor's cache; a map has several entries a row."""
+"""At these sizes intermediate results stay in the processor's cache; a map has several entries in each row."""
 
 FEW: Final = 4
 """Largest number of texts that a column is compared with one by one, not all at once."""
 
 
 def match_arrow(question: Question, properties: Any) -> Any:
-    """Return where ``question`` is TRUE, a boolean array without nulls; ``TypeError`` for columns not of texts."""
+    """Return where ``question`` is TRUE, as a boolean array without nulls.
+
+    Raises:
+        TypeError: a column does not hold texts.
+    """
     if isinstance(properties, pa.RecordBatch):
         rows, at_a_time = properties.num_rows, COLUMN_ROWS_AT_A_TIME
     else:
@@ -80,15 +83,15 @@ class _MapColumns:
         return np.repeat(np.arange(self.rows, dtype=np.int32), np.diff(self._begins))
 
     def _one_a_row(self, entries: Places) -> bool:
-        """Return whether these entries are one of each row, and none of them is null."""
+        """Return whether each row has exactly one of these entries, and none of them is null."""
         if len(entries) != self.rows or self._null_rows is not None or self._values.null_count:
             return False
         return bool((entries >= self._begins[:-1]).all() and (entries < self._begins[1:]).all())
 
     def _places(self, name: str) -> tuple[Places, Any]:
-        """Return the index of each row's property in the values (any index if missing), and which rows have it.
+        """Return the index of each row's property in the values (any index if missing), and a mask of the rows with it.
 
-        None is all of them.
+        A mask of None means all rows.
         """
         if name not in self._found:
             entries = np.flatnonzero(self._names.equal(name))
@@ -101,7 +104,7 @@ class _MapColumns:
         places[rows] = entries  # a name twice in a row: the later value counts
         present = np.zeros(self.rows, np.bool_)
         present[rows] = True
-        if self._null_rows is not None:  # what lies under a null of the map belongs to no row
+        if self._null_rows is not None:  # entries under a null of the map belong to no row
             present &= ~self._null_rows
         if self._values.null_count:
             present[present] = self._values.is_valid().to_numpy(zero_copy_only=False)[places[present]]
@@ -167,26 +170,15 @@ def _texts(column: Any, what: str) -> Any:
     raise TypeError(f"{what}: expected texts, got {kind}")
 
 
-_COMPARE: Final = {
-    "=": np.equal,
-    "<>": np.not_equal,
-    "<": np.less,
-    "<=": np.less_equal,
-    ">": np.greater,
-    ">=": np.greater_equal,
-}
-_NEGATED: Final = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
-
-
 def _compared(operator: str, numbers: Any, number: int | float) -> Any:
-    """Return numbers compared with one, several times as fast as by Arrow's kernels; nulls count as false."""
+    """Compare numbers with one number, several times as fast as Arrow's kernels; nulls count as false."""
     values = _values(numbers)
-    found = booleans(_COMPARE[operator](values, values.dtype.type(number)))
+    found = booleans(COMPARE[operator](values, values.dtype.type(number)))
     return pc.and_(found, numbers.is_valid()) if numbers.null_count else found
 
 
 def _values(numbers: Any) -> Any:
-    """Return a column of numbers as numpy sees it; what stands under a null means nothing."""
+    """Return a column of numbers as a numpy array, with any value for a null."""
     kind = np.dtype(numbers.type.to_pandas_dtype())
     if not len(numbers):
         return np.empty(0, kind)
@@ -239,13 +231,11 @@ class _Arrow(ColumnBackend[Any]):
         result: Any = False
         still_open: Any = True
         for condition, value in branches:
-            if value:
+            if value:  # where this holds the result is true already, so later branches need not be closed
                 result = self.some([result, self.every([still_open, condition])])
             else:
                 still_open = self.every([still_open, self.none([condition])])
         return result
-
-    # A branch that is true needs not close what follows: the result is true there already.
 
     def ask(self, question: Question, condition: Condition) -> Any:
         match question:
@@ -293,9 +283,9 @@ class _Arrow(ColumnBackend[Any]):
         numbers, failed = self._number(question.name, kind)
         if condition == "is_error":
             return failed
-        operator = question.operator if condition == "is_true" else _NEGATED[question.operator]
+        operator = question.operator if condition == "is_true" else NEGATED[question.operator]
         if kind is float and operator in (">", ">=", "<>") and not isinstance(failed, bool):
-            # NaN, which only a column with more than plain digits can hold, is above every number.
+            # NaN is above every number; a column of plain digits holds none.
             return self.some([pc.is_nan(numbers), _compared(operator, numbers, question.number)])
         return _compared(operator, numbers, question.number)
 
@@ -319,8 +309,8 @@ class _Arrow(ColumnBackend[Any]):
         if condition == "is_error":
             both = [self.present(question.left), self.present(question.right)]
             return self.every([*both, self.some([left_failed, right_failed])])
-        operator = question.operator if condition == "is_true" else _NEGATED[question.operator]
-        found = _COMPARE[operator](_values(_sort_key(left)), _values(_sort_key(right)))
+        operator = question.operator if condition == "is_true" else NEGATED[question.operator]
+        found = COMPARE[operator](_values(_sort_key(left)), _values(_sort_key(right)))
         return self.every([left.is_valid(), right.is_valid(), booleans(found)])
 
     def _search(self, question: TextSearch, condition: Condition) -> Any:
@@ -334,10 +324,8 @@ class _Arrow(ColumnBackend[Any]):
         return true if condition == "is_true" else self.none([true])
 
 
-# --- texts read as numbers, the way Java reads them
+# --- texts parsed as numbers, as in Java
 
-_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
-_INTEGER: Final = rf"\A[+-]?[{_DIGITS}]+\z"
 _DECIMAL: Final = r"\A[+-]?(?:NaN|Infinity|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[fFdD]?)\z"
 _HEXADECIMAL: Final = (
     r"\A(?P<sign>[+-]?)0[xX](?:(?P<whole>[0-9a-fA-F]+)\.?|(?P<front>[0-9a-fA-F]*)\.(?P<back>[0-9a-fA-F]+))"
@@ -352,16 +340,16 @@ def _where(mask: Any, column: Any) -> Any:
 
 
 def _patched(text: Any, plain: Any, numbers: Any, read: Any) -> tuple[Any, Any]:
-    """Return ``numbers``, cast from the plain texts, with the other texts read by ``read``; and what failed."""
+    """Return ``numbers``, cast from the plain texts, with the others parsed by ``read``, and a mask of the failures."""
     others = pc.invert(plain).fill_null(False)
     numbers = pc.replace_with_mask(numbers, others, read(text.filter(others)))
     return numbers, pc.and_(text.is_valid(), numbers.is_null())
 
 
 def _usual(text: Any, target: Any) -> Any:
-    """Return texts of digits, minus signs and points as numbers; None if there are others, or no numbers.
+    """Cast texts of digits, minus signs and points to numbers; None if a text has other characters or is no number.
 
-    Of such texts Arrow's cast takes those that Java takes, no others as it does of those with letters.
+    For such texts Arrow's cast agrees with Java. For texts with letters it does not.
     """
     if not _all_between(text, "-", "9"):
         return None
@@ -372,14 +360,14 @@ def _usual(text: Any, target: Any) -> Any:
 
 
 def _all_between(text: Any, first: str, last: str) -> bool:
-    """Return whether all bytes of all texts lie between two of ASCII."""
+    """Return whether all bytes of all texts are between two ASCII characters."""
     kind = np.int64 if pa.types.is_large_string(text.type) else np.int32
     offsets, data = text.buffers()[1:]
     if not len(text) or data is None:
         return True
     begin, end = np.frombuffer(offsets, kind)[[text.offset, text.offset + len(text)]]
     bytes_of_all = np.frombuffer(data, np.uint8)[begin:end]
-    # What is below the first becomes large.
+    # Bytes below the first wrap around to large numbers.
     return not len(bytes_of_all) or int((bytes_of_all - np.uint8(ord(first))).max()) <= ord(last) - ord(first)
 
 
@@ -394,8 +382,8 @@ def _integers(text: Any, kind: type) -> tuple[Any, Any]:
 
 
 def _other_integers(text: Any, kind: type) -> Any:
-    """Return texts that are not just a few digits, as integers; null where Java takes none for one."""
-    text = _where(pc.match_substring_regex(text, _INTEGER), text)
+    """Parse texts that are not just a few digits as integers; null for a text that is none in Java."""
+    text = _where(pc.match_substring_regex(text, JAVA_INTEGER), text)
     negative = pc.starts_with(text, "-")
     digits = pc.utf8_ltrim(text, "+-")
     for value in range(10):
@@ -403,7 +391,7 @@ def _other_integers(text: Any, kind: type) -> Any:
         digits = pc.replace_substring_regex(digits, f"[{others}]", str(value))
     digits = pc.utf8_ltrim(digits, "0")
     length = pc.binary_length(digits)
-    # 19 digits may be beyond 64 bits: texts of one length compare as the numbers do.
+    # 19 digits can exceed 64 bits. Texts of one length compare like their numbers.
     edge = pc.if_else(negative, "9223372036854775808", "9223372036854775807").cast(digits.type)
     fits = pc.or_(pc.less(length, 19), pc.and_(pc.equal(length, 19), pc.less_equal(digits, edge)))
     signed = pc.binary_join_element_wise(
@@ -425,11 +413,10 @@ def _doubles(text: Any) -> tuple[Any, Any]:
 
 
 def _other_doubles(text: Any) -> Any:
-    """Return texts that are not just digits, as doubles; null where Java takes none for one."""
+    """Parse texts that are not just digits as doubles; null for a text that is none in Java."""
     text = pc.utf8_trim(text, _TRIMMED)
     decimal = pc.match_substring_regex(text, _DECIMAL)
-    # What follows the number falls away, and a plus sign, which not every version takes. "Infinity" and "NaN"
-    # end in other letters.
+    # Remove the suffix, and the plus sign, which some versions refuse. "Infinity" and "NaN" end in other letters.
     bare = pc.utf8_rtrim(pc.utf8_ltrim(_where(decimal, text), "+"), "fFdD")
     numbers = bare.cast(pa.float64())
     if not pc.any(pc.match_substring_regex(text, r"\A[+-]?0[xX]"), min_count=0).as_py():
@@ -438,19 +425,19 @@ def _other_doubles(text: Any) -> Any:
 
 
 def _hexadecimal(text: Any) -> Any:
-    """Return hexadecimal doubles, rounded once, to the nearest, ties to even; null for what is none."""
+    """Parse hexadecimal doubles, rounded once, to the nearest, ties to even; null for any other text."""
     parts = pc.extract_regex(text, _HEXADECIMAL)
     sign, whole, front, back, exponent = (pc.struct_field(parts, i) for i in range(5))
     blank = pa.scalar("", sign.type)
     digits = pc.binary_join_element_wise(whole, front, back, blank)
     digits = pc.ascii_lower(pc.utf8_ltrim(digits, "0"))
     length = pc.binary_length(digits).cast(pa.int64())
-    # The first 15 digits hold 57 bits or more; one bit after them says whether anything follows.
+    # The first 15 digits have at least 57 bits. One bit after them says whether any later digit is not 0.
     head = pc.utf8_slice_codeunits(digits, 0, 15)
     rest = pc.match_substring_regex(pc.utf8_slice_codeunits(digits, 15), "[^0]")
     mantissa = pc.binary_join_element_wise(pa.scalar("0x0", sign.type), head, blank).cast(pa.int64())
     mantissa = pc.add(pc.multiply(mantissa, 2), rest.cast(pa.int64()))
-    # An exponent beyond nine digits is beyond everything that a text could balance.
+    # No number of digits could balance an exponent of more than nine digits.
     negative = pc.starts_with(exponent, "-")
     power = pc.utf8_ltrim(pc.utf8_ltrim(exponent, "+-"), "0")
     power = pc.if_else(pc.greater(pc.binary_length(power), 9), pa.scalar("999999999", sign.type), power)
@@ -459,7 +446,7 @@ def _hexadecimal(text: Any) -> Any:
     beyond = pc.subtract(length, pc.min_element_wise(length, 15))
     places = pc.binary_length(back).cast(pa.int64())
     power = pc.subtract(pc.add(power, pc.multiply(pc.subtract(beyond, places), 4)), 1)
-    # Below the normal doubles there are fewer bits: drop them here, since rounding twice may differ.
+    # Subnormal doubles have fewer bits. Drop them here, because rounding twice can differ.
     drop = pc.min_element_wise(pc.max_element_wise(pc.subtract(-1074, power), 0), 62)
     few = pc.less(pc.shift_right(mantissa, drop), 2**52)
     rounded = pc.if_else(few, _halved(mantissa, drop), mantissa)
@@ -474,7 +461,7 @@ def _hexadecimal(text: Any) -> Any:
 
 
 def _halved(number: Any, times: Any) -> Any:
-    """Return a number without its last bits, rounded to the nearest, ties to even."""
+    """Shift out the last bits of a number, rounding to the nearest, ties to even."""
     kept = pc.shift_right(number, times)
     lost = pc.subtract(number, pc.shift_left(kept, times))
     half = pc.shift_right(pc.shift_left(pa.scalar(1, pa.int64()), times), 1)
@@ -485,7 +472,7 @@ def _halved(number: Any, times: Any) -> Any:
 
 
 def _sort_key(numbers: Any) -> Any:
-    """Return integers in Java's order of doubles: -0.0 below 0.0, all NaNs equal and above all."""
+    """Return integers in Java's order of doubles: -0.0 below 0.0, all NaNs equal and above every number."""
     numbers = pc.if_else(pc.is_nan(numbers), float("nan"), numbers)
     bits = numbers.view(pa.int64())
     return pc.if_else(pc.less(bits, 0), pc.bit_wise_xor(bits, pa.scalar(2**63 - 1, pa.int64())), bits)

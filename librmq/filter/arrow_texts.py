@@ -1,7 +1,7 @@
-"""Arrow columns of texts compared with a few short ones, faster than by kernels that go text by text.
+"""Arrow columns of texts compared with a few short ones, faster than by Arrow's kernels.
 
-A text equals another if it has its length and its first bytes; eight of them are read as one integer from wherever the
-text begins in the column's buffer, so that a comparison is one of integers for all rows.
+Two texts are equal if their lengths and bytes are. The first eight bytes of each text are read as one integer from the
+column's buffer, so one comparison of integers serves all rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Places: TypeAlias = npt.NDArray[np.int64]
 _WORD: Final = 8
 
 SHORT: Final = 8
-"""Largest mean text length in bytes for which a copy of the words at each byte pays: it is read three times as fast."""
+"""Largest mean text length in bytes for which a copy of the words at each byte pays; it reads three times as fast."""
 
 
 def _scratch(count: int, kind: npt.DTypeLike) -> Any:
-    """Return an array of anything for what is worked out on the way.
+    """Return an uninitialised array for an intermediate result.
 
-    Arrow's allocator keeps the memory for the next; the one that numpy uses may give it back to the system each time,
-    and getting it again, page by page, then costs more than all the rest.
+    Arrow's allocator keeps freed memory. numpy's may return it to the system each time, and faulting its pages in again
+    costs more than the whole comparison.
     """
     return np.frombuffer(pa.allocate_buffer(count * np.dtype(kind).itemsize), kind)
 
@@ -52,7 +52,7 @@ class Texts:
         return Texts(self._array, places, self)
 
     def equal(self, text: str) -> npt.NDArray[np.bool_]:
-        """Return where a text is ``text``; what it says of a null means nothing."""
+        """Return where a text is ``text``, with any value for a null."""
         data = text.encode("utf-8", "surrogatepass")
         found: npt.NDArray[np.bool_] = self._lengths == len(data)
         head = data[:_WORD]
@@ -87,7 +87,7 @@ class Texts:
 
     @cached_property
     def _anywhere(self) -> npt.NDArray[np.uint64]:
-        """Return the eight bytes from each byte of the texts on; zeros after the last."""
+        """Return the eight bytes that begin at each byte of the texts, with zeros after the last."""
         if self._of is not None:
             return self._of._anywhere
         first, last = int(self._offsets[0]), int(self._offsets[-1])
@@ -104,13 +104,13 @@ class Texts:
 
     @cached_property
     def _words(self) -> npt.NDArray[np.uint64]:
-        """Return the eight bytes from where each text begins, those of the next texts among them."""
+        """Return the eight bytes at the start of each text, which can reach into the next texts."""
         first = int(self._offsets[0])
         starts = self._starts - first if first else self._starts
-        if not self._anywhere.flags.c_contiguous:  # take() would copy it, all of it
+        if not self._anywhere.flags.c_contiguous:  # take() would copy all of it
             gathered: npt.NDArray[np.uint64] = self._anywhere[starts]
             return gathered
         words: npt.NDArray[np.uint64] = _scratch(len(starts), np.uint64)
-        # With a mode numpy writes straight into ``out``; no place lies beyond.
+        # With this mode numpy writes straight into ``out``. No start is out of range.
         self._anywhere.take(starts, mode="clip", out=words)
         return words

@@ -1,4 +1,4 @@
-"""Bloom filters with RocketMQ's own arithmetic: which bits of a message's bitmap a group's topic sets.
+"""Bloom filters with RocketMQ's arithmetic: the bits that a group and topic set in a message's bitmap.
 
 It mirrors ``BloomFilter``, ``BitsArray`` and ``BloomFilterData`` of ``org.apache.rocketmq.filter.util`` of
 4.9.4.
@@ -40,10 +40,11 @@ class BloomPositions:
 class BloomFilter:
     """The arithmetic for an error rate of ``error_percent`` with ``expected`` texts.
 
-    ``error_percent`` is above 0 and below 100, ``expected`` at least 1.
+    ``error_percent`` is above 0 and below 100, ``expected`` at least 1. Bitmaps are plain ``bytearray`` and ``bytes``
+    of ``bit_count / 8`` bytes. Immutable and thread-safe.
 
-    Bitmaps are plain ``bytearray`` and ``bytes`` of ``bit_count / 8`` bytes. ``ConfigError`` for settings out
-    of range. Immutable and thread-safe.
+    Raises:
+        ConfigError: a setting is out of range.
     """
 
     error_percent: float
@@ -81,7 +82,7 @@ class BloomFilter:
         return BloomPositions(self.positions(text), self.bit_count)
 
     def fits(self, data: BloomPositions | None) -> bool:
-        """Return whether positions were made with settings like these."""
+        """Return whether positions were made with the same settings."""
         return data is not None and data.bit_count == self.bit_count and len(data.positions) == self.hash_count
 
     def bitmap(self, *texts: str) -> bytearray:
@@ -99,9 +100,9 @@ class BloomFilter:
 
     @staticmethod
     def hit(bitmap: bytes | bytearray | memoryview, positions: Iterable[int]) -> bool:
-        """Return whether all of the bits are set: false means that the text was certainly not added."""
+        """Return whether all of the bits are set; if not, the text was certainly not added."""
         return all(bitmap[position >> 3] >> (position & 7) & 1 for position in positions)
 
 
 BROKER_BLOOM: Final = BloomFilter(20, 32)
-"""What a broker uses unless it is set up otherwise: 3 bits of 112."""
+"""A broker's default: 3 bits of 112."""

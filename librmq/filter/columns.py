@@ -1,20 +1,18 @@
-"""The broker's answers from two-valued conditions, for back-ends that evaluate columns and know no exceptions.
+"""The broker's answers as two-valued conditions, for back-ends that evaluate columns and have no exceptions.
 
-For each question three conditions can be asked for: that the answer is TRUE, that it is FALSE, that it is an
-ERROR; the rest are UNKNOWN. Each is made of the conditions of the questions below, and only those that are
-needed are made: most filters need IS_TRUE alone, and an error on the right of a FALSE is never looked at, as
-the rules for order say.
-
-In a condition null counts as false.
+A question has three conditions: its answer is TRUE, it is FALSE, or it is an ERROR. Where none holds, the answer is
+UNKNOWN. Each condition is made of those of the questions below. Only the needed ones are made: most filters need
+IS_TRUE alone. A null in a condition counts as false.
 """
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
-from librmq.filter.logic import (
+from librmq.filter.questions import (
     All,
     Always,
     Answer,
@@ -24,10 +22,26 @@ from librmq.filter.logic import (
     Question,
     SameAnswer,
 )
+from librmq.filter.syntax import Order
+from librmq.java.numbers import DIGIT_ZEROS
 
-__all__ = ["ColumnBackend", "Condition"]
+__all__ = ["COMPARE", "JAVA_INTEGER", "NEGATED", "ColumnBackend", "Condition"]
 
 C = TypeVar("C")
+
+COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "=": operator.eq,
+    "<>": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+NEGATED: Final[Mapping[Order, str]] = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+
+_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
+JAVA_INTEGER: Final = rf"\A[+-]?[{_DIGITS}]+\z"
+"""Texts that Java parses as integers, whatever their range."""
 
 Condition: TypeAlias = Literal["is_true", "is_false", "is_error"]
 
@@ -36,7 +50,7 @@ _Steps: TypeAlias = Generator[_Wanted, C, C]
 
 
 class ColumnBackend(ABC, Generic[C]):
-    """Conditions over columns, of type ``C``; one object for one evaluation. Not thread-safe."""
+    """Conditions over columns, of type ``C``. Use one object for one evaluation; not thread-safe."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, Condition], C] = {}
@@ -45,32 +59,32 @@ class ColumnBackend(ABC, Generic[C]):
 
     @abstractmethod
     def literal(self, value: bool) -> C:
-        """The same for every row."""
+        """Return the same value for every row."""
 
     @abstractmethod
     def every(self, conditions: Sequence[C]) -> C:
-        """All hold."""
+        """Return where all conditions hold."""
 
     @abstractmethod
     def some(self, conditions: Sequence[C]) -> C:
-        """At least one holds."""
+        """Return where at least one condition holds."""
 
     @abstractmethod
     def none(self, conditions: Sequence[C]) -> C:
-        """None holds; never null."""
+        """Return where no condition holds; never null."""
 
     @abstractmethod
     def first(self, branches: Sequence[tuple[C, bool]]) -> C:
-        """Return the value beside the first condition that holds; false where none does."""
+        """Return the value of the first condition that holds; false where none does."""
 
     @abstractmethod
     def ask(self, question: Question, condition: Condition) -> C:
-        """A question about properties."""
+        """Return the condition of a question about properties."""
 
     # --- the rules, written once
 
     def condition(self, question: Question, condition: Condition) -> C:
-        """Return the condition of a whole question. Does not recurse: a tree may be deeper than Python's stack."""
+        """Return the condition of a whole question, without recursion: a tree can be deeper than Python's stack."""
         waiting: list[tuple[tuple[int, Condition], _Steps[C]]] = []
         wanted: _Wanted = (question, condition)
         while True:
@@ -97,7 +111,7 @@ class ColumnBackend(ABC, Generic[C]):
                 return answer
 
     def _steps(self, question: Question, condition: Condition) -> _Steps[C]:
-        """Make one condition: yield its parts, receive each by send, return the whole."""
+        """Make one condition: yield each part that it needs, receive that part by send, return the whole."""
         if condition == "is_error" and not question.may_fail:
             return self.literal(False)
         match question:

@@ -1,4 +1,4 @@
-"""Why a filter takes a message, or does not: every term with what it saw and its verdict."""
+"""Explanations of a filter's decision: every term with its values and its verdict."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _Outcome: TypeAlias = Value | FilterEvaluationError
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The whole of it as text is ``str(explanation)``."""
+    """The explanation of one decision; ``str(explanation)`` is all of it as text."""
 
     matches: bool
-    """The broker's decision: true for the verdict TRUE alone."""
+    """The broker's decision: true only for the verdict TRUE."""
     verdict: str
     """``TRUE``, ``FALSE``, ``UNKNOWN`` or ``ERROR``."""
     decided_by: str
-    """The term that made it so, in the words of the expression."""
+    """The term that decided, in the words of the expression."""
     why: str
-    """What that term met."""
+    """The values that decided in that term."""
     tree: tuple[str, ...]
-    """A line for each term: what it is, its verdict, what it saw; terms that were not looked at say so."""
+    """A line for each term: its text, its verdict and its values, or that it was not evaluated."""
 
     def __str__(self) -> str:
         head = f"{'match' if self.matches else 'no match'}: the filter is {self.verdict}"
@@ -55,7 +55,7 @@ class Explanation:
 
 
 def explain(selector: Selector, properties: Mapping[str, str] | None) -> Explanation:
-    """Evaluate ``selector`` for a message with ``properties``, and tell how it went."""
+    """Evaluate ``selector`` for a message with ``properties``, and explain the result."""
     seen: dict[int, _Outcome] = {}
 
     def remember(node: Node, outcome: _Outcome) -> None:
@@ -83,7 +83,7 @@ def _verdict(outcome: _Outcome) -> str:
 
 
 def _decisive(node: Node, seen: dict[int, _Outcome]) -> Node:
-    """Return the innermost term that alone gave the whole its verdict; the first one where several did."""
+    """Return the innermost term that alone gave the whole its verdict, or the first of several such terms."""
     while True:
         outcome = seen[id(node)]
         match node:
@@ -104,7 +104,7 @@ def _decisive(node: Node, seen: dict[int, _Outcome]) -> Node:
 def _why(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
     outcome = seen[id(node)]
     if isinstance(outcome, FilterEvaluationError):
-        return f"{outcome.reason}: an error there, and no match ({outcome.java_name})"
+        return f"{outcome.reason}: that is an error, so no match ({outcome.java_name})"
     match node:
         case And():
             return "all of its terms are TRUE"
@@ -118,7 +118,7 @@ def _why(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
 
 
 def _saw(selector: Selector, node: Node, seen: dict[int, _Outcome]) -> str:
-    """Return the values that a term looked at, constants apart."""
+    """Return the values that a term evaluated, except constants."""
     parts = []
     for child in children(node):
         if id(child) not in seen or isinstance(child, Constant):
@@ -145,7 +145,7 @@ def _lines(selector: Selector, seen: dict[int, _Outcome]) -> list[str]:
         node, level = pending.pop()
         label = "  " * level + _short(selector.text(node))
         if id(node) not in seen:
-            rows.append((label, "-", "not looked at"))
+            rows.append((label, "-", "not evaluated"))
             continue
         leaf = isinstance(node, Compare | In | IsNull | Search | Truth)
         outcome = seen[id(node)]

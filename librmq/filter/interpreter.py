@@ -1,7 +1,7 @@
 """A plain interpreter of filter trees: the meaning of the language, written to be read, not to be fast.
 
-It mirrors ``evaluate`` of the classes in ``org.apache.rocketmq.filter.expression`` of 4.9.4. The other
-back-ends are held against it, and ``explain`` shows what it saw. It does not recurse: a tree may be deeper
+It mirrors ``evaluate`` of the classes in ``org.apache.rocketmq.filter.expression`` of 4.9.4. Tests compare the other
+back-ends with it, and ``explain`` shows the values that it finds. It does not recurse, because a tree can be deeper
 than Python's stack.
 """
 
@@ -37,13 +37,17 @@ from librmq.java.numbers import java_int, java_long, parse_double
 __all__ = ["JavaError", "Seen", "equal", "evaluate", "in_order", "is_true", "negated", "ordered", "searched"]
 
 Seen: TypeAlias = Callable[[Node, "Value | FilterEvaluationError"], None]
-"""Told every node that was evaluated, once it is, with its value, or with the error that ended it."""
+"""Called with each evaluated node, and its value or the error that ended it."""
 
 _Steps: TypeAlias = Generator[Node, Value, Value]
 
 
 def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: Seen | None = None) -> bool | None:
-    """Return TRUE, FALSE or UNKNOWN (None); ``FilterEvaluationError`` names the term that failed."""
+    """Return TRUE, FALSE or UNKNOWN (None).
+
+    Raises:
+        FilterEvaluationError: the broker would raise; the error names the term.
+    """
     waiting: list[tuple[Node, _Steps]] = []
     node, steps = selector.root, _steps(selector, selector.root, properties or {})
     answer: Value = None
@@ -71,7 +75,7 @@ def evaluate(selector: Selector, properties: Mapping[str, str] | None, seen: See
 
 
 def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _Steps:  # noqa: C901 (a case for each kind of node)
-    """Evaluate one node: yields each node below that it needs, is sent its value, returns its own."""
+    """Evaluate one node: yield each node below that it needs, receive that node's value by send, return its own."""
     match node:
         case Constant():
             return node.value
@@ -112,7 +116,7 @@ def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _St
 
 
 def _until(decisive: bool, terms: tuple[Node, ...]) -> _Steps:
-    """Ask terms until one decides; an UNKNOWN does not end it, nor hide an error after it."""
+    """Evaluate terms until one decides; an UNKNOWN neither decides nor hides an error after it."""
     result: bool | None = not decisive
     for term in terms:
         value = yield term
@@ -124,14 +128,14 @@ def _until(decisive: bool, terms: tuple[Node, ...]) -> _Steps:
 
 
 def negated(value: Value) -> Value:
-    """Negate a number; null for anything else; an integer stays of its kind."""
+    """Negate a number, keeping its type; null for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return JavaLong(-value) if isinstance(value, JavaLong) else -value
 
 
 class JavaError(Exception):
-    """An error of the broker's evaluation: the class name of its exception, and what is wrong."""
+    """An error of the broker's evaluation: the class name of its exception, and the reason."""
 
     def __init__(self, java_name: str, reason: str) -> None:
         super().__init__(reason)
@@ -140,7 +144,11 @@ class JavaError(Exception):
 
 
 def equal(left: Value, right: Value) -> bool | None:
-    """Return ``left = right``; ``JavaError`` where the broker raises."""
+    """Return ``left = right``.
+
+    Raises:
+        JavaError: the broker would raise.
+    """
     if left is None and right is None:
         return True
     if left is None:
@@ -153,7 +161,11 @@ def equal(left: Value, right: Value) -> bool | None:
 
 
 def ordered(operator: Order, left: Value, right: Value) -> bool | None:
-    """Return ``left < right`` and its like; ``JavaError`` where the broker raises."""
+    """Return ``left < right``, or another order.
+
+    Raises:
+        JavaError: the broker would raise.
+    """
     if left is None or right is None:
         return None
     if isinstance(left, str) and isinstance(right, str):
@@ -162,7 +174,7 @@ def ordered(operator: Order, left: Value, right: Value) -> bool | None:
 
 
 def _compare(operator: Order, left: Value, right: Value) -> bool:
-    """Compare values that are not both texts: a text becomes what the other side is; other mixtures count as less."""
+    """Compare values that are not both texts: a text takes the other side's type; any other mixture counts as less."""
     if isinstance(left, bool) and isinstance(right, str):
         raise JavaError("ClassCastException", "a boolean on the left can't be compared with a text on the right")
     if isinstance(left, str):
@@ -198,7 +210,7 @@ def _double(text: str) -> float:
 
 
 def is_true(text: str) -> bool:
-    """Return what ``Boolean.valueOf`` says."""
+    """Parse a text like Java's ``Boolean.valueOf``."""
     return text.lower() == "true"
 
 
@@ -210,7 +222,7 @@ def searched(kind: SearchKind, text: str, part: str) -> bool:
 
 
 def in_order(operator: Order, left: float, right: float) -> bool:
-    """Compare in Java's order of doubles, which is total: NaN equals NaN and is above all, -0.0 is below 0.0."""
+    """Compare in Java's total order of doubles: NaN equals NaN and is above all numbers, -0.0 is below 0.0."""
     a, b = _sort_key(left), _sort_key(right)
     match operator:
         case "=":

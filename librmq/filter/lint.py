@@ -1,4 +1,4 @@
-"""What surely surprises in a filter expression: it compiles, and means something else than it looks like."""
+"""Mistakes in a filter expression that compiles, but means something else than it seems to."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _at(node: Node, rule: str, advice: str) -> Lint:
 def _loose_not(selector: Selector, node: Node, left: Node) -> Iterator[Lint]:
     if isinstance(left, Not) and selector.expression[left.start] in "nN":
         rest = selector.expression[left.operand.start : node.end]
-        advice = f"NOT binds tighter than this comparison: write NOT ({rest}), or set (NOT …) apart if it is meant"
+        advice = f"NOT binds tighter than this comparison: write NOT ({rest}), or put (NOT …) in parentheses"
         yield _at(left, "not-binds-tighter", advice)
 
 
@@ -143,7 +143,7 @@ def _comparison(node: Compare) -> Iterator[Lint]:
     if "property" in kinds and "number" in kinds:
         side, known = (node.right, right) if left is None else (node.left, left)
         if known is not None and isinstance(known[0], int):
-            advice = f"a property with decimals ('{known[0]}.0') is an error against an integer, and no match"
+            advice = f"a property with decimals ('{known[0]}.0') is an error against an integer, so no match"
             if known[0] != 0:  # a zero with decimals is refused as a literal
                 advice += f": write {known[0]}.0 if it may have them"
             yield _at(side, "integer-literal", advice)
@@ -152,7 +152,7 @@ def _comparison(node: Compare) -> Iterator[Lint]:
         name = node.right.name
         yield _at(node.right, "bare-word", f"{name} is the name of a property: write '{name}' if the text is meant")
     elif kinds[0] == "boolean" and kinds[1] in ("property", "text"):
-        advice = "a boolean on the left of a text is an error, and no match: put the boolean on the right"
+        advice = "a boolean on the left of a text is an error, so no match: put the boolean on the right"
         yield _at(node, "boolean-on-the-left", advice)
     elif set(kinds) == {"boolean", "number"}:
         yield _at(node, "type-mismatch", "a boolean never equals a number: this is never TRUE")

@@ -1,10 +1,9 @@
-"""From the text of a SQL92 filter expression to its tree, exactly as RocketMQ's parser takes or refuses it.
+"""The parser of SQL92 filter expressions, which accepts and refuses exactly what RocketMQ's parser does.
 
-It mirrors ``SelectorParser`` of 4.9.4 (and 5.3's words CONTAINS, STARTSWITH, ENDSWITH). RocketMQ has no
-check for the end of input: it stops at the first token that does not continue a whole expression, and ignores
-the rest. Only that one token has been read by then, so rubbish after it does no harm. Its lexer takes the
-longest match at each place, whatever the grammar could use there, so lexer and grammar are kept apart here
-too.
+It mirrors ``SelectorParser`` of 4.9.4 (and 5.3's words CONTAINS, STARTSWITH, ENDSWITH). RocketMQ does not check for the
+end of input: it stops at the first token that does not continue a whole expression, and ignores the rest, which the
+lexer has not read. Its lexer takes the longest match at each place, whatever the grammar could use there. So lexer and
+grammar are separate here too.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ __all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse", "refuse_rest"]
 Dialect: TypeAlias = Literal["4.9", "5.3"]
 
 MAX_DEPTH: Final = 2000
-"""Parentheses in parentheses, operators on operators. The broker's stack holds between 1,000 and 3,000."""
+"""Most nested parentheses or operators. The broker's stack holds between 1,000 and 3,000."""
 
 _WORDS_OF_5: Final = ("CONTAINS", "STARTSWITH", "ENDSWITH")
 _READABLE: Final = {
@@ -70,7 +69,7 @@ _READABLE: Final = {
 
 
 class Token(str):
-    """A part of an expression that the grammar knows by its ``type``."""
+    """A part of an expression, with the ``type`` by which the grammar refers to it."""
 
     __slots__ = ("end_pos", "start_pos", "type")
 
@@ -86,21 +85,21 @@ class Token(str):
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A parsed expression; ``ignored_from`` is where the ignored rest begins, None where nothing follows."""
+    """A parsed expression; ``ignored_from`` is the start of the ignored rest, None if there is none."""
 
     expression: str
     root: Node
     ignored_from: int | None
 
     def text(self, node: Node) -> str:
-        """Return a node in the words of the expression; the halves of a BETWEEN as the comparisons they mean."""
+        """Return a node in the words of the expression; the halves of a BETWEEN as comparisons."""
         if isinstance(node, Compare) and node.operator not in self.expression[node.left.end : node.right.start]:
             return f"{self.text(node.left)} {node.operator} {self.text(node.right)}"
         return self.expression[node.start : node.end]
 
 
 class _RefusedError(Exception):
-    """A part of an expression that the broker refuses when it builds it."""
+    """The broker refuses a part of the expression when it builds the tree."""
 
     def __init__(self, position: int, reason: str) -> None:
         super().__init__(reason)
@@ -109,13 +108,13 @@ class _RefusedError(Exception):
 
 
 def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
-    """Return the tree of ``expression``. Time and memory grow with its length. Thread-safe.
+    """Return the tree of ``expression``. Time and memory are linear in its length. Thread-safe.
 
     Raises:
         FilterSyntaxError: The expression does not compile.
     """
     if dialect not in ("4.9", "5.3"):
-        raise ValueError(f"dialect {dialect!r} is none of '4.9', '5.3'")
+        raise ValueError(f"dialect: expected '4.9' or '5.3', found {dialect!r}")
     names = _WORDS_OF_5 if dialect == "4.9" else ()
     run = _Run()
     trailing: Token | None = None
@@ -145,7 +144,11 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
 
 
 def refuse_rest(selector: Selector) -> None:
-    """Raise ``FilterSyntaxError`` if something follows the whole expression, which the broker ignores."""
+    """Refuse text after the whole expression, which the broker ignores.
+
+    Raises:
+        FilterSyntaxError: there is such text.
+    """
     if selector.ignored_from is not None:
         rest = selector.expression[selector.ignored_from : selector.ignored_from + 40]
         reason = f"unexpected {rest!r}; the expression ended before"
@@ -153,7 +156,7 @@ def refuse_rest(selector: Selector) -> None:
 
 
 def _unreadable(expression: str, position: int) -> str:
-    """Return what is wrong where no token can be read."""
+    """Return the reason why no token can be read."""
     if expression[position] == "'":
         return "this text has no closing quote"
     if expression.startswith("/*", position):
@@ -178,7 +181,7 @@ _END: Final = "$END"
 
 
 class _Rule(NamedTuple):
-    """A rule of the grammar that ends here."""
+    """A rule of the grammar that is complete in a state."""
 
     build: Callable[[list[Any]], Any] | None
     """None if the rule passes its only part through."""
@@ -187,10 +190,10 @@ class _Rule(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The grammar as Lark compiles it: a loop over these takes half the time of Lark's own."""
+    """The grammar as Lark compiles it; a loop over these tables takes half the time of Lark's own."""
 
     steps: Mapping[int, Mapping[str, int | _Rule]]
-    """What to do in a state at a terminal: go on to a state, or end a rule."""
+    """The action of a state at a terminal: move to a state, or complete a rule."""
     after: Mapping[int, Mapping[str, int]]
     """The state after a rule by the state before it."""
     start: int
@@ -202,7 +205,7 @@ class _Tables(NamedTuple):
 def _tokens(expression: str) -> Iterator[Token]:
     """Yield the tokens; `_RefusedError` where no token can be read."""
     tables = _tables()
-    # To look for the end of a line after each -- takes quadratic time on minus signs that no line ends.
+    # Searching for the end of a line after each -- would take quadratic time on many minus signs.
     last_line_end = max(expression.rfind("\n"), expression.rfind("\r"))
     with_comments, without = tables.with_comments.match, tables.without_line_comments.match
     place, end = 0, len(expression)
@@ -219,7 +222,7 @@ def _tokens(expression: str) -> Iterator[Token]:
 
 
 class _Run:
-    """An LALR parser on its way through an expression."""
+    """The state of an LALR parser within an expression."""
 
     def __init__(self) -> None:
         self._tables = tables = _tables()
@@ -239,7 +242,7 @@ class _Run:
         return False
 
     def end(self) -> Any | None:  # noqa: ANN401 (lark's token)
-        """Return the tree of what was fed; None if it is no whole expression."""
+        """Return the tree of the tokens so far; None if they are no whole expression."""
         states, tables = self._states, self._tables
         while (step := tables.steps[states[-1]].get(_END)) is not None:
             self._reduce(step)  # type: ignore[arg-type]
@@ -248,7 +251,7 @@ class _Run:
         return None
 
     def expected(self) -> list[str]:
-        """Return the terminals that may follow."""
+        """Return the terminals that can follow."""
         return list(self._tables.steps[self._states[-1]])
 
     def _reduce(self, rule: _Rule) -> None:
@@ -283,7 +286,7 @@ def _tables() -> _Tables:
                 build = None if same else table.callbacks[to]
                 steps.setdefault(state, {})[symbol] = _Rule(build, len(to.expansion), to.origin.name)
         steps.setdefault(state, {})
-    # At each place the longest match wins, words and comments before all, as in Lark's own lexer.
+    # At each place the longest match wins, words and comments first, as in Lark's own lexer.
     order = sorted(
         lark.terminals, key=lambda one: (-one.priority, -one.pattern.max_width, -len(one.pattern.value), one.name)
     )
@@ -299,7 +302,7 @@ def _tables() -> _Tables:
 
 
 def _boolean(node: Node) -> Node:
-    """Return a node where a boolean is wanted: a bare property counts as one, numbers and texts do not."""
+    """Return a node as a boolean: a bare property counts as one, numbers and texts do not."""
     if isinstance(node, Property):
         return Truth(node, start=node.start, end=node.end)
     if not is_boolean(node):
@@ -317,7 +320,7 @@ _TIGHT: Final = "; NOT binds tighter than what follows: write NOT (…), or NOT 
 
 
 def _orderable(node: Node) -> None:
-    """Refuse an operand that ``<`` and its like refuse."""
+    """Refuse an operand that has no order."""
     if isinstance(node, Constant):
         if isinstance(node.value, bool) or not isinstance(node.value, int | float):
             raise _RefusedError(node.start, "expected a number or a property: only numbers have an order")
@@ -391,7 +394,7 @@ def _literal(read: Callable[[Token], Value]) -> Any:  # noqa: ANN401 (lark's rul
 
 
 class _Builder(Transformer[Any, Node]):
-    """A method for each rule of the grammar; called while parsing, so that a deep tree is never walked."""
+    """A method for each rule of the grammar, called while parsing, so a deep tree is never walked."""
 
     text = _literal(_unquoted)
     integer = _literal(_integer)
@@ -451,8 +454,8 @@ class _Builder(Transformer[Any, Node]):
     def between(self, children: list[Any]) -> Node:
         value, low, high = children
         if isinstance(low, Constant) and isinstance(high, Constant):
-            # A wrong kind of bound is refused in any case; numbers of all kinds compare by value, large ones
-            # as doubles where one of them is a double.
+            # The broker refuses bounds of a wrong type in any case. Numbers of all types compare by value, as doubles
+            # if one of them is a double.
             _orderable(low)
             _orderable(high)
             bounds = (low.value, high.value)

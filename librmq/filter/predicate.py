@@ -1,4 +1,4 @@
-"""A user's own predicate on a message: watched, so that it can neither stop delivery nor slow it unseen."""
+"""User predicates on messages, watched: an error does not stop delivery, and a slow call is counted and logged."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _log = logging.getLogger("librmq.filter")
 
 
 class Policy(Enum):
-    """What to do with a message whose predicate failed or took too long."""
+    """Treatment of a message on which the predicate failed or took too long."""
 
     SKIP = "skip"
-    """No match, as the broker treats an expression that raises."""
+    """Count as no match, as the broker does for an expression that raises."""
     DELIVER = "deliver"
-    """A match."""
+    """Count as a match."""
     AS_ANSWERED = "as answered"
-    """For one that took too long: what it answered."""
+    """Follow the answer; only for a predicate that took too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredicateCounts:
-    """What a predicate did so far; ``seconds`` were spent in it, ``slowest`` of them on one message."""
+    """Counts of a predicate's calls; ``seconds`` is their total time, ``slowest`` the longest of them."""
 
     asked: int = 0
     matched: int = 0
@@ -44,12 +44,15 @@ class PredicateCounts:
 
 
 class WatchedPredicate(Generic[M]):
-    """Calls ``predicate`` with a message, measures it, and lives with its errors.
+    """A predicate on messages with a time budget and a policy for errors. Thread-safe.
 
-    ``budget`` is in seconds for each message. Time is measured, not enforced: Python cannot stop a call from
-    outside. A message over budget is counted, logged, and treated as ``over_budget`` says; one at which the
-    predicate raised as ``on_error`` says (SKIP or DELIVER). What comes back need not be a bool: its truth
-    counts. Thread-safe.
+    ``budget`` is in seconds for each message. It is measured, not enforced, because Python cannot stop a call from
+    outside. A call over budget is counted and logged, and ``over_budget`` decides about its message. ``on_error`` (SKIP
+    or DELIVER) decides about a message on which the predicate raised. The truth of the predicate's answer counts, which
+    need not be a bool.
+
+    Raises:
+        ConfigError: the budget is not positive, the predicate cannot be called, or ``on_error`` is AS_ANSWERED.
     """
 
     def __init__(
@@ -62,12 +65,12 @@ class WatchedPredicate(Generic[M]):
         on_error: Policy = Policy.SKIP,
     ) -> None:
         if not budget > 0:
-            raise ConfigError(f"the budget of a predicate is a positive number of seconds, not {budget}")
+            raise ConfigError(f"budget: expected a positive number of seconds, found {budget}")
         answers: object = predicate
         if iscoroutinefunction(answers) or not callable(answers):
-            raise ConfigError(f"a predicate is a function that answers when it is called, not {predicate!r:.100}")
+            raise ConfigError(f"predicate: expected a plain function, not a coroutine's, found {predicate!r:.100}")
         if on_error is Policy.AS_ANSWERED:
-            raise ConfigError("a predicate that raised has not answered: on_error is SKIP or DELIVER")
+            raise ConfigError("on_error: expected SKIP or DELIVER, since a predicate that raised has no answer")
         self._predicate: Final = predicate
         self._clock: Final = clock
         self._budget: Final = budget
@@ -78,11 +81,11 @@ class WatchedPredicate(Generic[M]):
 
     @property
     def counts(self) -> PredicateCounts:
-        """How often it was asked, and with which outcome."""
+        """The number of calls so far, by outcome."""
         return self._counts
 
     def matches(self, message: M, address: object = None) -> bool:
-        """Return whether to deliver; ``address`` is how the log names the message. Never raises an Exception."""
+        """Return whether to deliver; the log names the message by ``address``. Never raises an `Exception`."""
         failed = False
         begun = self._clock.monotonic()
         try:
@@ -90,11 +93,11 @@ class WatchedPredicate(Generic[M]):
         except Exception:
             failed = True
             match = self._on_error is Policy.DELIVER
-            _log.exception("the predicate failed on message %s: %s", address, self._on_error.value)
+            _log.exception("predicate raised on message %s: %s", address, self._on_error.value)
         seconds = self._clock.monotonic() - begun
         late = seconds > self._budget
         if late:
-            _log.warning("the predicate took %.6f s on message %s, of %.6f s", seconds, address, self._budget)
+            _log.warning("predicate took %.6f s on message %s; its budget is %.6f s", seconds, address, self._budget)
             if not failed and self._over_budget is not Policy.AS_ANSWERED:
                 match = self._over_budget is Policy.DELIVER
         with self._lock:

@@ -1,13 +1,13 @@
 """Filters as generated Python: one flat expression over one message's properties.
 
-A question is written in one of three modes. In the modes IS_TRUE and IS_FALSE it becomes a Python condition
-that holds when the answer is TRUE (FALSE), fails when it is anything else, and raises where the broker
-does: most filters need no more, since NOT exchanges the modes, and the chain of ANDs at the top takes FALSE,
-UNKNOWN and an error for the same. Only below an OR or a NOT, where an AND goes on past an UNKNOWN and may
-then meet an error, the mode VALUE is needed, whose expression is True, False or None.
+Each question is written in one of three modes. In the modes IS_TRUE and IS_FALSE it becomes a Python condition that
+holds if the answer is TRUE (FALSE), and raises where the broker does. Most filters need only these two modes: NOT
+exchanges them, and the chain of ANDs at the top does not distinguish FALSE, UNKNOWN and an error. The mode VALUE gives
+True, False or None. An AND below an OR or a NOT needs it, because it continues after an UNKNOWN and can then reach an
+error.
 
-Python's own parser refuses deep nesting, so a subtree is put into a function of its own every few levels, and
-those functions are written from a list, not by recursion.
+Python's parser refuses deep nesting. So every few levels a subtree becomes a function of its own, and a loop writes
+these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from librmq.filter.interpreter import in_order, searched
-from librmq.filter.logic import (
+from librmq.filter.questions import (
     All,
     Always,
     Answer,
@@ -54,16 +54,16 @@ REMEMBERED_NUMBERS: Final = 1024
 
 
 class EvaluationRefusedError(Exception):
-    """A term at which the broker would have raised; the interpreter finds it."""
+    """The broker would raise here; the interpreter finds the term."""
 
 
 def compile_match(question: Question) -> Match:
-    """Compile to the broker's decision: true for TRUE alone, false for FALSE, UNKNOWN and errors."""
+    """Compile to the broker's decision: true only for TRUE; false for FALSE, UNKNOWN and errors."""
     return cast("Match", _Writer().function(question, "is_true", on_error="return False"))
 
 
 def compile_evaluate(question: Question) -> Evaluate:
-    """Compile to TRUE, FALSE or UNKNOWN (None); ``EvaluationRefusedError`` where the broker raises."""
+    """Compile to TRUE, FALSE or UNKNOWN (None); where the broker raises, the result raises `EvaluationRefusedError`."""
     return cast("Evaluate", _Writer().function(question, "value", on_error="raise"))
 
 
@@ -71,10 +71,9 @@ _NAN: Final = float("nan")
 
 
 class _Reader:
-    """Reads one property as a number, and remembers the first texts it met.
+    """Parses one property as a number, and caches the first texts.
 
-    ``known.get(text) or read(text)`` is the number. A missing property (None) is NaN, which no comparison
-    accepts.
+    ``known.get(text) or read(text)`` is the number. A missing property (None) is NaN, for which every comparison fails.
     """
 
     def __init__(self, kind: type) -> None:
@@ -98,12 +97,12 @@ class _Reader:
 
 
 def _double(text: str) -> float | None:
-    """Return a double for comparison with a finite literal, for which NaN, above all in Java, may be infinity."""
+    """Return a double to compare with a finite literal: infinity for NaN, which Java orders above every number."""
     number = parse_double(text)
     return float("inf") if number is not None and number != number else number
 
 
-# For each type of literal how a text is read, and below how many ASCII digits int() does the same.
+# For each type of literal: the parser, and the number of ASCII digits below which int() does the same.
 _PARSERS: Final[dict[type, tuple[Callable[[str], float | None], int]]] = {
     int: (java_int, 10),
     JavaLong: (java_long, 19),
@@ -162,7 +161,7 @@ class _Writer:
         self.later: list[tuple[str, Question, _Mode]] = []
 
     def function(self, question: Question, mode: _Mode, on_error: str) -> Any:  # noqa: ANN401 (compiled)
-        """Return the filter's function, from properties (None: there are none) to a verdict."""
+        """Return the filter's function, from properties (None: none at all) to a verdict."""
         if mode == "is_true":
             question = cheapest_first(question)
         uses = Counter(names(question))
@@ -192,7 +191,7 @@ class _Writer:
         return self.namespace["filter"]
 
     def write(self, question: Question, mode: _Mode, level: int) -> str:  # noqa: C901 (a case for each question)
-        """Write a Python expression, in parentheses where it needs them."""
+        """Write a Python expression, in parentheses if it needs them."""
         if level >= LEVELS_PER_FUNCTION and below(question):
             name = f"f{next(self.fresh)}"
             self.later.append((name, question, mode))
@@ -253,7 +252,7 @@ class _Writer:
                 return str((question.answer is Answer.FALSE) is (mode == "is_false"))
 
     def text_in(self, question: TextIn, mode: _Mode) -> str:
-        if mode == "is_false":  # None among the texts: a missing property is not outside them
+        if mode == "is_false":  # with None among the texts, a missing property fails the test
             return f"({self.get(question.name)} not in {self.constant(frozenset((*question.texts, None)))})"
         if len(question.texts) == 1:
             test = f"== {self.constant(question.texts[0])}"
@@ -275,7 +274,7 @@ class _Writer:
         if mode == "value":
             return self.present(question.name, mode, f"{tested} {operator} {number}", "")
         operator = operator if mode == "is_true" else _NEGATED[question.operator]
-        if operator == "!=":  # the one comparison that NaN, a missing property, passes
+        if operator == "!=":  # NaN, which stands for a missing property, passes this comparison alone
             return self.present(question.name, mode, "", f"{tested} != {number}")
         if question.name in self.loaded:
             return f"({tested.format(self.loaded[question.name])} {operator} {number})"

@@ -1,9 +1,8 @@
-"""Which consumer groups filter which topics: what a broker remembers, and keeps in ``consumerFilter.json``.
+"""Registrations: the filters of consumer groups on topics, which a broker keeps in ``consumerFilter.json``.
 
-It mirrors ``ConsumerFilterManager`` and ``ConsumerFilterData`` of 4.9.4. At dispatch the expression of every
-group registered on the message's topic is evaluated, and the bits of those that match are set in the
-message's bitmap; at a pull a bitmap that lacks a group's bits saves the reading of the message. The file's
-content is
+It mirrors ``ConsumerFilterManager`` and ``ConsumerFilterData`` of 4.9.4. When a message is stored, the expression of
+every group registered on its topic is evaluated, and the bits of the groups that match are set in the message's bitmap.
+A pull skips a message whose bitmap lacks the group's bits. The file's content is
 
 ::
 
@@ -31,7 +30,7 @@ __all__ = ["SQL92", "TAG", "Registration", "Registrations", "is_tag_type"]
 SQL92: Final = "SQL92"
 TAG: Final = "TAG"
 DEAD_ON_LOAD_MS: Final = 30 * 1000
-"""A group that lived when the file was written is taken for dead since that long before it is read."""
+"""A group that lived when the file was written counts as dead since this long before the file is read."""
 CLEANED_AFTER_MS: Final = 24 * 3600 * 1000
 
 _log = logging.getLogger("librmq.filter")
@@ -52,25 +51,25 @@ class Registration:
     expression_type: str
     born_timestamp_ms: int
     dead_timestamp_ms: int
-    """When its last client left; before ``born_timestamp_ms`` (as 0 is) while it lives."""
+    """When its last client left; before ``born_timestamp_ms``, for example 0, while it lives."""
     client_version: int
     bloom: BloomPositions | None
     filter: Compiled | None
-    """None where the expression, read from a file, does not compile."""
+    """None if the expression comes from a file and does not compile."""
 
     @property
     def dead(self) -> bool:
-        """Whether the group has given the subscription up since."""
+        """Whether the group has ended the subscription."""
         return self.dead_timestamp_ms >= self.born_timestamp_ms
 
     def matches(self, properties: Mapping[str, str] | None) -> bool:
-        """Check exactly; without a filter that compiles, every message passes."""
+        """Evaluate the filter exactly; without a filter that compiles, every message passes."""
         return self.filter is None or self.filter.matches(properties)
 
     def may_match(self, bitmap: bytes | None, store_timestamp_ms: int | None, bloom: BloomFilter) -> bool:
-        """Check by bitmap and store time, before the message is read: false means certainly no match.
+        """Check by bitmap and store time, without reading the message; false means certainly no match.
 
-        None means unknown. A message stored before the registration was not evaluated for it.
+        None means unknown. The bitmap of a message stored before the registration says nothing about it.
         """
         if self.filter is None or self.bloom is None or not bloom.fits(self.bloom):
             return True
@@ -82,15 +81,15 @@ class Registration:
 
 
 class Registrations:
-    """All groups' filters. Thread-safe: a store makes bitmaps while groups come and go.
+    """All groups' filters. Thread-safe: groups can come and go while a store makes bitmaps.
 
-    Times are given, never read. ``bloom`` decides the bits; ``dialect`` what expressions may say.
+    Callers pass all times. ``bloom`` decides the bits, ``dialect`` the grammar of expressions.
     """
 
     def __init__(self, bloom: BloomFilter = BROKER_BLOOM, dialect: Dialect = "4.9") -> None:
         self.bloom: Final = bloom
         self.dialect: Final[Dialect] = dialect
-        # Replaced as a whole under the lock: a reader without it sees one state or the other.
+        # Replaced as a whole under the lock, so readers without it see one state or the other.
         self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
         self._lock: Final = threading.RLock()
 
@@ -111,7 +110,7 @@ class Registrations:
         return tuple(registration for registration in self if registration.group == group)
 
     def answers_for(self, registration: Registration) -> bool:
-        """Return whether bitmaps are made for it: false once its group has another expression here, or none."""
+        """Return whether bitmaps cover a registration: false once its group has another expression here, or none."""
         now = self.get(registration.topic, registration.group)
         return now is not None and (now.expression, now.expression_type, now.born_timestamp_ms) == (
             registration.expression,
@@ -128,10 +127,10 @@ class Registrations:
         client_version: int,
         now_ms: int,
     ) -> bool:
-        """Take a group's subscription, and return whether it is the one in force now.
+        """Register a group's subscription, and return whether it is in force now.
 
-        A tag subscription needs none. An older version, or the same one of a group that lives, changes
-        nothing. An expression that does not compile is refused, and ends what the group had before.
+        A subscription by tags needs no registration. An older version changes nothing, nor does the same version of a
+        living group. An expression that does not compile is refused, and ends the group's former registration.
         """
         if is_tag_type(expression_type) or not expression:
             return False
@@ -155,7 +154,7 @@ class Registrations:
             try:
                 filter_ = self._compile(expression, expression_type)
             except FilterSyntaxError as error:
-                _log.warning("filter of group %s on topic %s refused: %s", group, topic, error)
+                _log.warning("refused the filter of group %s on topic %s: %s", group, topic, error)
                 if old is not None:
                     self._keep(lambda one: one is not old)
                 return False
@@ -175,7 +174,7 @@ class Registrations:
             return True
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
-        """Keep the filters on ``topics``, all that the group's clients named; the others are dead now."""
+        """Keep the filters on ``topics``, which the group's clients name; the group's others are dead now."""
         self._bury(group, now_ms, lambda registration: registration.topic not in topics)
 
     def unregister(self, group: str, now_ms: int) -> None:
@@ -189,7 +188,7 @@ class Registrations:
                     self._put(replace(registration, dead_timestamp_ms=now_ms))
 
     def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
-        """Forget what has been dead for ``after_ms``."""
+        """Remove registrations that have been dead for ``after_ms``."""
         with self._lock:
             self._keep(lambda one: not one.dead or now_ms - one.dead_timestamp_ms < after_ms)
 
@@ -205,7 +204,7 @@ class Registrations:
         self._by_topic = {topic: groups for topic, groups in kept.items() if groups}
 
     def bitmap(self, topic: str, properties: Mapping[str, str] | None) -> bytes | None:
-        """Return the bitmap of a new message: the bits of all groups that it matches; None if no group filters."""
+        """Return the bitmap of a new message, with the bits of all groups that match; None if no group filters."""
         groups = self._by_topic.get(topic)
         if not groups:
             return None
@@ -219,7 +218,7 @@ class Registrations:
 
     def _compile(self, expression: str, expression_type: str) -> Compiled:
         if expression_type != SQL92:
-            raise FilterSyntaxError(expression, 0, f"filters of type {expression_type!r} are not known")
+            raise FilterSyntaxError(expression, 0, f"expected a filter of type SQL92, found {expression_type!r}")
         return compiled(expression, self.dialect)
 
     # --- consumerFilter.json
@@ -238,10 +237,13 @@ class Registrations:
         }
 
     def load(self, document: object, now_ms: int) -> bool:
-        """Replace everything by the content of the file; ``ConfigError`` where it is not such content.
+        """Replace all registrations by the content of the file.
 
-        False, and nothing taken, where its bits were made with other bloom settings: bitmaps would not fit.
-        Groups that lived are taken for dead, a little earlier than now: they will register again.
+        Return False and change nothing if the file was made with other bloom settings, because its bits would not fit.
+        Living groups count as dead since a little before now; they will register again.
+
+        Raises:
+            ConfigError: the file has another structure.
         """
         loaded: dict[str, dict[str, Registration]] = {}
         for topic, entry in _object(
@@ -255,7 +257,7 @@ class Registrations:
                     continue
                 registration = self._from_json(_object(data, f"{topic}/{group}"), topic, group)
                 if not self.bloom.fits(registration.bloom):
-                    _log.warning("consumerFilter.json was made with other bloom settings: ignored")
+                    _log.warning("ignored consumerFilter.json, which was made with other bloom settings")
                     return False
                 if registration.dead_timestamp_ms == 0:
                     dead = max(now_ms - DEAD_ON_LOAD_MS, registration.born_timestamp_ms)
@@ -273,11 +275,11 @@ class Registrations:
             positions = given.get("bitPos")
             bit_count = _int(given, "bitNum", what)
             if not isinstance(positions, list) or not all(type(p) is int and 0 <= p < bit_count for p in positions):
-                raise ConfigError(f"consumerFilter.json: {what}: bitPos is no list of bits below {bit_count}")
+                raise ConfigError(f"consumerFilter.json: {what}: bitPos: expected a list of bits below {bit_count}")
             bloom = BloomPositions(tuple(positions), bit_count)
         expression, expression_type = (data.get(name) for name in ("expression", "expressionType"))
         if not isinstance(expression, str) or not isinstance(expression_type, str):
-            raise ConfigError(f"consumerFilter.json: {what}: expression or expressionType is no text")
+            raise ConfigError(f"consumerFilter.json: {what}: expected texts as expression and expressionType")
         try:
             filter_ = self._compile(expression, expression_type)
         except FilterSyntaxError as error:
@@ -313,12 +315,12 @@ def _to_json(registration: Registration) -> dict[str, Any]:
 
 def _object(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"consumerFilter.json: {what} is no object")
+        raise ConfigError(f"consumerFilter.json: {what}: expected an object, found {type(value).__name__}")
     return value
 
 
 def _int(data: dict[str, Any], name: str, what: str) -> int:
     value = data.get(name, 0)
     if type(value) is not int:
-        raise ConfigError(f"consumerFilter.json: {what}: {name} is no integer")
+        raise ConfigError(f"consumerFilter.json: {what}: {name}: expected an integer, found {value!r}")
     return value

@@ -1,10 +1,9 @@
 """Filters as Spark columns: native Catalyst expressions, deterministic, without Python at run time.
 
-Integers: a text that is what Spark writes for the number that it reads from it is that number; any other text
-is looked at with a regular expression, for Spark's cast also takes blanks around, and does not take other
-digits than ASCII. Doubles: Spark's cast is Java's, but also takes ``inf``, ``nan`` and the like in any case,
-so only infinities and NaN need a look at the text. Spark orders NaN as Java does, but takes -0.0 for equal to
-0.0.
+Integers: Spark's cast accepts blanks around a number, and only ASCII digits. If Spark casts a text to a number and back
+to the same text, that number is right. A regular expression checks any other text. Doubles: Spark's cast is Java's, but
+also accepts ``inf`` and ``nan`` in any case, so the text matters only for infinities and NaN. Spark orders NaN like
+Java, but takes -0.0 for equal to 0.0.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("a filter as a Spark column", "spark") from error
 
-from librmq.filter.columns import ColumnBackend, Condition
-from librmq.filter.logic import (
+from librmq.filter.columns import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
+from librmq.filter.questions import (
     All,
     Missing,
     NumberIs,
@@ -34,13 +33,13 @@ from librmq.filter.logic import (
     TextTrue,
     cheapest_first,
 )
-from librmq.filter.syntax import JavaLong, Order
-from librmq.java.numbers import DIGIT_ZEROS, digit_translation
+from librmq.filter.syntax import JavaLong
+from librmq.java.numbers import digit_translation
 
 __all__ = ["LARGEST", "to_column"]
 
 LARGEST: Final = 50_000
-"""How many expressions a column may be made of; Spark copies what is mentioned twice."""
+"""Most expressions in one column. An expression that occurs twice counts twice, because Spark copies it."""
 
 DEEPEST: Final = 200
 
@@ -48,8 +47,10 @@ DEEPEST: Final = 200
 def to_column(question: Question, properties: Any) -> Any:
     """Return where ``question`` is TRUE, as a column ``matches`` that is never null.
 
-    ``properties`` is a column of maps, or a mapping from names to columns of texts. ``FilterError`` for an
-    expression that grows too large: one with long chains of ORs in ANDs in ORs over terms that may fail.
+    ``properties`` is a column of maps, or a mapping from names to columns of texts.
+
+    Raises:
+        FilterError: the column would be too large, as for long chains of ORs in ANDs in ORs over terms that can fail.
     """
     condition = _Spark(properties).whole(question)
     if condition.size > LARGEST or condition.depth > DEEPEST:
@@ -61,7 +62,7 @@ def to_column(question: Question, properties: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """A Spark column to be made, and how large it will be."""
+    """A Spark column that is not made yet, with its size and depth."""
 
     column: Callable[[], Column]
     size: int
@@ -85,27 +86,15 @@ def _never_null(condition: _Expression) -> _Expression:
 
 
 def _balanced(join: Callable[[Column, Column], Column], parts: list[_Expression]) -> _Expression:
-    """Return a chain as a tree of little depth: plain ANDs and ORs may be grouped at will."""
+    """Join a chain as a shallow tree; plain ANDs and ORs can be grouped in any way."""
     while len(parts) > 1:
         pairs = [_of(join, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) & ~1 :]
     return parts[0]
 
 
-_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
-_INTEGER: Final = rf"\A[+-]?[{_DIGITS}]+\z"
 _DOUBLE: Final = r"[0-9]|\A[\x00-\x20]*[+-]?(?:NaN|Infinity)[\x00-\x20]*\z"
-"""Of the texts that Spark casts to an infinity or to NaN, those that Java reads so too."""
-
-_COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "=": lambda a, b: a == b,
-    "<>": lambda a, b: a != b,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-}
-_NEGATED: Final[dict[Order, str]] = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+"""Texts cast to an infinity or NaN that Java parses likewise."""
 
 
 class _Spark(ColumnBackend[_Expression]):
@@ -117,8 +106,8 @@ class _Spark(ColumnBackend[_Expression]):
     def whole(self, question: Question) -> _Expression:
         """Return where a whole question is TRUE, never null: a chain of ANDs, the cheapest first.
 
-        Spark takes such a chain apart: what a term needs is read only where those before it hold, and what a source
-        can tell by itself, as Parquet's files can of a column that is one of some texts, it is asked first.
+        Spark splits such a chain. It evaluates a term only where those before it hold, and pushes down what a source
+        can decide, such as Parquet's statistics for a column of texts.
         """
         chain = cheapest_first(question)
         terms: list[_Expression] = []
@@ -161,7 +150,7 @@ class _Spark(ColumnBackend[_Expression]):
             case TextIn():
                 return self._text_in(question, is_true)
             case TextTrue():
-                compare = _COMPARE["=" if is_true else "<>"]
+                compare = COMPARE["=" if is_true else "<>"]
                 return _of(lambda text: compare(F.lower(text), "true"), self.text(question.name))
             case NumberIs():
                 return self._number_is(question, condition)
@@ -186,7 +175,7 @@ class _Spark(ColumnBackend[_Expression]):
 
     def _text_in(self, question: TextIn, is_true: bool) -> _Expression:
         if len(question.texts) == 1:
-            compare = _COMPARE["=" if is_true else "<>"]
+            compare = COMPARE["=" if is_true else "<>"]
             return _of(lambda text: compare(text, question.texts[0]), self.text(question.name))
         found = _of(lambda text: text.isin(*question.texts), self.text(question.name))
         return found if is_true else _of(lambda found: ~found, found)
@@ -209,7 +198,7 @@ class _Spark(ColumnBackend[_Expression]):
         number = _doubles(text) if isinstance(literal, float) else _integers(text, type(literal))
         if condition == "is_error":
             return _of(lambda text, number: text.isNotNull() & number.isNull(), text, number)
-        compare = _COMPARE[question.operator if condition == "is_true" else _NEGATED[question.operator]]
+        compare = COMPARE[question.operator if condition == "is_true" else NEGATED[question.operator]]
         if isinstance(literal, float):
             return _of(lambda number: compare(number, F.lit(literal)), number)
         return _compared_integer(text, compare, literal)
@@ -220,7 +209,7 @@ class _Spark(ColumnBackend[_Expression]):
         if condition == "is_error":
             present = _of(lambda left, right: left.isNotNull() & right.isNotNull(), left, right)
             return self.every([present, _of(lambda a, b: a.isNull() | b.isNull(), a, b)])
-        operator = question.operator if condition == "is_true" else _NEGATED[question.operator]
+        operator = question.operator if condition == "is_true" else NEGATED[question.operator]
         return _of(lambda a, b: _java_order(operator, a, b), a, b)
 
 
@@ -236,20 +225,20 @@ def _integers(text: _Expression, kind: type) -> _Expression:
 
 
 def _unusual(text: Column, target: str) -> Column:
-    """Return texts that Spark does not write for an integer as Java's integer; null where Java takes none."""
+    """Parse texts that Spark would write otherwise as Java's integers; null for a text that is none."""
     others, ascii_digits = digit_translation()
-    return F.when(text.rlike(_INTEGER), F.translate(text, others, ascii_digits).try_cast(target))
+    return F.when(text.rlike(JAVA_INTEGER), F.translate(text, others, ascii_digits).try_cast(target))
 
 
 def _compared_integer(text: _Expression, compare: Callable[[Any, Any], Any], literal: int) -> _Expression:
-    """Compare an integer; a text that Spark can't cast needs a second look only where its value could match."""
+    """Compare an integer; a text that Spark cannot cast is parsed again only where its value could match."""
     target = _TYPES[type(literal)]
 
     def make(text: Column) -> Column:
         number = text.try_cast(target)
         value = F.lit(int(literal)).cast(target)
         holds = F.coalesce(compare(number, value), compare(_unusual(text, target), value))
-        return holds & ((number.cast("string") == text) | text.rlike(_INTEGER))
+        return holds & ((number.cast("string") == text) | text.rlike(JAVA_INTEGER))
 
     return _sized(make, text, mentions=5, own=14)
 
@@ -273,8 +262,8 @@ def _doubles(text: _Expression) -> _Expression:
 
 
 def _java_order(operator: str, a: Column, b: Column) -> Column:
-    """Return Java's order of doubles, in which -0.0 stands below 0.0."""
+    """Compare in Java's order of doubles, in which -0.0 is below 0.0."""
     zeros = (a == 0.0) & (b == 0.0)
     ranks = [F.when(number.cast("string") == "-0.0", 0).otherwise(1) for number in (a, b)]
-    compare = _COMPARE[operator]
+    compare = COMPARE[operator]
     return F.when(zeros, compare(*ranks)).otherwise(compare(a, b))

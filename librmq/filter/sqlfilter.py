@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from librmq.filter import interpreter
 from librmq.filter.explain import Explanation, explain
 from librmq.filter.lint import Lint, lint
-from librmq.filter.logic import reduce
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
+from librmq.filter.reduction import reduce
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,15 +22,15 @@ __all__ = ["FilterWarning", "SqlFilter", "compiled"]
 
 CACHED_FILTERS: Final = 512
 CACHED_LENGTH: Final = 4096
-"""Longer expressions are compiled each time, so that the cache is bounded in memory too."""
+"""Longer expressions are compiled each time, so the cache has a bounded size in memory."""
 
 
 class FilterWarning(UserWarning):
-    """An expression means less than its text: what follows its end is ignored."""
+    """The filter ignores text after a complete expression."""
 
 
 class Compiled:
-    """What is shared by all filters with the same expression and dialect. Thread-safe."""
+    """The part that all filters with the same expression and dialect share. Thread-safe."""
 
     def __init__(self, expression: str, dialect: Dialect) -> None:
         self.selector: Final[Selector] = parse(expression, dialect)
@@ -46,7 +46,7 @@ class Compiled:
         return compile_evaluate(self.question)
 
     def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
-        if self._answer_first:  # making code of a long expression costs more than answering once without
+        if self._answer_first:  # compiling a long expression costs more than interpreting it once
             self._answer_first = False
             return interpreter.evaluate(self.selector, properties)
         try:
@@ -57,9 +57,13 @@ class Compiled:
 
 
 def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:
-    """Return the compiled form of an expression, from a bounded cache; ``FilterSyntaxError``."""
+    """Return the compiled form of an expression, from a bounded cache.
+
+    Raises:
+        FilterSyntaxError: the expression does not compile.
+    """
     if not isinstance(expression, str):
-        raise TypeError(f"a filter expression is a text, not {type(expression).__name__}")
+        raise TypeError(f"a filter expression is a str, not {type(expression).__name__}")
     if len(expression) > CACHED_LENGTH:
         return Compiled(expression, dialect)
     return _cached(expression, dialect)
@@ -71,18 +75,19 @@ def _cached(expression: str, dialect: Dialect) -> Compiled:
 
 
 class SqlFilter:
-    """A SQL92 filter expression that decides as RocketMQ's broker does, to the last case.
+    """A SQL92 filter expression that decides in every case as RocketMQ's broker does.
 
-    ``dialect`` is ``"4.9"`` or ``"5.3"``, which adds [NOT] CONTAINS, STARTSWITH, ENDSWITH. The broker ignores
-    what follows a whole expression (``a = 1 garbage``): so does this, with a ``FilterWarning``;
-    ``strict=True`` refuses it. ``FilterSyntaxError`` for what does not compile, with the place and what was
-    expected there.
+    ``dialect`` is ``"4.9"`` or ``"5.3"``, which adds [NOT] CONTAINS, STARTSWITH, ENDSWITH. The broker ignores text
+    after a complete expression (``a = 1 garbage``). `SqlFilter` does too and issues a `FilterWarning`; ``strict=True``
+    raises an error.
 
-    ``matches(properties) -> bool`` is the broker's decision for a message with these properties (a mapping of
-    texts, or None for none): true for TRUE; false for FALSE, for UNKNOWN, and where the evaluation raises.
+    ``matches(properties) -> bool`` is the broker's decision for a message with these properties, which are a mapping of
+    texts or None. It is true for TRUE, and false for FALSE, for UNKNOWN and if the evaluation raises.
 
-    Immutable and thread-safe. Making one costs below a millisecond; the same expression again is found in a
-    cache.
+    Immutable and thread-safe. Making one takes less than a millisecond; a cache keeps compiled expressions.
+
+    Raises:
+        FilterSyntaxError: the expression does not compile; the error has the position and the expected tokens.
     """
 
     __slots__ = ("_compiled", "dialect", "expression", "matches", "strict")
@@ -108,27 +113,34 @@ class SqlFilter:
         return partial(SqlFilter, self.expression, dialect=self.dialect, strict=self.strict), ()
 
     def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
-        """Return TRUE, FALSE, or UNKNOWN as None; ``FilterEvaluationError`` names the term that failed."""
+        """Return TRUE, FALSE, or UNKNOWN as None.
+
+        Raises:
+            FilterEvaluationError: the broker would raise; the error names the term.
+        """
         return self._compiled.evaluate(properties)
 
     def match_arrow(self, properties: pa.MapArray | pa.RecordBatch) -> pa.BooleanArray:
-        """Return ``matches`` for many messages at once.
+        """Return ``matches`` for many messages at once, without nulls. Needs the extra ``arrow``.
 
-        ``properties`` is a map array from string to string (a null is a message without properties), or a
-        record batch of string columns, one a property (a null is a missing property, as is a column that is
-        not there). The result has a value, never null, for each row. Needs the extra ``arrow``. ``TypeError``
-        for other columns.
+        ``properties`` is a map array from string to string, in which a null is a message without properties. It can
+        also be a record batch with a string column for each property; a null or a missing column is a missing property.
+
+        Raises:
+            TypeError: the columns have other types.
         """
         from librmq.filter.arrow_backend import match_arrow
 
         return match_arrow(self._compiled.question, properties)
 
     def to_column(self, properties: Column | Mapping[str, Column]) -> Column:
-        """Return ``matches`` as a Spark column: native expressions, deterministic, without Python at run time.
+        """Return ``matches`` as a Spark column that is never null. Needs the extra ``spark``.
 
-        ``properties`` is a column of type map from string to string, or a column of strings for each
-        property. Never null. Needs the extra ``spark``. ``FilterError`` for an expression too
-        large for Spark.
+        The column consists of native, deterministic expressions, and runs no Python. ``properties`` is a column of type
+        map from string to string, or a mapping with a column of strings for each property.
+
+        Raises:
+            FilterError: the expression is too large for Spark.
         """
         from librmq.filter.spark_backend import to_column
 
@@ -136,9 +148,9 @@ class SqlFilter:
         return column
 
     def explain(self, properties: Mapping[str, str] | None) -> Explanation:
-        """Explain why a message with these properties matches, or does not: the tree with every value and verdict."""
+        """Explain why a message with these properties matches or does not, term by term."""
         return explain(self._compiled.selector, properties)
 
     def lint(self) -> list[Lint]:
-        """Return what surely surprises in this expression, from left to right."""
+        """Return the mistakes found in this expression, from left to right."""
         return lint(self._compiled.selector, self.dialect)

@@ -1,12 +1,11 @@
-"""The tree of a SQL92 filter expression: what the parser builds, and everything else reads.
+"""The tree of a SQL92 filter expression, which the parser builds and all other modules read.
 
-It mirrors ``org.apache.rocketmq.filter.expression`` of 4.9.4, which already reduces the language to few
-forms: ``a <> b`` is NOT (a = b), BETWEEN is ``>= AND <=``, NOT BETWEEN is ``< OR >``, IS NOT NULL is NOT (IS
-NULL), and unary plus vanishes. Chains of AND and OR are one node with many terms, which changes no answer.
+It mirrors ``org.apache.rocketmq.filter.expression`` of 4.9.4, which already reduces the language to few forms: ``a <>
+b`` is NOT (a = b), BETWEEN is ``>= AND <=``, NOT BETWEEN is ``< OR >``, IS NOT NULL is NOT (IS NULL), and unary plus
+vanishes. A chain of AND or OR is one node with many terms, which changes no answer.
 
-Every node knows the part of the expression it came from (``start`` inclusive, ``end`` exclusive, in
-characters, parentheses around it included) and how deep the tree below it is. Nodes are immutable and
-compared by identity.
+A node has its part of the expression (``start`` inclusive, ``end`` exclusive, in characters, with parentheses around
+it) and the depth of the tree below it. Nodes are immutable and compared by identity.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ SearchKind: TypeAlias = Literal["CONTAINS", "STARTSWITH", "ENDSWITH"]
 
 
 class JavaLong(int):
-    """An integer literal too large for Java's int: compared with a text, it reads that as a long."""
+    """An integer literal too large for Java's int; a text compared with it is parsed as a long."""
 
 
 Value: TypeAlias = bool | str | int | JavaLong | float | None
-"""What an expression can be: NULL or UNKNOWN, Boolean, String, Integer, Long, Double."""
+"""The value of an expression: NULL or UNKNOWN, Boolean, String, Integer, Long, Double."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
-    """What all nodes have."""
+    """Base of all nodes."""
 
     start: int
     end: int
@@ -95,14 +94,14 @@ class Compare(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IsNull(Node):
-    """Null or UNKNOWN: never UNKNOWN itself."""
+    """IS NULL: TRUE for null and UNKNOWN, else FALSE."""
 
     operand: Node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class In(Node):
-    """[NOT] IN: ``operand`` is a property, as the broker insists."""
+    """[NOT] IN; the broker accepts only a property as ``operand``."""
 
     operand: Property
     values: tuple[str, ...]
@@ -121,7 +120,7 @@ class Search(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth(Node):
-    """A bare property where a boolean is wanted: FALSE when present, UNKNOWN when missing."""
+    """A bare property in place of a boolean: FALSE when present, UNKNOWN when missing."""
 
     operand: Property
 
@@ -135,14 +134,14 @@ class Not(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class And(Node):
-    """Two terms or more, judged from the left until one is FALSE."""
+    """Two terms or more, evaluated from the left until one is FALSE."""
 
     terms: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Or(Node):
-    """Two terms or more, judged from the left until one is TRUE."""
+    """Two terms or more, evaluated from the left until one is TRUE."""
 
     terms: tuple[Node, ...]
 
@@ -151,7 +150,7 @@ _BOOLEAN: Final = (Compare, IsNull, In, Search, Truth, Not, And, Or)
 
 
 def is_boolean(node: Node) -> bool:
-    """Return whether the broker takes the node for a boolean expression (NULL counts as one)."""
+    """Return whether the broker treats the node as a boolean expression; NULL counts as one."""
     return isinstance(node, _BOOLEAN) or (
         isinstance(node, Constant) and (node.value is None or isinstance(node.value, bool))
     )
@@ -171,7 +170,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def postorder(root: Node) -> Iterator[Node]:
-    """Yield all nodes, children before parents, without recursion: a tree may be deeper than Python's stack."""
+    """Yield all nodes, children before parents, without recursion: a tree can be deeper than Python's stack."""
     pending = [(root, False)]
     while pending:
         node, seen = pending.pop()
@@ -184,5 +183,5 @@ def postorder(root: Node) -> Iterator[Node]:
 
 
 def respan(node: Node, start: int, end: int) -> Node:
-    """Return the same node as the meaning of a longer part of the expression."""
+    """Return the same node for a longer part of the expression."""
     return replace(node, start=start, end=end)

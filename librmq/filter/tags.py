@@ -1,7 +1,7 @@
-"""Tag subscriptions: what ``a || b`` and ``*`` ask for, by code at the broker, by text at the consumer.
+"""Tag subscriptions such as ``a || b`` and ``*``, checked by code at the broker and by text at the consumer.
 
-It mirrors ``FilterAPI.buildSubscriptionData`` of 4.9.4 and the two checks that follow from it. A queue entry
-carries only the hash of a tag; two tags may share one, so the consumer looks at the text once more.
+It mirrors ``FilterAPI.buildSubscriptionData`` of 4.9.4 and both checks. A queue entry has only the hash of a tag, and
+two tags can share one, so the consumer compares the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ALL_TAGS", "TagFilter", "tags_code"]
 
 ALL_TAGS: Final = "*"
 
-_TRIMMED: Final = "".join(map(chr, range(0x21)))  # what Java's trim takes away
+_TRIMMED: Final = "".join(map(chr, range(0x21)))  # the characters that Java's trim removes
 
 
 def tags_code(tags: str | None) -> int:
@@ -26,12 +26,13 @@ def tags_code(tags: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TagFilter:
-    """A subscription expression: tags between ``||``; ``*``, empty or None takes all messages.
+    """A subscription expression: tags between ``||``; ``*``, empty or None selects all messages.
 
-    Blanks around a tag have no meaning.
+    Blanks around a tag have no meaning. As in the broker, only a bare ``*`` selects everything: `` * `` selects the tag
+    ``*``, and ``||`` with blanks selects no tag at all. Immutable and thread-safe.
 
-    As in the broker, only ``*`` itself is all: `` * `` asks for a tag ``*``, and nothing but ``||`` and
-    blanks asks for no tag at all. ``||`` alone is a ``FilterSyntaxError``. Immutable and thread-safe.
+    Raises:
+        FilterSyntaxError: the expression is a lone ``||``.
     """
 
     expression: str
@@ -55,11 +56,11 @@ class TagFilter:
         return self.expression == ALL_TAGS
 
     def matches_code(self, code: int | None) -> bool:
-        """Check an entry's tags code (None: unknown) as the broker does; false: certainly not selected."""
+        """Check an entry's tags code (None: unknown) as the broker does; false means certainly not selected."""
         if code is None or self.takes_all:
             return True
         return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 in self.codes
 
     def matches(self, tags: str | None) -> bool:
-        """Check a message's tags exactly, as consumers do; without any it passes only where none is listed."""
+        """Check a message's tags exactly, as consumers do; a message without tags passes only if no tag is listed."""
         return not self.tags or tags in self.tags

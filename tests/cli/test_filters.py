@@ -47,7 +47,7 @@ def test_an_expression_is_explained(run: Run) -> None:
 
 def test_why_it_does_not_match(run: Run) -> None:
     for words, said in (
-        (["a=5.0"], "'5.0' is not an integer: an error there, and no match (NumberFormatException)"),
+        (["a=5.0"], "'5.0' is not an integer: that is an error, so no match (NumberFormatException)"),
         ([], "a is missing; that is UNKNOWN"),
         (["a="], "'' is not an integer"),
         (["a=-5"], "a is '-5'; that is FALSE"),

@@ -16,9 +16,9 @@ from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import interpreter
 from librmq.filter.explain import explain
 from librmq.filter.lint import lint
-from librmq.filter.logic import reduce
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.python_backend import compile_match
+from librmq.filter.reduction import reduce
 from librmq.filter.syntax import postorder
 from tests.filter.expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
 

@@ -3,7 +3,7 @@
 From the root of the checkout::
 
     python -m tests.mutation store.recovery              # 40 of the mutants of a room, always the same
-    python -m tests.mutation --sample 0 filter.logic     # all of a module's
+    python -m tests.mutation --sample 0 filter.reduction     # all of a module's
     python -m tests.mutation --list message              # what would be broken
 
 Mutants are found in the syntax tree, function by function: a condition that always or never holds, a comparison that is
@@ -185,7 +185,7 @@ def is_told(mutant: Mutant, folder: Path) -> bool:
 def main(arguments: list[str]) -> int:
     """Make mutants, and print those that live."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="See that tests notice mistakes.")
-    parser.add_argument("module", help="a room or module of librmq: store.recovery, filter.logic, …")
+    parser.add_argument("module", help="a room or module of librmq: store.recovery, filter.reduction, …")
     parser.add_argument("--sample", type=int, default=40, help="this many at random, always the same; 0: all")
     parser.add_argument("--least", type=int, default=80, help="status 1 where fewer percent are told")
     parser.add_argument("--list", action="store_true", help="print the mutants, and make none")

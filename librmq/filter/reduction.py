@@ -1,20 +1,33 @@
-"""What an expression asks of a message: its tree reduced to a few kinds of questions for all back-ends.
+"""The tree of an expression reduced to questions.
 
-The type of every operand is known before any message is: a literal has one, a property is a text or missing,
-a comparison is a boolean. So every comparison is resolved here to one kind of question, with constants worked
-out and the property on the left; what is left to a back-end are seven questions about properties and five
-ways to combine answers. An answer is TRUE, FALSE, UNKNOWN, or an error; ``may_fail`` and ``may_be_unknown``
-say what is possible.
+Every operand has a type before any message is there: that of a literal is known, a property is a text or missing, a
+comparison is a boolean. So each comparison becomes one kind of question, with constants worked out and the property on
+the left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from librmq.filter.interpreter import JavaError, equal, is_true, negated, ordered, searched
+from librmq.filter.questions import (
+    All,
+    Always,
+    Answer,
+    AnyOf,
+    Mapped,
+    Missing,
+    Negation,
+    NumberIs,
+    OrderOf,
+    Question,
+    SameAnswer,
+    SameText,
+    TextIn,
+    TextSearch,
+    TextTrue,
+)
 from librmq.filter.syntax import (
     And,
     Compare,
@@ -28,270 +41,13 @@ from librmq.filter.syntax import (
     Order,
     Property,
     Search,
-    SearchKind,
     Truth,
     Value,
     children,
     postorder,
 )
 
-__all__ = [
-    "All",
-    "Always",
-    "Answer",
-    "AnyOf",
-    "Mapped",
-    "Missing",
-    "Negation",
-    "NumberIs",
-    "OrderOf",
-    "Question",
-    "SameAnswer",
-    "SameText",
-    "TextIn",
-    "TextSearch",
-    "TextTrue",
-    "below",
-    "cheapest_first",
-    "names",
-    "reduce",
-]
-
-
-class Answer(Enum):
-    """What a question can come to, an error apart."""
-
-    TRUE = "TRUE"
-    FALSE = "FALSE"
-    UNKNOWN = "UNKNOWN"
-    ERROR = "ERROR"
-
-    @staticmethod
-    def of(value: bool | None) -> Answer:
-        """Return the answer for a value of SQL."""
-        return Answer.UNKNOWN if value is None else Answer.TRUE if value else Answer.FALSE
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Question:
-    """What all questions have."""
-
-    may_fail: bool = field(init=False, default=False)
-    may_be_unknown: bool = field(init=False, default=False)
-
-
-def _set(question: Question, may_fail: bool, may_be_unknown: bool) -> None:
-    object.__setattr__(question, "may_fail", may_fail)
-    object.__setattr__(question, "may_be_unknown", may_be_unknown)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Always(Question):
-    """The same answer for every message."""
-
-    answer: Answer
-
-    def __post_init__(self) -> None:
-        _set(self, self.answer is Answer.ERROR, self.answer is Answer.UNKNOWN)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Missing(Question):
-    """Is there no such property?"""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextIn(Question):
-    """Is the property one of these texts? UNKNOWN when missing."""
-
-    name: str
-    texts: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        _set(self, False, True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextTrue(Question):
-    """Is the property ``true`` in any case? UNKNOWN when missing."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        _set(self, False, True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NumberIs(Question):
-    """How does the property, read as a number of the literal's type, compare with it? UNKNOWN when missing.
-
-    The literal is an int, a ``JavaLong``, or a float that is finite and not zero.
-    """
-
-    name: str
-    operator: Order
-    number: int | float
-
-    def __post_init__(self) -> None:
-        _set(self, True, True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SameText(Question):
-    """Are two properties equal? Both missing: TRUE; the left: UNKNOWN; the right: FALSE."""
-
-    left: str
-    right: str
-
-    def __post_init__(self) -> None:
-        _set(self, False, True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OrderOf(Question):
-    """How do two properties compare, both read as doubles? UNKNOWN when either is missing."""
-
-    left: str
-    operator: Order
-    right: str
-
-    def __post_init__(self) -> None:
-        _set(self, True, True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextSearch(Question):
-    """Does the property contain ``text`` (not empty), begin or end so? FALSE when missing, even negated."""
-
-    name: str
-    kind: SearchKind
-    text: str
-    negated: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Negation(Question):
-    """TRUE for FALSE and the reverse; UNKNOWN and errors stay."""
-
-    of: Question
-
-    def __post_init__(self) -> None:
-        _set(self, self.of.may_fail, self.of.may_be_unknown)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class All(Question):
-    """AND from the left: an error counts only when no FALSE stands before it."""
-
-    of: tuple[Question, ...]
-
-    def __post_init__(self) -> None:
-        _set(self, any(term.may_fail for term in self.of), any(term.may_be_unknown for term in self.of))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnyOf(Question):
-    """OR from the left: an error counts only when no TRUE stands before it."""
-
-    of: tuple[Question, ...]
-
-    def __post_init__(self) -> None:
-        _set(self, any(term.may_fail for term in self.of), any(term.may_be_unknown for term in self.of))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mapped(Question):
-    """Another answer for each answer; an error stays one."""
-
-    of: Question
-    when_true: Answer
-    when_false: Answer
-    when_unknown: Answer
-
-    def __post_init__(self) -> None:
-        outcomes = (self.when_true, self.when_false, self.when_unknown)
-        _set(self, self.of.may_fail, Answer.UNKNOWN in outcomes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SameAnswer(Question):
-    """Two booleans compared; both are always asked.
-
-    Both UNKNOWN: TRUE; only the left: UNKNOWN; only the right: FALSE.
-
-    ``clash``: two that are known are an error (a boolean on the left, a text on the right).
-    """
-
-    left: Question
-    right: Question
-    clash: bool
-
-    def __post_init__(self) -> None:
-        may_fail = self.clash or self.left.may_fail or self.right.may_fail
-        _set(self, may_fail, self.left.may_be_unknown)
-
-
-def below(question: Question) -> tuple[Question, ...]:
-    """Return the questions right below, in the order in which they are asked."""
-    match question:
-        case All() | AnyOf():
-            return question.of
-        case Negation() | Mapped():
-            return (question.of,)
-        case SameAnswer():
-            return (question.left, question.right)
-        case _:
-            return ()
-
-
-def names(root: Question) -> Iterator[str]:
-    """Yield each property that the expression reads, with repetitions."""
-    pending = [root]
-    while pending:
-        question = pending.pop()
-        match question:
-            case Missing() | TextIn() | TextTrue() | NumberIs() | TextSearch():
-                yield question.name
-            case SameText() | OrderOf():
-                yield question.left
-                yield question.right
-        pending.extend(below(question))
-
-
-def cheapest_first(question: Question) -> Question:
-    """Sort a chain of ANDs by cost, where only TRUE matters: any other answer ends it, in any order."""
-    if not isinstance(question, All):
-        return question
-    terms: list[Question] = []
-    pending: list[Question] = [question]
-    while pending:
-        term = pending.pop()
-        if isinstance(term, All):
-            pending.extend(reversed(term.of))
-        else:
-            terms.append(term)
-    return All(tuple(sorted(terms, key=_cost)))
-
-
-def _cost(question: Question) -> int:
-    """Return what a question costs, roughly; a number read counts most."""
-    pending, cost = [question], 0
-    while pending:
-        part = pending.pop()
-        match part:
-            case NumberIs():
-                cost += 4
-            case OrderOf():
-                cost += 20
-            case Missing() | TextIn() | SameText():
-                cost += 1
-            case TextTrue() | TextSearch():
-                cost += 2
-        pending.extend(below(part))
-    return cost
-
+__all__ = ["reduce"]
 
 TRUE: Final = Always(Answer.TRUE)
 FALSE: Final = Always(Answer.FALSE)
@@ -303,14 +59,14 @@ _FLIPPED: Final[dict[Order, Order]] = {"=": "=", "<": ">", "<=": ">=", ">": "<",
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An operand whose value is known."""
+    """An operand with a known value."""
 
     value: Value
 
 
 @dataclass(frozen=True, slots=True)
 class _NullAfter:
-    """Minus of a boolean: null, once the boolean was worked out without an error."""
+    """Minus of a boolean: null, unless evaluating the boolean fails."""
 
     question: Question
 
@@ -319,7 +75,7 @@ _Operand: TypeAlias = "Property | _Known | _NullAfter | Question"
 
 
 def reduce(root: Node) -> Question:
-    """Return the question that a whole expression asks."""
+    """Reduce a whole expression to one question."""
     found: dict[int, _Operand] = {}
     for node in postorder(root):
         found[id(node)] = _reduced(node, [found[id(child)] for child in children(node)])
@@ -327,7 +83,7 @@ def reduce(root: Node) -> Question:
 
 
 def _asked(operand: _Operand) -> Question:
-    """Return an operand where a boolean is wanted."""
+    """Return an operand as a question, in a place that needs a boolean."""
     if isinstance(operand, _Known):
         assert operand.value is None or isinstance(operand.value, bool)
         return Always(Answer.of(operand.value))
@@ -366,7 +122,7 @@ def _reduced(node: Node, operands: list[_Operand]) -> _Operand:
 
 
 def _any_of(terms: list[Question]) -> Question:
-    """Join terms by OR; neighbours that ask for texts of one property become one question, as if by IN."""
+    """Join terms by OR; neighbours that compare one property with texts become one question, like IN."""
     joined: list[Question] = []
     texts: list[str] = []
     for number, term in enumerate(terms):
@@ -398,7 +154,7 @@ def _minus(operand: _Operand) -> _Operand:
 
 
 def _after(question: Question, then: Question) -> Question:
-    """Return ``then``, unless working out ``question`` fails."""
+    """Return ``then``, unless evaluating ``question`` fails."""
     if not question.may_fail:
         return then
     return All((Mapped(question, Answer.TRUE, Answer.TRUE, Answer.TRUE), then))
@@ -516,7 +272,7 @@ def _ordered(operator: Order, left: _Operand, right: _Operand) -> Question:
                 return ERROR
         case (_Known(None), _) | (Property(), _Known(None)):
             return UNKNOWN
-        case _NullAfter(), _:  # after a null the right is not looked at
+        case _NullAfter(), _:  # the broker ignores the right side of a null
             return _after(left.question, UNKNOWN)
         case _Known(), _NullAfter():
             return _after(right.question, UNKNOWN)
