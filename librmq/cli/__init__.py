@@ -1,4 +1,4 @@
-"""The command line: one module for each group of commands, loaded when one of them is asked for."""
+"""The command line: one module for each group of commands, loaded at its first use."""
 
 from librmq.cli.main import main
 

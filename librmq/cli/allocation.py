@@ -1,4 +1,4 @@
-"""``allocate``: shares of queues and choices of a queue, without a broker."""
+"""``allocate``: allocation of queues and selection of a queue, without a broker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def allocate(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _answer(row: Row) -> Row:
-    """A case with its ``result`` or ``error_type``; `InputError` for a row that is none."""
+    """Return a case with its ``result`` or ``error_type``.
+
+    Raises:
+        InputError: the row is no case.
+    """
     kind = "strategy" if "strategy" in row else "selector"
     if kind not in row or ("strategy" in row and "selector" in row):
         raise InputError("expected a strategy or a selector")
@@ -72,7 +76,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
             return allocate_averagely_by_circle
         case "CONSISTENT_HASH":
             nodes = field(row, "virtual_nodes", int, 10)
-            if nodes < 0:  # refused before any queue is looked at
+            if nodes < 0:  # refused before any queue is read
                 raise AllocationError(f"virtual_nodes: expected 0 or more, found {nodes}")
             return partial(allocate_consistent_hash, virtual_nodes=nodes)
         case "CONFIG":
@@ -88,12 +92,12 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
 
 
 def _stumble(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
-    """Return what RocketMQ 4.9 makes of a list that is null."""
+    """Fail as RocketMQ 4.9 does on a list that is null."""
     raise AllocationError("null for a list", "NullPointerException")
 
 
 def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
-    """Rooms that are null: an error arises only at the first queue that has one."""
+    """Allocate by rooms that are null: RocketMQ fails only at the first queue with a room."""
     rooms = {queue.broker_name.partition("@")[0] for queue in queues}
     if allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
         return _stumble(client_id, queues, clients)
@@ -101,7 +105,7 @@ def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: S
 
 
 def _room(name: str) -> str | None:
-    """The text before the first ``-``."""
+    """Return the text before the first ``-``."""
     room, found, _ = name.partition("-")
     return room if found else None
 
@@ -124,7 +128,7 @@ _SPECIAL_DOUBLES: Final = ("NaN", "Infinity", "-Infinity")
 
 
 def _key(kind: str, row: Row, key: object) -> object:
-    """Return the key as the selector takes it."""
+    """Return the key in the type that the selector needs."""
     match kind:
         case "null" if key is None:
             return None
@@ -151,7 +155,7 @@ def _required(row: Row, name: str) -> Any:  # noqa: ANN401 (any value of JSON)
 
 
 def _texts(row: Row, name: str) -> list[str]:
-    """A list of texts; null is an empty one."""
+    """Return a list of texts; null is an empty one."""
     values = _list(row, name)
     for value in values:
         if not isinstance(value, str):
@@ -160,7 +164,7 @@ def _texts(row: Row, name: str) -> list[str]:
 
 
 def _queues(row: Row, name: str) -> Sequence[MessageQueue]:
-    """A list of ``[topic, broker name, queue id]``; null is an empty one."""
+    """Return a list of ``[topic, broker name, queue id]`` as queues; null is an empty one."""
     queues = []
     for value in _list(row, name):
         match value:

@@ -1,4 +1,4 @@
-"""Answer the commands ``filter`` and ``bloom``, one row at a time: plain values in and out."""
+"""Answers of the commands ``filter`` and ``bloom``, row by row, from plain values to plain values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["answer_bloom", "answer_case", "explain_text", "read_case"]
 def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
     """Return a case ``{expr, props}`` with its ``result`` and ``match``.
 
-    The result is true, false, null for UNKNOWN, or the name of an error. With ``strict`` an expression that something
-    follows does not compile.
+    The result is true, false, null for UNKNOWN, or the name of an error. With ``strict``, an expression with text after
+    it does not compile.
 
     Raises:
         FilterError: The row is no case.
@@ -47,12 +47,12 @@ def read_case(row: object) -> tuple[str, dict[str, str] | None]:
         FilterError: The row is no case.
     """
     if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
-        raise FilterError("a case is an object with a text expr")
+        raise FilterError("expected an object with a text expr")
     properties = row.get("props")
     if properties is None:
         return row["expr"], None
     if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
-        raise FilterError("props are an object of texts, or null")
+        raise FilterError("props: expected an object of texts, or null")
     return row["expr"], {name: value for name, value in properties.items() if value is not None}
 
 
@@ -63,22 +63,22 @@ def answer_bloom(row: object) -> dict[str, Any]:
         ConfigError: The row is no such case.
     """
     if not isinstance(row, dict):
-        raise ConfigError("a case is an object with f, n and strings")
+        raise ConfigError("expected an object with f, n and strings")
     f, n = row.get("f"), row.get("n")
     if isinstance(f, bool) or not isinstance(f, int | float) or type(n) is not int:
-        raise ConfigError("f is a number of percent, n an integer")
+        raise ConfigError("f: expected a number of percent; n: expected an integer")
     bloom = BloomFilter(f, n)
     answer: dict[str, Any] = {"k": bloom.hash_count, "m": bloom.bit_count}
     if "strings" in row:
         strings = row["strings"]
         if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-            raise ConfigError("strings is a list of texts")
+            raise ConfigError("strings: expected a list of texts")
         answer["positions"] = [{"str": text, "bits": list(bloom.positions(text))} for text in strings]
     return answer
 
 
 def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
-    """Say why ``expr`` takes a message with ``props`` or not, and what in it surprises.
+    """Explain whether ``expr`` matches a message with ``props``, and list likely mistakes in it.
 
     Raises:
         FilterSyntaxError: The expression does not compile.

@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def filter_(arguments: argparse.Namespace, output: Output) -> int:
-    """Evaluate or explain the cases on standard input, or explain the expression that is an argument."""
+    """Evaluate or explain the cases on standard input, or explain the expression in the arguments."""
     dialect, strict = arguments.dialect, arguments.strict
     if isinstance(arguments.explain, str):
         _write(filter_cases.explain_text(arguments.explain, _properties(arguments.properties), dialect, strict=strict))
         return 0
     if arguments.properties:
-        raise InputError("properties are given with --explain EXPR, or with the cases on standard input")
+        raise InputError("properties as arguments need --explain EXPR; without it they belong to the cases")
     if not arguments.explain:
         return _answer(lambda case: filter_cases.answer_case(case, dialect, strict=strict), output.row, output)
 
@@ -38,7 +38,7 @@ def filter_(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _properties(words: Sequence[str]) -> dict[str, str]:
-    """Properties written ``name=text``."""
+    """Return properties written as ``name=text``."""
     properties = {}
     for word in words:
         name, found, text = word.partition("=")

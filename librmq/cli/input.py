@@ -1,4 +1,4 @@
-"""Read what commands are given: rows on standard input, settings in a file, times as people write them."""
+"""Input of commands: rows on standard input, settings in a file, times as people write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from librmq.errors import ConfigError, InputError
 from librmq.files.seam import Files
 from librmq.store.format.directory import check_config, infer_config
 
-__all__ = ["field", "parse_time", "read_config", "read_rows", "settle_config", "standard_input"]
+__all__ = [
+    "check_text",
+    "field",
+    "parse_object",
+    "parse_time",
+    "read_config",
+    "read_rows",
+    "settle_config",
+    "standard_input",
+]
 
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
@@ -24,7 +33,11 @@ _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_
 
 
 def parse_time(text: str, clock: Clock) -> int:
-    """Return milliseconds since 1970 from a number of them, ISO 8601 (local unless it names a zone), or ``-2h``."""
+    """Return milliseconds since 1970 from a number, ISO 8601 (local without a zone) or an age such as ``-2h``.
+
+    Raises:
+        InputError: the text is none of these.
+    """
     if text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _LARGEST:
         return int(text)
     ago = _AGO.fullmatch(text)
@@ -61,7 +74,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def standard_input() -> Iterator[bytes]:
-    """Return the lines of standard input, none where it is closed; a line that is far too long comes in parts."""
+    """Return the lines of standard input, none if it is closed; a line that is far too long comes in parts."""
     if sys.stdin is None:
         return iter(())
     stream = sys.stdin.buffer
@@ -93,10 +106,10 @@ _MISSING: Final = object()
 
 
 def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING) -> Any:  # noqa: ANN401 (a value of ``kind``)
-    """Return a field of a question; numbers fit 8 bytes.
+    """Return a field of a row; a number has at most 64 bits.
 
     Raises:
-        InputError: It is missing, or of another kind.
+        InputError: The field is missing, or of another kind.
     """
     value = row.get(name, default)
     if value is _MISSING:
@@ -105,14 +118,23 @@ def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING
         return value
     if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
         raise InputError(f"{name}: expected {_KINDS[kind]}, found {json.dumps(value)[:80]}")
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"{name}: half of a surrogate pair is no text") from None
+    if isinstance(value, str):
+        check_text(name, value)
     if isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
         raise InputError(f"{name}: the number does not fit 8 bytes")
     return value
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse text that has no UTF-8.
+
+    Raises:
+        InputError: The text holds half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}: half of a surrogate pair is no text") from None
 
 
 _KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true or false"}
@@ -122,7 +144,7 @@ def read_config(config_file: str) -> dict[str, Any]:
     """Return the settings in a file.
 
     Raises:
-        InputError: The file can't be read, or has no settings; the error names it.
+        InputError: The file cannot be read, or holds no JSON object; the error names it.
     """
     try:
         with open(config_file, "rb") as file:
@@ -137,7 +159,7 @@ def settle_config(store: str, files: Files, config_file: str | None) -> StoreCon
     """Return the settings for a store: from its files, then the JSON in ``config_file``, then 4.9's defaults.
 
     Raises:
-        InputError: The file disagrees with the store's files, or has what is no setting.
+        InputError: A setting is unknown or out of range, or contradicts the store's files.
     """
     config = infer_config(store, files)
     if config_file is None:

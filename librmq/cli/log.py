@@ -25,7 +25,7 @@ _ZEROS: Final = bytes(1 << 20)
 
 
 def dump(arguments: argparse.Namespace, output: Output) -> int:
-    """Print every record; a damaged log up to its first bad one, with ``--all`` what is behind it too."""
+    """Print every record up to the first damage; with ``--all`` also the records behind it."""
     files = DiskFiles()
     check_kind(arguments.store, files, log_only=True)
     config = settle_config(arguments.store, files, arguments.config)
@@ -50,7 +50,11 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
-    """Records and blanks up to the log's end; `CorruptionError` at the first that is neither."""
+    """Yield records and blanks up to the log's end.
+
+    Raises:
+        CorruptionError: the bytes are neither a record nor a blank.
+    """
     try:
         yield from _whole_files(sequence, sequence.begin, check_body=True)
     except CorruptionError as error:
@@ -59,7 +63,7 @@ def _items(sequence: MappedFileQueue) -> Iterator[LogItem]:
 
 
 def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], object]) -> Iterator[LogItem]:
-    """The same, but ``damaged`` is told of what is neither, and the walk goes on behind it."""
+    """Yield records and blanks up to the log's end, call ``damaged`` for each damage, and continue behind it."""
     at = sequence.begin
     while True:
         try:
@@ -77,7 +81,7 @@ def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], o
 
 
 def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[LogItem]:
-    """Records and blanks to the end of the last file, but for a blank there: the log's end is before it."""
+    """Yield records and blanks to the end of the last file, except a blank there, before which the log ends."""
     log = CommitLog(sequence)
     log.end = sequence.end
     for physical_offset, size, raw in log.scan(begin, check_body=check_body):
@@ -87,7 +91,7 @@ def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> 
 
 
 def _zero_from(sequence: MappedFileQueue, physical_offset: int) -> bool:
-    """Whether there is nothing but zeros from there to the end of the last file."""
+    """Return whether only zeros follow up to the end of the last file."""
     at = physical_offset
     while (file := sequence.file_at(at)) is not None:
         start = at % file.size

@@ -1,6 +1,6 @@
-"""The ``librmq`` command: reads the arguments, loads the module it needs, makes exit statuses of errors.
+"""The ``librmq`` command: parses arguments, loads the command's module, turns errors into exit statuses.
 
-Exit status 0: done; 1: the store is damaged; 2: bad usage or bad input; 130: interrupted.
+Exit status 0: success; 1: the store is damaged; 2: bad usage or bad input; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(_parser().parse_args(_join_times(words), given))
         finally:
             sys.stdout.flush()
-    except SystemExit as left:  # by the argument parser
+    except SystemExit as left:  # from the argument parser
         return left.code if isinstance(left.code, int) else BAD_INPUT
     except KeyboardInterrupt:
         complain("interrupted")
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has left
         _drop_output()
         return 0
-    except OSError as error:  # of standard input or output: those of the store have another type
+    except OSError as error:  # from standard input or output; errors of the store have another type
         _drop_output()
         complain(f"librmq: {error}")
         return BAD_INPUT
 
 
 def _drop_output() -> None:
-    """Discard what is buffered: the interpreter would fail again to write it at its end."""
+    """Discard buffered output, which the interpreter would otherwise fail to write at its end."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())
@@ -88,14 +88,14 @@ def _run(chosen: argparse.Namespace) -> int:
 
         place = traceback.extract_tb(error.__traceback__)[-1]
         complain(
-            f"librmq {chosen.command}: a mistake in librmq, please report it: "
+            f"librmq {chosen.command}: a bug in librmq, please report it: "
             f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
         )
         return BAD_INPUT
 
 
 def _join_times(words: list[str]) -> list[str]:
-    """Join ``--begin -2h`` to ``--begin=-2h``, since the parser takes ``-2h`` for an option."""
+    """Join ``--begin -2h`` to ``--begin=-2h``, because the parser would take ``-2h`` for an option."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1] in ("--begin", "--end") and _AGO.fullmatch(word):
@@ -110,7 +110,7 @@ def _join_times(words: list[str]) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the arguments, safe to show, and end with status 2."""
+        """Print an error with control characters escaped, and exit with status 2."""
         self.print_usage(sys.stderr)
         complain(f"{self.prog}: error: {message}")
         raise SystemExit(BAD_INPUT)
@@ -126,8 +126,8 @@ def _parser() -> _Parser:
     )
     parser = _Parser(
         prog="librmq",
-        description="Looks into, checks, repairs and continues the store of a RocketMQ 4.9 broker.",
-        epilog="Exit status: 0 done, 1 the store is damaged, 2 bad usage or input, 130 interrupted.",
+        description="Inspects, checks, repairs and fills the store of a RocketMQ 4.9 broker.",
+        epilog="Exit status: 0 success, 1 the store is damaged, 2 bad usage or input, 130 interrupted.",
         parents=[everywhere],
         allow_abbrev=False,
     )
@@ -146,12 +146,12 @@ def _parser() -> _Parser:
                 "--config",
                 metavar="FILE",
                 default=argparse.SUPPRESS,
-                help="settings as JSON, for what can't be told from the store's files",
+                help="settings as JSON, for those that the store's files do not tell",
             )
         return sub
 
-    sub = command("dump", "log", "print every record of the log, in its order")
-    sub.add_argument("--all", action="store_true", help="go on behind damage where that is possible")
+    sub = command("dump", "log", "print every record of the log")
+    sub.add_argument("--all", action="store_true", help="continue behind damage if possible")
 
     command("queues", "queues", "list the queues and their offsets")
 
@@ -160,57 +160,57 @@ def _parser() -> _Parser:
     sub.add_argument("queue_id", metavar="ID", help="the queue's number")
 
     sub = command("query", "query", "find messages by key or by id")
-    sub.add_argument("--topic", help="with --key: the topic to look in")
+    sub.add_argument("--topic", help="with --key: the topic to search")
     sub.add_argument("--key", help="a key or unique id of the messages")
-    sub.add_argument("--begin", metavar="TIME", help=f"stored from then on; {_TIME_HELP}")
-    sub.add_argument("--end", metavar="TIME", help="stored until then")
-    sub.add_argument("--max", metavar="N", default="64", help="at most so many messages (64)")
+    sub.add_argument("--begin", metavar="TIME", help=f"earliest store time; {_TIME_HELP}")
+    sub.add_argument("--end", metavar="TIME", help="latest store time")
+    sub.add_argument("--max", metavar="N", default="64", help="most messages to print (64)")
     sub.add_argument("--id", help="instead: an offset id (32 or 56 hex digits) or a unique id")
 
     command(
         "ask",
         "query",
-        "answer questions from standard input",
-        description="Answers questions, one JSON object a line: index_query, get_message, offset_by_time.",
+        "answer queries from standard input",
+        description="Answers queries, one JSON object a line: index_query, get_message, offset_by_time.",
     )
 
-    sub = command("pending", "pending", "list what waits: halves of transactions, delayed messages, timers")
-    sub.add_argument("--kind", choices=("half", "delay", "timer"), help="of one kind only")
-    sub.add_argument("--topic", help="meant for this topic only")
+    sub = command("pending", "pending", "list messages that wait: halves of transactions, delayed messages, timers")
+    sub.add_argument("--kind", choices=("half", "delay", "timer"), help="only this kind")
+    sub.add_argument("--topic", help="only messages for this topic")
     command("timers", "pending", "print the timer's log, its wheel and its checkpoint")
 
     command("verify", "maintenance", "look for damage; changes nothing")
     sub = command("recover", "maintenance", "recover the store as a broker would, and print what was cut")
-    sub.add_argument("--dry-run", action="store_true", help="only print what would be; changes nothing")
+    sub.add_argument("--dry-run", action="store_true", help="print the result, but change nothing")
 
-    sub = command("salvage", "snapshots", "get every sound record out of a damaged store, and what recovering cut")
-    sub.add_argument("--into", metavar="NEW", help="make a store of them there, instead of printing them")
+    sub = command("salvage", "snapshots", "extract every sound record from a damaged store and from what was cut")
+    sub.add_argument("--into", metavar="NEW", help="make a new store of the records instead of printing them")
 
     sub = command("snapshot", "snapshots", "copy a store that may be in use")
     sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
-    sub.add_argument("--copy", action="store_true", help="copy all, link nothing")
+    sub.add_argument("--copy", action="store_true", help="copy every file instead of linking")
 
-    sub = command("restore", "snapshots", "make a store of a snapshot")
+    sub = command("restore", "snapshots", "make a store from a snapshot")
     sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
 
     command(
         "load",
         "maintenance",
         "apply operations from standard input",
-        description="Applies operations, one JSON object a line; prints a row once one is acknowledged.",
+        description="Applies operations, one JSON object a line, and prints a row for each acknowledged one.",
     )
-    command("broker-conf", "maintenance", "print the settings with which a real broker opens the store")
+    command("broker-conf", "maintenance", "print the settings with which a RocketMQ broker opens the store")
 
     sub = command(
         "filter",
         "filters",
         "evaluate filter expressions from standard input, or explain one",
-        description="Evaluates the cases {expr, props} on standard input, one JSON object a line; or, with --explain, "
-        "says in words which term of an expression decides, and why, for a message with the given properties.",
+        description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
+        "says which term of an expression decides about a message with the given properties, and why.",
         store=False,
     )
-    sub.add_argument("--dialect", choices=("4.9", "5.3"), default="4.9", help="whose grammar (4.9)")
-    sub.add_argument("--strict", action="store_true", help="refuse what a broker ignores behind a whole expression")
+    sub.add_argument("--dialect", choices=("4.9", "5.3"), default="4.9", help="the grammar (4.9)")
+    sub.add_argument("--strict", action="store_true", help="refuse text after a whole expression, which brokers ignore")
     sub.add_argument(
         "--explain",
         nargs="?",
@@ -219,30 +219,29 @@ def _parser() -> _Parser:
         help="explain this expression; without one, each case on standard input",
     )
     sub.add_argument("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties")
-    command("allocate", "allocation", "share queues out, or choose one, for the cases on standard input", store=False)
+    command("allocate", "allocation", "allocate queues, or select one, for the cases on standard input", store=False)
     command("bloom", "filters", "print the bit positions of strings from standard input", store=False)
 
     sub = command(
         "spark",
         "spark",
         "run a pipeline over stores with Spark",
-        description="Runs a pipeline over one store or a cluster's (needs the extra spark); `librmq spark list` names "
-        "them.",
+        description="Runs a pipeline over one store or a cluster's; `librmq spark list` lists them (extra: spark).",
         store=False,
     )
     actions = sub.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser("list", help="list the pipelines and their settings", parents=[everywhere])
-    running = actions.add_parser("run", help="run one", parents=[everywhere], allow_abbrev=False)
+    running = actions.add_parser("run", help="run a pipeline", parents=[everywhere], allow_abbrev=False)
     running.add_argument("name", metavar="NAME", help="the pipeline")
     running.add_argument("stores", metavar="STORE", nargs="+", help="the folders of the stores")
-    running.add_argument("-o", "--out", metavar="FOLDER", help="write the result there, as Parquet; else it is printed")
-    running.add_argument("--overwrite", action="store_true", help="replace what is there")
+    running.add_argument("-o", "--out", metavar="FOLDER", help="write the rows there as Parquet, not to the output")
+    running.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     running.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline")
-    page = command("report", "spark", "write a page with plots of what is in stores, with Spark", store=False)
+    page = command("report", "spark", "write a page with plots about stores, with Spark", store=False)
     page.add_argument("stores", metavar="STORE", nargs="+", help="the folders of the stores")
     page.add_argument("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html)")
-    doctor = command("doctor", "spark", "say what is missing for Spark to run here", store=False)
-    doctor.add_argument("--start", action="store_true", help="start a session too")
+    doctor = command("doctor", "spark", "report what is missing to run Spark here", store=False)
+    doctor.add_argument("--start", action="store_true", help="also start a session")
     for one in (running, page, doctor):
-        one.add_argument("--master", metavar="URL", default="local[*]", help="where Spark runs (local[*])")
+        one.add_argument("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
     return parser

@@ -23,7 +23,7 @@ __all__ = ["broker_conf", "load", "recover", "verify"]
 
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:
-    """Print what is damaged; changes nothing."""
+    """Print the damage of a store, without changing it."""
     from librmq.cli.rows import verify_row
     from librmq.store.recovery import verify
 
@@ -39,7 +39,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def recover(arguments: argparse.Namespace, output: Output) -> int:
-    """Recover the store in place, or with ``--dry-run`` in memory, and print what it has then, and what was cut."""
+    """Recover the store in place, or with ``--dry-run`` in memory, and print its new state and the cuts."""
     from librmq.cli.rows import cut_row, store_row
     from librmq.files.overlay import OverlayFiles
     from librmq.store import MessageStore
@@ -56,13 +56,13 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _registrations(store: str, files: Files) -> Registrations | None:
-    """The groups' filters, for the bitmaps of units that are made again; messages without one are looked at instead."""
+    """Return the groups' filters, for the bitmaps of rebuilt extension units; None if they are unreadable."""
     from librmq.store.format.broker_tables import BrokerTables
 
     try:
         return BrokerTables.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())
     except (CorruptionError, ConfigError) as error:
-        complain(f"note: bitmaps of filters are not made again: {error}")
+        complain(f"note: bitmaps of filters are not rebuilt, so reads evaluate the filters instead: {error}")
         return None
 
 
@@ -93,7 +93,7 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the settings with which a real broker opens the store."""
+    """Print the settings with which a RocketMQ broker opens the store."""
     files = DiskFiles()
     check_kind(arguments.store, files)
     config = settle_config(arguments.store, files, arguments.config)

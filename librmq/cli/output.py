@@ -1,4 +1,4 @@
-"""Where rows go: JSON lines for programs, tables for people."""
+"""Output of rows: JSON lines for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 """Exit status: ended by Ctrl-C."""
 
-_UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")  # those JSON escapes itself
+_UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")  # JSON itself escapes those
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Output(Protocol):
-    """Takes the rows of a command."""
+    """Receiver of a command's rows."""
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row, now or when its table is full."""
         ...
 
     def flush(self) -> None:
-        """Let programs see every row so far; a table may wait."""
+        """Pass on every row so far; a table may wait until it is full."""
         ...
 
     def close(self) -> None:
-        """Print what was not printed yet."""
+        """Print all remaining rows."""
         ...
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON on one line: Unicode as it is, but for what a terminal could take for a command."""
+    """Return a row as JSON on one line, with characters escaped that could control a terminal."""
     return _UNSAFE_IN_JSON.sub(escape, _encode(row))
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """Output with one JSON object on each line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -56,19 +56,19 @@ class JsonLines:
         self._stream.write(json_line(row) + "\n")
 
     def flush(self) -> None:
-        """Let programs see every row so far."""
+        """Pass on every row so far."""
         self._stream.flush()
 
     close = flush
 
 
 def open_output(form: str | None, stream: TextIO) -> Output:
-    """Return output in the ``form`` asked for (``table`` or ``jsonl``), or in the one that suits ``stream``.
+    """Return output in ``form`` (``table`` or ``jsonl``), or without one in the form that suits ``stream``.
 
-    A terminal gets JSON lines and a hint where the extra that draws tables is missing.
+    If the extra for tables is missing, a terminal gets JSON lines and a hint.
 
     Raises:
-        MissingExtraError: A table was asked for, and what draws it is missing.
+        MissingExtraError: The form is ``table``, and the extra for tables is missing.
     """
     if form == "jsonl" or (form is None and not stream.isatty()):
         return JsonLines(stream)

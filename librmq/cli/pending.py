@@ -1,4 +1,4 @@
-"""``pending`` and ``timers``: what waits in a store, and the files of its timer."""
+"""``pending`` and ``timers``: messages that wait in a store, and the files of its timer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def timers(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the timer log, the slots of the wheel that were ever used, and the checkpoint."""
+    """Print the timer log, the used slots of the wheel, and the checkpoint."""
     from librmq.store.format.timerfiles import (
         CHECKPOINT_SIZE,
         TimerCheckpoint,

@@ -1,4 +1,4 @@
-"""``query`` and ``ask``: messages found by key, id, queue offset and time."""
+"""``query`` and ``ask``: searches by key, id, queue offset and time."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def _count(text: str) -> int:
 
 
 def _check_id(text: str) -> None:
-    """Refuse what is neither an offset id nor can be a client's unique id."""
+    """Refuse a text that is neither an offset id nor a possible unique id of a client."""
     if not text or not text.isprintable() or " " in text:
-        raise InputError(f"malformed id: {text!r:.80}")
+        raise InputError(f"malformed id: expected an offset id or a unique id, found {text!r:.80}")
     if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:
         raise InputError(f"malformed id: {len(text)} hex digits; an offset id has 32 or 56, a unique id 32")
 
@@ -66,11 +66,11 @@ def _print(store: MessageStore, messages: list[StoredMessage], output: Output) -
         output.row(message_row(message, store.levels))
 
 
-# -------------------------------------------------------------------------------------------------- questions
+# ---------------------------------------------------------------------------------------------------- queries
 
 
 def ask(arguments: argparse.Namespace, output: Output) -> int:
-    """Answer questions from standard input, each as soon as it is read."""
+    """Answer the queries on standard input, each as soon as it is read."""
     with open_store(arguments, all_in_memory=True) as store:
         for number, question in read_rows(standard_input()):
             try:
@@ -114,7 +114,7 @@ def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, 
 
 
 def _by_tags(expression: str | None) -> ByTags | None:
-    """The filter of a subscription to tags such as ``a || b``, by code alone as a broker's; None for all."""
+    """Return the filter of a subscription such as ``a || b``, by code alone as in a broker; None selects all."""
     try:
         tags = TagFilter(expression)
     except FilterSyntaxError as error:

@@ -1,4 +1,4 @@
-"""``queues`` and ``queue``: what consume queues hold."""
+"""``queues`` and ``queue``: consume queues and their entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["open_store", "queue", "queues"]
 def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) -> MessageStore:
     """Open the store that a command reads, without a lock and without changes.
 
-    With ``all_in_memory`` a read returns as many old messages as new ones, independent of the machine's memory.
+    With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
     """
     files = DiskFiles()
     check_kind(arguments.store, files)
@@ -45,7 +45,7 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
     """Print the entries of a queue."""
     text = arguments.queue_id
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise InputError(f"not a queue id: {text!r}; expected a whole number")
+        raise InputError(f"queue id: expected a whole number, found {text!r}")
     topic, queue_id = arguments.topic, int(text)
     with open_store(arguments) as store:
         found = store.queues.get((topic, queue_id))

@@ -1,4 +1,4 @@
-"""Rows: what commands print, with the names, values and order that other tools are built on."""
+"""Rows that commands print; other tools rely on their names, values and order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import derived_tags_code
 
-if TYPE_CHECKING:  # `dump` needs none of them
+if TYPE_CHECKING:  # `dump` needs none of these at run time
     from librmq.consumequeue import ConsumeQueue
     from librmq.files.damage import Damage
     from librmq.store import MessageStore, ReadResult
@@ -45,9 +45,9 @@ Row = dict[str, Any]
 
 
 def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: int | None = None) -> Row:
-    """A record of the log, from the place that it names unless ``physical_offset`` says where it was found.
+    """Return the row of a record. ``physical_offset`` is its place, if that is not the one in the record.
 
-    ``levels`` tell when a delayed one is due.
+    ``levels`` give the delivery time of a delayed message.
     """
     properties, properties_raw = message.properties, message.properties_raw
     tags_code = derived_tags_code(message, levels)
@@ -88,7 +88,7 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
 
 
 def _body(message: StoredMessage) -> bytes | None:
-    """The body as it was sent, None if it can't be had."""
+    """Return the decompressed body, None if it cannot be decompressed."""
     try:
         return message.body
     except BodyCompressionError:
@@ -100,7 +100,7 @@ def _body(message: StoredMessage) -> bytes | None:
 
 @cache
 def _hint(text: str) -> None:
-    """Say something once, however many messages it concerns."""
+    """Print a hint once, however many messages it concerns."""
     complain(f"hint: {text}")
 
 
@@ -113,7 +113,7 @@ def _hex(tags_code: int) -> str:
 
 
 def blank_row(physical_offset: int, size: int) -> Row:
-    """The blank at the end of a file of the log."""
+    """Return the row of the blank at the end of a log file."""
     return {"type": "blank", "phys": physical_offset, "size": size}
 
 
@@ -121,7 +121,7 @@ def blank_row(physical_offset: int, size: int) -> Row:
 
 
 def queue_row(topic: str, queue_id: int, queue: ConsumeQueue) -> Row:
-    """A queue and its offsets."""
+    """Return the row of a queue with its offsets."""
     return {
         "topic": topic,
         "queue_id": queue_id,
@@ -132,7 +132,11 @@ def queue_row(topic: str, queue_id: int, queue: ConsumeQueue) -> Row:
 
 
 def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
-    """The entries of a queue, with their extension units; `CorruptionError` behind the last good one."""
+    """Yield the rows of a queue's entries, with their extension units.
+
+    Raises:
+        CorruptionError: an entry is damaged; the rows before it have been yielded.
+    """
     for first, block in queue.blocks():
         for queue_offset, (physical_offset, size, tags_code) in enumerate(block.tolist(), first):
             row = {
@@ -160,7 +164,7 @@ def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
 
 
 def index_query_row(store: MessageStore, topic: str, key: str, most: int, begin_ms: int, end_ms: int) -> Row:
-    """What the index finds for a key, in its order, and which messages come of it."""
+    """Return the index entries of a key, in the index's order, and the messages found through them."""
     messages = store.find_by_key(topic, key, begin_ms, end_ms, most, exact=False)
     return {
         "type": "index_query",
@@ -179,7 +183,7 @@ def index_query_row(store: MessageStore, topic: str, key: str, most: int, begin_
 def get_message_row(
     topic: str, queue_id: int, queue_offset: int, most: int, expression: str | None, result: ReadResult
 ) -> Row:
-    """What a read of a queue gives."""
+    """Return the row of a read's result."""
     return {
         "type": "get_message",
         "topic": topic,
@@ -197,7 +201,7 @@ def get_message_row(
 
 
 def offset_by_time_row(store: MessageStore, topic: str, queue_id: int, timestamps_ms: Sequence[int]) -> Row:
-    """The queue offsets that go with times, and the store time of the queue's oldest message, -1 for none."""
+    """Return the queue offsets nearest to times, and the store time of the queue's oldest message, -1 for none."""
     earliest = None
     queue = store.queues.get((topic, queue_id))
     entry = queue.entry(queue.min_offset) if queue is not None else None
@@ -216,7 +220,7 @@ def offset_by_time_row(store: MessageStore, topic: str, queue_id: int, timestamp
 
 
 def store_row(store: MessageStore, phase: str) -> Row:
-    """The offsets and times of a whole store."""
+    """Return the row of a store with its offsets and times."""
     queues = sorted(store.queues.items())
     return {
         "type": "store",
@@ -235,7 +239,7 @@ def store_row(store: MessageStore, phase: str) -> Row:
 
 
 def cut_row(store: str, cut: Damage) -> Row:
-    """Return the row of what recovery cut or rewrote."""
+    """Return the row of a cut or a change by recovery."""
     return {
         "file": os.path.relpath(cut.file, store),
         "offset": cut.offset,
@@ -245,7 +249,7 @@ def cut_row(store: str, cut: Damage) -> Row:
 
 
 def gap_row(store: str, gap: Gap) -> Row:
-    """What stands between sound records."""
+    """Return the row of a gap between sound records."""
     return {
         "type": "gap",
         "phys": gap.physical_offset,
@@ -256,7 +260,7 @@ def gap_row(store: str, gap: Gap) -> Row:
 
 
 def snapshot_row(made: Snapshot) -> Row:
-    """A snapshot, or what was restored from one."""
+    """Return the row of a snapshot, or of a store restored from one."""
     return {
         "type": "snapshot",
         "path": made.path,
@@ -268,7 +272,7 @@ def snapshot_row(made: Snapshot) -> Row:
 
 
 def verify_row(store: str, verdict: Verdict) -> Row:
-    """Whether a store is sound, and what is not."""
+    """Return the row of a verdict about a store."""
     return {
         "type": "verify",
         "sound": verdict.sound,

@@ -1,4 +1,4 @@
-"""``salvage``, ``snapshot``, ``restore``: stores made of other stores, and what can be got out of a damaged one."""
+"""``salvage``, ``snapshot``, ``restore``: stores made from other stores, and records of damaged ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["restore", "salvage", "snapshot"]
 
 
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
-    """Print every sound record and what is between them, or make a new store of the records."""
+    """Print every sound record and every gap, or make a new store of the records."""
     from librmq.message.delay_levels import DelayLevels
     from librmq.store.recovery import salvage
     from librmq.store.upkeep.snapshot import rescue
@@ -33,7 +33,7 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def snapshot(arguments: argparse.Namespace, output: Output) -> int:
-    """Make a snapshot and print what is in it."""
+    """Make a snapshot and print its row."""
     from librmq.store.upkeep.snapshot import snapshot
 
     files = DiskFiles()
@@ -45,7 +45,7 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def restore(arguments: argparse.Namespace, output: Output) -> int:
-    """Make a store of a snapshot and print what is in it."""
+    """Make a store from a snapshot and print its row."""
     from librmq.store.upkeep.snapshot import restore
 
     files = DiskFiles()

@@ -1,4 +1,4 @@
-"""``spark``, ``report``, ``doctor``: pipelines over stores, the page of what they find, and what Spark lacks here."""
+"""``spark``, ``report``, ``doctor``: pipelines over stores, a page of their results, and Spark's requirements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def report(arguments: argparse.Namespace, output: Output) -> int:
-    """Write the page of what is in stores."""
+    """Write the page about stores."""
     from librmq.spark.session import require
 
     require()
@@ -67,7 +67,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
-    """Print which of Spark's needs are met, and which are missing."""
+    """Print which of Spark's requirements are met, and which are missing."""
     from librmq.spark.session import java_home, require
 
     rows: list[tuple[str, bool, str]] = [
@@ -118,7 +118,7 @@ def _session(arguments: argparse.Namespace) -> SparkSession:
 
 
 def _refused(action: Callable[[], T]) -> T:
-    """Do what Spark may refuse; raise what it says is wrong with a store as an error of one line."""
+    """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
     try:
@@ -139,7 +139,7 @@ def _settings(given: list[str] | None) -> Mapping[str, str]:
 
 
 def _plain(value: object) -> Any:  # noqa: ANN401 (any value of JSON)
-    """Return a row's value as JSON has it."""
+    """Return a row's value in a form that JSON has."""
     match value:
         case dict():
             return {str(name): _plain(one) for name, one in value.items()}

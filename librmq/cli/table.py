@@ -1,4 +1,4 @@
-"""Tables on a terminal. Needs rich, the extra ``cli``."""
+"""Tables on a terminal, drawn by rich, the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     "gap": [("physical offset", _of("phys")), ("size", _of("size")), ("file", _of("file")), ("what", _of("what"))],
     "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
 }
-# Rows that hold what people look for in a list: shown as a heading, then the list's rows.
+# Rows whose main content is a list: shown as a heading, then the list's rows.
 _LISTS: Final = {"verify": ("damage", "damage"), "store": ("queues", "queue")}
 
 
 class Table:
-    """Collects rows and draws them, some hundreds at a time; rows of another type begin another table."""
+    """Output that draws rows as tables, some hundreds at a time; rows of another type begin another table."""
 
     def __init__(self, stream: TextIO) -> None:
         width = None if stream.isatty() else _WIDTH_OF_FILES
@@ -122,7 +122,7 @@ class Table:
         """A table is drawn when it is full."""
 
     def close(self) -> None:
-        """Draw the rows that were taken."""
+        """Draw the remaining rows."""
         rows, self._rows = self._rows, []
         if not rows:
             return

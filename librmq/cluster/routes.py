@@ -1,12 +1,12 @@
-"""Several brokers of one process behind one route, and how clients learn that one is gone.
+"""Several brokers of one process behind one route, and the times at which clients notice that one is gone.
 
-Mirrors what clients see of a name server: ``RouteInfoManager`` and ``MQClientInstance``::
+Mirrors ``RouteInfoManager`` and ``MQClientInstance``, as clients see them::
 
-    a broker is closed   calls fail at once; its queues stay in the route until clients look again, every 30 s
+    a broker is closed   calls fail at once; its queues leave the route at the clients' next look, every 30 s
     it is killed         the same, 120 s later
-    it comes back        calls work again at once; queues that had left the route return when clients look again
+    it is reopened       calls work again at once; its queues return to the route at the clients' next look
 
-A name server and its polling are not there: what changes is known on the same grid of time.
+There is no name server and no polling, but changes take effect on the same grid of time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class _Link:
-    """The way to one broker, which may be cut."""
+    """The connection to one broker, which can be cut."""
 
     __slots__ = ("_call", "broker", "is_cut")
 
@@ -37,7 +37,7 @@ class _Link:
 
     def call(self, request: Request[R], /) -> R:
         if self.is_cut:
-            raise BrokerUnreachableError(f"{self.broker.name} can't be reached")
+            raise BrokerUnreachableError(f"broker {self.broker.name} cannot be reached: its connection is cut")
         return self._call(request)
 
     @property
@@ -55,16 +55,19 @@ class _Entry:
     """Whether clients have its queues in their routes."""
     was_up: bool = True
     learnt_ms: int | None = field(default=None)
-    """When they learn that this has changed."""
+    """When they notice that this has changed."""
 
 
 class RouteTable:
     """A `Route` over brokers that share one runner. Thread-safe."""
 
     def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
-        """``poll_s`` is how often clients look at the route, ``expiry_s`` how long a silent broker stays in it.
+        """Make a route over ``brokers``.
 
-        `ConfigError` for no broker, brokers with runners of their own, and two of one name.
+        Clients look at the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
+
+        Raises:
+            ConfigError: there is no broker, two have one name, or they have different runners.
         """
         if not brokers:
             raise ConfigError("a route table needs at least one broker")
@@ -81,12 +84,12 @@ class RouteTable:
             self.add(broker)
 
     def add(self, broker: Broker) -> None:
-        """Take a broker, new or opened again under its name.
+        """Add a new broker, or one that was reopened under its name.
 
-        The first ones are known at once; in a table that is in use clients learn of a new one when they look next.
+        Clients know the first brokers at once. If the table is in use, they notice a new one at their next look.
         """
         if broker.runner is not self.runner:
-            raise ConfigError(f"{broker.name} has a runner of its own: open all brokers of a route with one runner")
+            raise ConfigError(f"broker {broker.name} has another runner: open all brokers of a route with one runner")
         with self.runner.lock:
             old = self._entries.get(broker.name)
             if old is not None:
@@ -99,7 +102,7 @@ class RouteTable:
             self._tell()
 
     def cut(self, broker_name: str) -> None:
-        """Let a broker be out of reach, as by a network that is down: it lives, and loses its clients."""
+        """Cut the connection to a broker, like a network failure: the broker runs on and loses its clients."""
         with self.runner.lock:
             link = self._entry(broker_name).link
             link.is_cut = True
@@ -108,32 +111,32 @@ class RouteTable:
             self._changed()
 
     def restore(self, broker_name: str) -> None:
-        """Let a broker be within reach again."""
+        """Restore the connection to a broker."""
         with self.runner.lock:
             self._entry(broker_name).link.is_cut = False
             self._changed()
 
     def brokers(self) -> tuple[Broker, ...]:
-        """All brokers, by name; those that are closed too."""
+        """Return all brokers by name, also closed ones."""
         return tuple(entry.link.broker for _, entry in sorted(self._entries.items()))
 
     # ---- route
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """The brokers that have ``topic``, by name, those among them that clients do not know to be gone."""
+        """Return the brokers that have ``topic``, by name, except those that clients know to be gone."""
         entries = sorted(self._entries.items())
         return tuple(data for _, one in entries if one.is_routed for data in one.link.broker.topic_route(topic))
 
     def broker_names(self) -> tuple[str, ...]:
-        """The brokers that can be reached, sorted."""
+        """Return the names of the brokers that can be reached, sorted."""
         return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and entry.link.is_up))
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """The broker of that name; its calls raise `BrokerUnreachableError` while it is down."""
+        """Return the broker of that name; its calls raise `BrokerUnreachableError` while it is down."""
         return self._entry(broker_name).link
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called, under the runner's lock, when brokers, topics or their queues change."""
+        """Call ``changed`` under the runner's lock when brokers, topics or queues change; the result ends this."""
 
         def end() -> None:
             if changed in self._watchers:
@@ -147,31 +150,31 @@ class RouteTable:
     def _entry(self, broker_name: str) -> _Entry:
         entry = self._entries.get(broker_name)
         if entry is None:
-            raise NoRouteError(f"there is no broker {broker_name!r}; known are {', '.join(sorted(self._entries))}")
+            raise NoRouteError(f"unknown broker {broker_name!r}; expected one of {', '.join(sorted(self._entries))}")
         return entry
 
     def _changed(self) -> None:
-        """Something about a broker is another now: what it has, or whether it is there."""
+        """Note that a broker's topics or its reachability have changed."""
         now = self.runner.now_ms()
         for entry in self._entries.values():
             is_up = entry.link.is_up
             if is_up != entry.was_up:
                 entry.was_up = is_up
                 if is_up == entry.is_routed:
-                    entry.learnt_ms = None  # back before anybody missed it
+                    entry.learnt_ms = None  # it was back before a client noticed
                 else:
                     said_so = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
                     self._learn_at(entry, now if said_so else now + self._expiry_ms)
         self._tell()
 
     def _learn_at(self, entry: _Entry, known_ms: int) -> None:
-        """Clients learn at their next look what the name server knows from ``known_ms`` on."""
+        """Schedule the clients' first look after ``known_ms``, when a name server would know of the change."""
         entry.learnt_ms = known_ms - (known_ms - self._made_ms) % self._poll_ms + self._poll_ms
         self.runner.wake(self._step, entry.learnt_ms)
 
     def _learn(self, now_ms: int) -> int | None:
         changed = False
-        longest_ms = self._expiry_ms + self._poll_ms  # more is left only if the clock was put back
+        longest_ms = self._expiry_ms + self._poll_ms  # a longer wait means that the clock was set back
         for entry in self._entries.values():
             if entry.learnt_ms is not None and not now_ms < entry.learnt_ms <= now_ms + longest_ms:
                 entry.is_routed, entry.learnt_ms, changed = entry.link.is_up, None, True

@@ -1,4 +1,4 @@
-"""Say what is going on in a store or broker: what waits in it, and the page that reports on it."""
+"""Diagnosis of stores: messages that wait in a store, and the page of the report."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
     from librmq.diagnosis.pending import pending_messages as pending_messages
 
 _MODULES = {"pending": ("PendingMessage", "pending_messages")}
-if not TYPE_CHECKING:  # else a checker would take any name for granted
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -1,7 +1,7 @@
-"""What waits in a store: halves for their end, delayed messages and timers for their time.
+"""Messages that wait in a store: half messages without an end, delayed messages and timers.
 
-Read from the broker's own files, without a broker and beside a running one. Nothing is collected: memory does not grow
-with what waits, but for a bit a half and some bytes a timer.
+They are read from the broker's files, without a broker or beside a running one. The search collects no messages: its
+memory grows only by a bit for each half message and some bytes for each timer.
 """
 
 from __future__ import annotations
@@ -44,24 +44,26 @@ class PendingMessage(NamedTuple):
 
     kind: Kind
     topic: str
-    """The topic that it is meant for."""
+    """The topic of its delivery."""
     due_ms: int
-    """When it is delivered; a half: from when on its producer may be asked."""
+    """The time of its delivery; for a half, of the first check."""
     unique_key: str | None
     physical_offset: int
-    """Of its record, as it waits."""
+    """The place of the waiting record."""
     checks: int
-    """How often its producer was asked; 0 but for halves."""
+    """The number of checks of a half; 0 for other kinds."""
 
 
 def pending_messages(
     store: MessageStore, tables: BrokerTables | None = None, *, kind: Kind | None = None, topic: str | None = None
 ) -> Iterator[PendingMessage]:
-    """All that waits in a store, by kind, delayed messages and timers in the order of their times.
+    """Yield the messages that wait in a store, grouped by kind; delayed messages and timers are sorted by time.
 
-    Of one ``kind`` or for one ``topic`` only, where these are given. ``tables`` are the broker's, read from the store's
-    folder unless given; their progress may be some seconds behind a broker that is running, so that what was delivered
-    just now may still be shown. `CorruptionError` for files that can't be read.
+    ``kind`` and ``topic`` select. ``tables`` are the broker's tables, by default those in the store's folder. Their
+    progress can be some seconds behind a running broker, so messages that were just delivered can still be listed.
+
+    Raises:
+        CorruptionError: a file is unreadable.
     """
     if tables is None:
         tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
@@ -87,7 +89,7 @@ def pending_messages(
 
 
 def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Iterator[StoredMessage]:
-    """The messages of a queue from ``begin`` on; those that are gone are left out."""
+    """Yield the messages of a queue from ``begin`` on, without deleted ones."""
     at = begin
     while True:
         found = store.read(topic, queue_id, at, _READ)
@@ -119,7 +121,7 @@ def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, St
 
 
 def _due(store: MessageStore, queue: ConsumeQueue | None, message: StoredMessage) -> int:
-    """When a delayed message is due: its entry says so."""
+    """Return the delivery time of a delayed message, which is in its queue entry."""
     raw = b"" if queue is None else queue.read(message.queue_offset, 1)
     code = int(ENTRY.unpack(raw)[2]) if raw else 0
     if queue is not None and is_ext_address(code):
@@ -143,7 +145,7 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
 def _timers_in_the_wheel(
     store: MessageStore, checkpoint: TimerCheckpoint, log: TimerLog
 ) -> Iterator[tuple[int, StoredMessage]]:
-    """The messages of the slots that are not emptied yet, slot by slot."""
+    """Yield the messages of slots that are still to come, slot by slot."""
     found: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]] = []
     for position, block in log.blocks(checkpoint.log_position):
         times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]

@@ -23,7 +23,7 @@ from librmq.filter.questions import (
     SameAnswer,
 )
 from librmq.filter.syntax import Order
-from librmq.java.numbers import DIGIT_ZEROS
+from librmq.java.numbers import DECIMAL_DIGITS
 
 __all__ = ["COMPARE", "JAVA_INTEGER", "NEGATED", "ColumnBackend", "Condition"]
 
@@ -39,8 +39,7 @@ COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }
 NEGATED: Final[Mapping[Order, str]] = {"=": "<>", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 
-_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
-JAVA_INTEGER: Final = rf"\A[+-]?[{_DIGITS}]+\z"
+JAVA_INTEGER: Final = rf"\A[+-]?[{DECIMAL_DIGITS}]+\z"
 """Texts that Java parses as integers, whatever their range."""
 
 Condition: TypeAlias = Literal["is_true", "is_false", "is_error"]

@@ -1,8 +1,7 @@
-"""Java's values: ``hashCode``, the order of texts and of a ``HashMap``, reading of UTF-8 and of integers.
+"""Java's ``hashCode``, the order of its texts and of a ``HashMap``, and its decoding of UTF-8.
 
-What lies on disk depends on them: index slots and tag codes are hashes of strings, and the properties of
-a message are written in the order of the map that held them. Mirrors ``java.lang.String``,
-``java.util.HashMap`` and ``IndexFile.indexKeyHashMethod``.
+Files on disk depend on them: index slots and tags codes are hashes of strings, and a message's properties are in the
+order of a map. Mirrors ``java.lang.String``, ``java.util.HashMap`` and ``IndexFile.indexKeyHashMethod``.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ __all__ = [
 _MASK = 0xFFFFFFFF
 _SIGN = 0x80000000
 
-# A character c is 31 * (c // 31) + c % 31, so the polynomial in 31 that is the hash of an ASCII text is
-# 31 times one number written in base 31 plus another: two translations and two int() in place of a loop.
+# A hash is a polynomial in 31, and a character c is 31 * (c // 31) + c % 31. So the hash of an ASCII text is 31 times
+# one number in base 31 plus another: two translations and two int() instead of a loop.
 _DIGITS = b"0123456789abcdefghijklmnopqrstu"
 _QUOTIENTS = bytes(_DIGITS[c // 31] if c < 128 else 0 for c in range(256))
 _REMAINDERS = bytes(_DIGITS[c % 31] if c < 128 else 0 for c in range(256))
 LONGEST_FIXED_KEY = 128
-_CHUNK = LONGEST_FIXED_KEY  # int() takes time that grows with the square of the length
+_CHUNK = LONGEST_FIXED_KEY  # the time of int() grows with the square of the length
 
 _POWERS = tuple(pow(31, n, 1 << 32) for n in range(_CHUNK + 1))
 _NAN_BITS = 0x7FF8000000000000
@@ -54,8 +53,8 @@ _BIG_ENDIAN_HOST = sys.byteorder == "big"
 
 
 def string_hash(text: str) -> int:
-    """Java's ``text.hashCode()``: over UTF-16 units, as a signed 32-bit number."""
-    if text.isascii() and 0 < len(text) <= _CHUNK:  # the usual case, inline: a call more is a fifth of it
+    """Return Java's ``text.hashCode()``, over UTF-16 units, as a signed 32-bit number."""
+    if text.isascii() and 0 < len(text) <= _CHUNK:  # the usual case is inline: a call would cost a fifth of it
         data = text.encode()
         code = 31 * int(data.translate(_QUOTIENTS), 31) + int(data.translate(_REMAINDERS), 31)
     else:
@@ -64,7 +63,7 @@ def string_hash(text: str) -> int:
 
 
 def hash_append(prefix_hash: int, text: str) -> int:
-    """The hash of ``prefix + text`` from that of ``prefix`` (signed or not), as a signed 32-bit number."""
+    """Return the hash of ``prefix + text`` from that of ``prefix`` (signed or not), as a signed 32-bit number."""
     if text.isascii() and 0 < len(text) <= _CHUNK:
         data = text.encode()
         code = 31 * int(data.translate(_QUOTIENTS), 31) + int(data.translate(_REMAINDERS), 31)
@@ -75,30 +74,30 @@ def hash_append(prefix_hash: int, text: str) -> int:
 
 
 def index_key_hash(topic: str, key: str) -> int:
-    """What an index file stores for a key: the absolute hash of ``topic#key``; 0 where there is none."""
+    """Return the hash of a key in an index file: the absolute hash of ``topic#key``, 0 if Java has none."""
     key_hash = abs(string_hash(f"{topic}#{key}"))
     return key_hash if key_hash < _SIGN else 0
 
 
 def long_hash(value: int) -> int:
-    """Java's ``Long.hashCode`` of the low 64 bits of ``value``; that of an ``Integer`` is its value."""
+    """Return Java's ``Long.hashCode`` of the low 64 bits of ``value``; an ``Integer``'s hash is its value."""
     bits = value & 0xFFFFFFFFFFFFFFFF
     return (((bits ^ bits >> 32) & _MASK) ^ _SIGN) - _SIGN
 
 
 def double_hash(value: float) -> int:
-    """Java's ``Double.hashCode``: every NaN has one, the two zeros have two."""
+    """Return Java's ``Double.hashCode``: the same for every NaN, different for the two zeros."""
     bits = _NAN_BITS if value != value else struct.unpack(">q", struct.pack(">d", value))[0]
     return long_hash(bits)
 
 
 def boolean_hash(value: bool) -> int:
-    """Java's ``Boolean.hashCode``."""
+    """Return Java's ``Boolean.hashCode``."""
     return 1231 if value else 1237
 
 
 def _hash(text: str) -> int:
-    """The hash of any text, unsigned."""
+    """Return the unsigned hash of any text."""
     code = 0
     if text.isascii():
         for at in range(0, len(text), _CHUNK):
@@ -117,9 +116,9 @@ def _unit_count(text: str) -> int:
 
 
 def java_decode(raw: bytes) -> str:
-    """``raw`` read as UTF-8 with U+FFFD for what is malformed, as ``new String(raw, UTF_8)`` counts them.
+    """Decode UTF-8 with U+FFFD for each malformed part, as ``new String(raw, UTF_8)`` does. Never raises.
 
-    Never raises. Java takes an encoded surrogate for one malformed character, Python for three.
+    Java counts an encoded surrogate as one malformed character, Python as three.
     """
     return raw.decode("utf-8", "librmq.java_decode")
 
@@ -139,7 +138,7 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def utf16_order(text: str) -> str:
-    """A text that compares with others as ``String.compareTo`` compares ``text``: there U+10000 is before U+E000."""
+    """Return a sort key in the order of ``String.compareTo``, in which U+10000 is before U+E000."""
     return text if text.isascii() else _BEYOND_16_BITS.sub(_surrogates, text)
 
 
@@ -149,10 +148,10 @@ def _surrogates(match: re.Match[str]) -> str:
 
 
 def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32]:
-    """`string_hash` of many keys at once: an array as long as ``keys``.
+    """Return `string_hash` of many keys at once, as an array as long as ``keys``.
 
-    Byte strings are read by `java_decode`. Keys of one length are taken together, so that thousands of
-    a few lengths cost a fraction of as many calls; one key that is not ASCII makes all go one by one.
+    Byte strings are decoded by `java_decode`. Keys of one length are hashed together, at a fraction of the cost of
+    single calls. If one key is not ASCII, all keys are hashed one by one.
     """
     joined = _joined_ascii(keys)
     if joined is None:
@@ -164,7 +163,7 @@ def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32
     hashes = np.zeros(len(keys), np.uint32)
     for length in np.unique(lengths[lengths > 0]).tolist():
         same = np.flatnonzero(lengths == length)
-        # A view in which every byte begins an item of this length, so that one gather takes all keys of it.
+        # In this view every byte begins an item of this length, so one gather takes all keys of the length.
         windows = np.ndarray((len(joined) - length + 1,), f"V{length}", characters, strides=(1,))
         table = windows[starts[same]].view(np.uint8).reshape(-1, length).astype(np.uint32)
         hashes[same] = np.einsum("ij,j->i", table, _weights(length))
@@ -172,9 +171,9 @@ def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32
 
 
 def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """`index_key_hash` of many keys at once, from the hashes of their ``topic#`` (one for each, signed or not).
+    """Return `index_key_hash` of many keys at once, from the hashes of their ``topic#`` (one for each, signed or not).
 
-    Byte strings are read by `java_decode`.
+    Byte strings are decoded by `java_decode`.
     """
     prefixes = np.asarray(prefix_hashes, np.int64)
     joined = _joined_ascii(keys)
@@ -190,7 +189,7 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
         sums = prefixes * powers + string_hashes(keys)
     elif one_length:
         return fixed_key_hashes(prefixes, joined, longest)
-    else:  # characters 0 in front change no hash
+    else:  # leading characters 0 do not change a hash
         padded = b"".join([data.rjust(longest, b"\0") for data in _pieces(joined, lengths)])
         sums = prefixes * np.array(_POWERS)[lengths] + _table_hashes(padded, longest)
     return _index_hashes(sums)
@@ -199,19 +198,19 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
 def fixed_key_hashes(
     prefix_hashes: npt.NDArray[np.int64], joined: bytes | npt.NDArray[np.uint8], length: int
 ) -> npt.NDArray[np.int64]:
-    """`index_key_hashes` of ASCII keys of one length, from 1 to `LONGEST_FIXED_KEY`, one behind the other."""
+    """Return `index_key_hashes` of joined ASCII keys that have one length, from 1 to `LONGEST_FIXED_KEY`."""
     return _index_hashes(prefix_hashes * _POWERS[length] + _table_hashes(joined, length))
 
 
 def _index_hashes(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    # In 32 bits the absolute value of the least number is itself, which becomes 0.
+    # In 32 bits the least number is its own absolute value, which becomes 0.
     return (np.abs(sums.astype(np.uint32).view(np.int32)) & 0x7FFFFFFF).astype(np.int64)
 
 
 def _table_hashes(joined: bytes | npt.NDArray[np.uint8], length: int) -> npt.NDArray[np.int64]:
-    """What `string_hash` is modulo 2**32, of many ASCII texts of one length, at most `_CHUNK`."""
+    """Return `string_hash` modulo 2**32 of many ASCII texts of one length, at most `_CHUNK`."""
     table = np.frombuffer(joined, np.uint8).reshape(-1, length)
-    # In floating point it is several times as fast, and exact, since no sum comes near 2**53.
+    # Floating point is several times as fast, and exact, because no sum comes near 2**53.
     return (table.astype(np.float64) @ _float_weights(length)).astype(np.int64)
 
 
@@ -223,7 +222,7 @@ def _pieces(joined: bytes, lengths: Sequence[int]) -> Iterator[bytes]:
 
 
 def _joined_ascii(keys: Sequence[str] | Sequence[bytes]) -> bytes | None:
-    """All keys in one piece if all of them are ASCII."""
+    """Return all keys joined, None if one of them is not ASCII."""
     if keys and isinstance(keys[0], bytes):
         data = b"".join(keys)  # type: ignore[arg-type]
         return data if data.isascii() else None
@@ -233,7 +232,7 @@ def _joined_ascii(keys: Sequence[str] | Sequence[bytes]) -> bytes | None:
 
 @lru_cache(maxsize=256)
 def _weights(length: int) -> npt.NDArray[np.uint32]:
-    """31**(length - 1), …, 31, 1 modulo 2**32."""
+    """Return 31**(length - 1), …, 31, 1 modulo 2**32."""
     powers = np.full(length, 31, np.uint32)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint32)[::-1].copy()
@@ -245,17 +244,17 @@ def _float_weights(length: int) -> npt.NDArray[np.float64]:
 
 
 def hash_map_order(names: Sequence[str]) -> tuple[int, ...]:
-    """Return the order in which a ``HashMap`` filled with ``names`` gives them back, as indices into ``names``.
+    """Return the order of ``names`` in a ``HashMap`` filled with them, as indices into ``names``.
 
-    The map starts with 16 buckets and doubles when it holds more than three quarters of their number, and, below 64
-    buckets, when a ninth name comes to one bucket. A name is in bucket ``(h ^ h >>> 16) & (capacity - 1)``; within a
-    bucket the order is that of insertion, which doubling keeps. The latest results are kept.
+    The map starts with 16 buckets. It doubles when it holds more than three quarters of their number, and, below 64
+    buckets, when a bucket gets a ninth name. A name is in bucket ``(h ^ h >>> 16) & (capacity - 1)``. Names in one
+    bucket keep their order of insertion. The latest results are cached.
 
-    A larger map turns a bucket of nine names into a tree, which Java gives back in another order; that takes names
-    made to collide, and readers take properties in any order, so the tree is not imitated.
+    A larger map turns a bucket of nine names into a tree with another order. Only names made to collide reach that, and
+    readers accept properties in any order, so the tree is not imitated.
 
     Raises:
-        MessageIllegalError: a name comes twice.
+        MessageIllegalError: a name occurs twice.
     """
     return _hash_map_order(tuple(names))
 
@@ -264,20 +263,20 @@ def hash_map_order(names: Sequence[str]) -> tuple[int, ...]:
 def _hash_map_order(names: tuple[str, ...]) -> tuple[int, ...]:
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise MessageIllegalError(f"property {twice!r} comes twice")
+        raise MessageIllegalError(f"property {twice!r} occurs twice")
     codes = [string_hash(name) for name in names]
     codes = [code ^ ((code & _MASK) >> 16) for code in codes]
     capacity = 16
     while len(names) > capacity * 3 // 4:
         capacity *= 2
-    # A bucket of a larger map is part of one bucket of the smallest: if none there has nine, none ever had.
+    # Each bucket of a larger map is part of one bucket of the smallest. If none there has nine names, none ever had.
     if capacity < 64 and len(names) > 8 and max(Counter(code & 15 for code in codes).values()) > 8:
         capacity = _capacity_of_crowded(codes)
     return tuple(sorted(range(len(names)), key=[code & (capacity - 1) for code in codes].__getitem__))
 
 
 def _capacity_of_crowded(codes: Sequence[int]) -> int:
-    """Return how many buckets a map has that was filled with these hashes, some of which share a bucket."""
+    """Return the number of buckets of a map filled with these hashes, many of them in one bucket."""
     capacity, counts = 16, Counter[int]()
     for number, code in enumerate(codes, 1):
         counts[code & (capacity - 1)] += 1

@@ -1,7 +1,7 @@
-r"""The JSON of the broker's config files: read, and written byte for byte.
+r"""The JSON of the broker's config files, written byte for byte as the broker does.
 
-Mirrors what fastjson makes of a ``ConfigManager`` in its pretty format. It differs from JSON in the keys of
-maps, which are written as values are, so that a number stands bare and an object stands as an object::
+Mirrors fastjson's pretty format of a ``ConfigManager``. It differs from JSON in the keys of maps, which are written
+like values: a number without quotes, an object as an object::
 
     {                                       {
     \t"offsetTable":{                       \t"offsetTable":{{
@@ -12,8 +12,8 @@ maps, which are written as values are, so that a number stands bare and an objec
                                             \t}
                                             }
 
-Before a text key there is a new line, before other keys there is none; an object that is not empty ends on a
-line of its own. A list of numbers stands in one line, others have an element a line. Order of keys is kept.
+A text key begins a new line, other keys do not. The brace that closes a non-empty object has a line of its own. A list
+of numbers is one line; other lists have a line for each element. The order of keys is kept.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ _ESCAPES: Final = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\
 
 
 class ObjectKey(tuple[tuple[str, Any], ...]):
-    """An object that stands as a key: its names and values as pairs.
+    """An object in the place of a key, as pairs of names and scalar values.
 
-    ``dict(key)`` is the object, ``ObjectKey(fields.items())`` the key. Its values are scalars.
+    ``dict(key)`` is the object, ``ObjectKey(fields.items())`` the key.
     """
 
     __slots__ = ()
 
 
 def loads(text: str | bytes) -> Any:  # noqa: ANN401 (JSON has any shape)
-    """The value of a config file: dicts, lists, texts, ints, floats, booleans, None.
+    """Parse a config file into dicts, lists, texts, ints, floats, booleans and None.
 
-    Keys are texts, ints where they stand bare, and `ObjectKey`; of equal keys the last wins. Objects may be
-    nested 64 deep. Raises `MalformedError`, which names line and column.
+    Keys are texts, ints for numbers, and `ObjectKey`; of equal keys the last one counts. Objects can be nested 64 deep.
+
+    Raises:
+        MalformedError: the text has another form; the error names line and column.
     """
     if isinstance(text, bytes):
         try:
@@ -114,7 +116,7 @@ class _Reader:
         return result
 
     def _elements(self, close: str, depth: int, element: Callable[[], None]) -> None:
-        """From behind an opening bracket to behind the closing one."""
+        """Read elements up to the closing bracket, and step behind it."""
         if depth >= _MAX_DEPTH:
             self._fail(f"less than {_MAX_DEPTH} levels")
         self._at += 1
@@ -189,9 +191,10 @@ class _Reader:
 
 
 def dumps(value: object) -> str:
-    """``value`` as the broker would write it, without a new line at the end.
+    """Return ``value`` as the broker would write it, without a new line at the end.
 
-    Raises `MalformedError` for what has no form in such a file.
+    Raises:
+        MalformedError: the file format has no form for the value.
     """
     parts: list[str] = []
     _write(value, 0, parts)
@@ -199,13 +202,13 @@ def dumps(value: object) -> str:
 
 
 class Written(str):
-    """A value as `written` has written it: `dumps` takes it as it is."""
+    """A value written by `written`, which `dumps` copies."""
 
     __slots__ = ()
 
 
 def written(value: object, depth: int) -> Written:
-    """``value`` as it stands ``depth`` objects deep, for who writes it again and again."""
+    """Return the text of ``value`` at a depth of ``depth`` objects, for callers that write it repeatedly."""
     parts: list[str] = []
     _write(value, depth, parts)
     return Written("".join(parts))
@@ -221,7 +224,7 @@ def _write(value: object, depth: int, parts: list[str]) -> None:
     elif isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         parts.append(repr(value))
     elif depth >= _MAX_DEPTH:
-        raise MalformedError(f"objects are nested more than {_MAX_DEPTH} deep")
+        raise MalformedError(f"expected objects nested at most {_MAX_DEPTH} deep")
     elif isinstance(value, Mapping):
         _write_object(value, depth, parts)
     elif isinstance(value, list | tuple):
@@ -246,7 +249,7 @@ def _write_object(value: Mapping[Any, Any], depth: int, parts: list[str]) -> Non
         else:
             raise MalformedError(f"expected text, a number or an ObjectKey as a key, found {key!r:.80}")
         parts.append(":")
-        kind = type(element)  # the usual values at once
+        kind = type(element)  # fast path for the usual values
         if kind is int:
             parts.append(repr(element))
         elif kind is str:
@@ -268,7 +271,7 @@ def _write_list(value: list[Any] | tuple[Any, ...], depth: int, parts: list[str]
     parts.append(begin[:-1] + "]")
 
 
-@lru_cache(maxsize=1024)  # names come again and again
+@lru_cache(maxsize=1024)  # names repeat
 def _quoted(text: str) -> str:
     return '"' + _ESCAPED.sub(_escape, text) + '"'
 

@@ -1,7 +1,7 @@
-"""Texts read as numbers the way Java reads them (``Integer.valueOf``, ``Long.valueOf``, ``Double.valueOf``).
+"""Numbers parsed from texts as in Java (``Integer.valueOf``, ``Long.valueOf``, ``Double.valueOf``).
 
-An integer is an optional ASCII sign and decimal digits of the basic multilingual plane, in the range of its
-type. A double is what ``Double.valueOf`` takes: control characters and spaces around it fall away, then
+An integer is an optional ASCII sign and decimal digits of the basic multilingual plane, in the range of its type. For a
+double, control characters and spaces around the text are removed. It then has one of these forms:
 
 ::
 
@@ -9,7 +9,8 @@ type. A double is what ``Double.valueOf`` takes: control characters and spaces a
     [sign] digits [. digits] [e [sign] digits] [f|d]          ASCII digits, at least one before the exponent
     [sign] 0x hex digits [. hex digits] p [sign] digits [f|d]
 
-Python's ``int`` and ``float`` take more (underscores, other spaces, ``inf``) and less (``5d``, hexadecimal).
+Python's ``int`` and ``float`` accept other texts (underscores, other spaces, ``inf``) and refuse some (``5d``,
+hexadecimal).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 from typing import Final
 
 __all__ = [
+    "DECIMAL_DIGITS",
     "DIGIT_ZEROS",
     "INT_MAX",
     "INT_MIN",
@@ -34,16 +36,17 @@ INT_MAX: Final = 2**31 - 1
 LONG_MIN: Final = -(2**63)
 LONG_MAX: Final = 2**63 - 1
 
-# The zeros of all runs of ten decimal digits in the basic multilingual plane. A table, not unicodedata, so
-# that every version of Python, Arrow's regular expressions and Spark's agree on it. Java reads UTF-16 units,
-# so that digits beyond the plane are no digits there.
+# The zeros of all runs of ten decimal digits in the basic multilingual plane. It is a table, not unicodedata, so that
+# every version of Python, Arrow and Spark agrees on it. Java reads UTF-16 units and knows no digits beyond the plane.
 DIGIT_ZEROS: Final = (
     "\u0030\u0660\u06f0\u07c0\u0966\u09e6\u0a66\u0ae6\u0b66\u0be6\u0c66\u0ce6\u0d66\u0de6\u0e50\u0ed0\u0f20\u1040"
     "\u1090\u17e0\u1810\u1946\u19d0\u1a80\u1a90\u1b50\u1bb0\u1c40\u1c50\ua620\ua8d0\ua900\ua9d0\ua9f0\uaa50\uabf0"
     "\uff10"
 )
-_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
-_INTEGER: Final = re.compile(rf"([+-]?)([{_DIGITS}]+)")
+DECIMAL_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
+"""All of them, for a class of a regular expression."""
+
+_INTEGER: Final = re.compile(rf"([+-]?)([{DECIMAL_DIGITS}]+)")
 _TO_ASCII: Final = {ord(zero) + value: str(value) for zero in DIGIT_ZEROS for value in range(10)}
 
 _TRIMMED: Final = "".join(map(chr, range(0x21)))
@@ -52,20 +55,20 @@ _HEXADECIMAL: Final = re.compile(r"([+-]?0[xX](?:[0-9a-fA-F]+\.?|[0-9a-fA-F]*\.[
 
 
 def digit_translation() -> tuple[str, str]:
-    """All decimal digits beyond ASCII, and the ASCII digit of each, in the same order."""
+    """Return all decimal digits beyond ASCII, and the ASCII digit of each, in the same order."""
     others = [(chr(code), digit) for code, digit in _TO_ASCII.items() if code > 0x7F]
     return "".join(char for char, _ in others), "".join(digit for _, digit in others)
 
 
 def java_int(text: str) -> int | None:
-    """Return ``Integer.parseInt(text)``, None where Java raises NumberFormatException."""
+    """Return ``Integer.parseInt(text)``, None if Java throws NumberFormatException."""
     if len(text) < 10 and text.isascii() and text.isdigit():  # the usual text
         return int(text)
     return _parse_integer(text, INT_MIN, INT_MAX)
 
 
 def java_long(text: str) -> int | None:
-    """Return ``Long.parseLong(text)``, None where Java raises NumberFormatException."""
+    """Return ``Long.parseLong(text)``, None if Java throws NumberFormatException."""
     if len(text) < 19 and text.isascii() and text.isdigit():
         return int(text)
     return _parse_integer(text, LONG_MIN, LONG_MAX)
@@ -84,7 +87,7 @@ def _parse_integer(text: str, smallest: int, largest: int) -> int | None:
 
 
 def parse_double(text: str) -> float | None:
-    """``Double.valueOf``; None where Java raises NumberFormatException."""
+    """Return ``Double.valueOf(text)``, None if Java throws NumberFormatException."""
     text = text.strip(_TRIMMED)
     found = _DECIMAL.fullmatch(text)
     if found is not None:

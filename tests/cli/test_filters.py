@@ -159,6 +159,6 @@ def test_tables_that_cannot_be_read_stop_no_recovery(run: Run, store: Path) -> N
         path.write_text("{")
     status, _, err = run("recover", str(store), "--config", str(store.parent / "config.json"))
     assert status == 0
-    assert err.startswith("note: bitmaps of filters are not made again: ")
+    assert err.startswith("note: bitmaps of filters are not rebuilt, ")
     (entry,) = run("queue", str(store), "T", "0")[1]
     assert json.loads(entry)["ext"]["bitmap_hex"] is None

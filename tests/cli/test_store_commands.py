@@ -56,9 +56,9 @@ def copy(store_copy: StoreCopy) -> Path:
         ("TopicTest", "4", "unknown queue: there is no queue 4 of topic 'TopicTest'"),
         ("NoSuchTopic", "0", "unknown queue"),
         ("../TopicTest", "0", "unknown queue"),
-        ("TopicTest", "x", "not a queue id: 'x'"),
-        ("TopicTest", "٣", "not a queue id"),
-        ("TopicTest", "99999999999999999999", "not a queue id"),
+        ("TopicTest", "x", "queue id: expected a whole number, found 'x'"),
+        ("TopicTest", "٣", "queue id: expected"),
+        ("TopicTest", "99999999999999999999", "queue id: expected"),
     ],
 )
 def test_unknown_queues(run: Run, store: Path, topic: str, queue_id: str, said: str) -> None:

@@ -111,7 +111,7 @@ def test_a_broker_out_of_reach_loses_its_clients() -> None:
     routes = RouteTable(a)
     beat(a, Subscription("T"))
     routes.cut("a")
-    with pytest.raises(BrokerUnreachableError, match="a can't be reached"):
+    with pytest.raises(BrokerUnreachableError, match="a cannot be reached"):
         routes.endpoint("a").call(MaxOffset("T", 0))
     assert (a.client_ids(), routes.broker_names()) == ((), ())
     routes.restore("a")

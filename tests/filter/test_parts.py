@@ -270,7 +270,7 @@ def test_policies_on_errors() -> None:
         return False
 
     for wrong in (5, "a = 1", later):  # the last would answer with a coroutine, which is true
-        with pytest.raises(ConfigError, match="a function that answers"):
+        with pytest.raises(ConfigError, match="expected a plain function"):
             WatchedPredicate(wrong, clock=ManualClock(), budget=1)  # type: ignore[arg-type]
 
 

@@ -145,7 +145,7 @@ def test_names_that_share_every_bucket_keep_their_order() -> None:
 
 
 def test_a_name_that_comes_twice_is_refused() -> None:
-    with pytest.raises(MessageIllegalError, match="'b' comes twice"):
+    with pytest.raises(MessageIllegalError, match="'b' occurs twice"):
         hash_map_order(["a", "b", "c", "b"])
 
 

@@ -1,18 +1,17 @@
-"""The fields of an operation, read from a line of JSON and checked.
+"""Fields of an operation, read from a JSON object and checked.
 
-A field that is null counts as absent. All functions raise `InputError` for what is missing, of a wrong kind
-or out of range; `message` and `check_separators` raise `MessageIllegalError` for properties that no record
-can hold.
+A field that is null counts as absent. All functions raise `InputError` if a field is missing, of a wrong kind or out of
+range. `message` and `check_separators` raise `MessageIllegalError` for properties that no record can hold.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from librmq.cli.input import check_text
 from librmq.errors import InputError, MalformedError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message
@@ -24,27 +23,8 @@ _INT32: Final = 1 << 31
 _INT64: Final = 1 << 63
 
 
-def parse(line: str | bytes) -> Row:
-    """A line's JSON object."""
-    try:
-        row = json.loads(line if isinstance(line, str) else line.decode(), parse_constant=_refuse_constant)
-    except RecursionError:
-        raise InputError("not JSON: nested too deep") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"not JSON: byte {error.start} is not UTF-8") from None
-    except ValueError as error:
-        raise InputError(f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise InputError("expected a JSON object")
-    return row
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def whole(row: Fields, name: str, least: int, most: int, default: int | None = None) -> int:
-    """A whole number from ``least`` to ``most``."""
+    """Return a whole number from ``least`` to ``most``."""
     value = row.get(name)
     if value is None:
         if default is None:
@@ -56,22 +36,22 @@ def whole(row: Fields, name: str, least: int, most: int, default: int | None = N
 
 
 def int32(row: Fields, name: str, default: int | None = None) -> int:
-    """A whole number of 32 bits."""
+    """Return a whole number of 32 bits."""
     return whole(row, name, -_INT32, _INT32 - 1, default)
 
 
 def int64(row: Fields, name: str, default: int | None = None) -> int:
-    """A whole number of 64 bits."""
+    """Return a whole number of 64 bits."""
     return whole(row, name, -_INT64, _INT64 - 1, default)
 
 
 def count(row: Fields, name: str) -> int:
-    """A whole number of 32 bits that is not negative."""
+    """Return a whole number of 32 bits that is not negative."""
     return whole(row, name, 0, _INT32 - 1)
 
 
 def text(row: Fields, name: str) -> str:
-    """Text that has UTF-8."""
+    """Return a text that UTF-8 can encode."""
     value = optional_text(row, name)
     if value is None:
         raise InputError(f"{name} is missing")
@@ -79,7 +59,7 @@ def text(row: Fields, name: str) -> str:
 
 
 def optional_text(row: Fields, name: str) -> str | None:
-    """Text that has UTF-8, None where there is none."""
+    """Return a text that UTF-8 can encode, None if the field is absent."""
     value = row.get(name)
     return None if value is None else _checked_text(name, value)
 
@@ -87,15 +67,12 @@ def optional_text(row: Fields, name: str) -> str | None:
 def _checked_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InputError(f"{name}: expected text, found {value!r:.80}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{name}: half of a surrogate pair is no text") from None
+    check_text(name, value)
     return value
 
 
 def truth(row: Fields, name: str) -> bool:
-    """True or false, which is the default."""
+    """Return true or false; false if the field is absent."""
     value = row.get(name)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{name}: expected true or false, found {value!r:.80}")
@@ -103,7 +80,7 @@ def truth(row: Fields, name: str) -> bool:
 
 
 def host(row: Fields, name: str) -> record.Host | None:
-    """An address and port, None where there is none."""
+    """Return an address with its port, None if the field is absent."""
     value = optional_text(row, name)
     try:
         return None if value is None else record.parse_host(value)
@@ -112,7 +89,7 @@ def host(row: Fields, name: str) -> record.Host | None:
 
 
 def objects(row: Fields, name: str) -> list[Row]:
-    """A list of objects."""
+    """Return a list of objects."""
     value = row.get(name)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise InputError(f"{name}: expected a list of objects")
@@ -120,7 +97,7 @@ def objects(row: Fields, name: str) -> list[Row]:
 
 
 def properties(row: Fields) -> dict[str, str]:
-    """``props``, in the order given."""
+    """Return the properties in ``props``, in the given order."""
     value = row.get("props")
     if value is None:
         return {}
@@ -130,7 +107,7 @@ def properties(row: Fields) -> dict[str, str]:
 
 
 def message(row: Fields, topic: str) -> Message:
-    """The message of an operation: ``body`` is text, ``body_b64`` bytes; properties in a client's order."""
+    """Return the message of an operation, with text from ``body`` or bytes from ``body_b64``."""
     raw = optional_text(row, "propertiesString")
     found = properties(row) if raw is None else record.decode_properties(raw)
     for name, property_name in (
@@ -151,9 +128,13 @@ def message(row: Fields, topic: str) -> Message:
 
 
 def check_separators(found: Mapping[str, str]) -> None:
-    """`MessageIllegalError` for properties that would be read as others."""
+    """Refuse properties that a reader would split into others.
+
+    Raises:
+        MessageIllegalError: a name or value contains a separator.
+    """
     if any("\1" in part or "\2" in part for item in found.items() for part in item):
-        raise MessageIllegalError("properties: characters 01 and 02 separate them in a record")
+        raise MessageIllegalError("properties: names and values cannot contain the separators 01 and 02")
 
 
 def _body(row: Fields) -> bytes:
@@ -161,7 +142,7 @@ def _body(row: Fields) -> bytes:
         raise InputError("body is missing")
     plain, encoded = optional_text(row, "body"), optional_text(row, "body_b64")
     if plain is not None and encoded is not None:
-        raise InputError("body and body_b64: one of the two is expected")
+        raise InputError("body and body_b64: expected one of the two, found both")
     if encoded is None:
         return b"" if plain is None else plain.encode()
     try:

@@ -1,20 +1,20 @@
-"""Applies operations to a store, one JSON object a line, and tells what came of each.
+"""Operations applied to a store, one JSON object a line, each answered with a row.
 
 ::
 
     put, batch                        a message, or several at once
-    half, commit, rollback            a transaction: prepared, then ended either way
-    tx_check                          a check pass over what is prepared and not ended
-    topic, subgroup, consumer_offset  the broker's own tables
-    filter                            a consumer group filters a topic
-    persist                           writes these tables
-    sleep, wait_dispatch              time goes on; nothing visible
-    crash                             lets go of the store as a process does that dies
+    half, commit, rollback            a transaction: prepared, then ended
+    tx_check                          a check pass over the halves that have not ended
+    topic, subgroup, consumer_offset  the broker's tables
+    filter                            a consumer group's filter on a topic
+    persist                           saves these tables
+    sleep, wait_dispatch              moves time; does nothing visible
+    crash                             abandons the store, like a process that dies
 
-Time is that of the operations: it stands still but for ``at_ms`` of a row and for ``sleep``. From the first ``at_ms``
-on delayed messages are delivered on the way, looked at every 100 ms.
+Only ``at_ms`` of a row and ``sleep`` move time. From the first ``at_ms`` on, delayed messages are delivered on the way,
+on a grid of 100 ms.
 
-Transactions are those of `librmq.txn`, as in RocketMQ 4.9: a second end is not refused.
+Transactions are those of `librmq.txn`, and behave as in RocketMQ 4.9: a second end is not refused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from librmq.cli.input import parse_object
 from librmq.cli.load import fields
 from librmq.cli.load.fields import Row
 from librmq.clock import ManualClock, SystemClock
@@ -69,20 +70,22 @@ def run(
     warn: Callable[[str], None],
     timer: TimerConfig | None = None,
 ) -> None:
-    """Apply the operations in ``lines`` to the store in ``store_path``, which is made where there is none.
+    """Apply the operations in ``lines`` to the store in ``store_path``, which is made if it does not exist.
 
-    ``write`` gets the row of each operation as soon as it is acknowledged, before the next line is asked
-    for; ``warn`` gets the reasons of refusals. Afterwards, and whatever is raised, the store is closed
-    cleanly with all that came before; ``crash`` ends the run with a store that is not. ``config`` None takes
-    the sizes from the files that are there. ``timer`` are the settings of a timer wheel, None takes those of a store
-    that has one: with it messages may name a time of their own, and are written as 5.x does.
+    ``write`` gets the row of each operation as soon as it is acknowledged, before the next line is read; ``warn`` gets
+    the reasons of refusals. The store is closed cleanly at the end, also after an error; ``crash`` ends the run without
+    closing it. Without ``config`` the sizes come from the store's files. ``timer`` has the settings of a timer wheel;
+    without it those of a store that has one count. With a wheel, messages can name a delivery time, and are written as
+    in 5.x.
 
-    `InputError` names a line that is no valid operation; `CorruptionError` if the broker's tables can't be
-    read; and what `MessageStore.open` raises, before the first line is asked for.
+    Raises:
+        InputError: a line is no valid operation; the error names it.
+        CorruptionError: the broker's tables are unreadable.
+        StoreError: `MessageStore.open` failed, before the first line was read.
     """
     clock = _OperationClock(SystemClock().now_ms())
     folder, files = os.path.join(store_path, directory.CONFIG), DiskFiles()
-    filters = BrokerTables.open(folder, files=files).registrations(clock.now_ms())  # recovery may make bitmaps
+    filters = BrokerTables.open(folder, files=files).registrations(clock.now_ms())  # recovery can need bitmaps
     store = MessageStore.open(store_path, config, clock=clock, files=files, filters=filters)
     crashed = False
     try:
@@ -108,7 +111,7 @@ def run(
 
 
 class _OperationClock(ManualClock):
-    """A clock that shows the time of the start until the operations name theirs."""
+    """A clock that shows the time of the start until the operations name a time."""
 
     def start_at(self, now_ms: int) -> None:
         self._now_ms = now_ms
@@ -116,7 +119,7 @@ class _OperationClock(ManualClock):
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """A prepared message, as its producer remembers it."""
+    """Place and group of a half message."""
 
     physical_offset: int
     queue_offset: int
@@ -124,7 +127,7 @@ class _Half:
 
 
 class _Operations:
-    """What one run knows beside the store."""
+    """The state of one run."""
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class _Operations:
         self._tell = tell
         self._line = 0
         self._stamped = False  # whether a message was put
-        self._schedule: DelaySchedule | None = None  # from the first at_ms on, before which nothing is looked for
+        self._schedule: DelaySchedule | None = None  # made at the first at_ms, before which nothing is delivered
         self._halves: dict[str, _Half] = {}
         self._transactions = Transactions(store, tables, clock.now_ms(), make_topic=tables.make_topic, original=True)
         self._timers = timers
@@ -166,10 +169,14 @@ class _Operations:
         }
 
     def apply(self, number: int, line: str | bytes) -> Row:
-        """The row that answers the operation in a line; `InputError` if there is none in it."""
+        """Apply the operation in a line and return the row that answers it.
+
+        Raises:
+            InputError: the line is no valid operation.
+        """
         self._line = number
         try:
-            row = fields.parse(line)
+            row = parse_object(line)
             name = fields.text(row, "op")
             apply = self._apply.get(name)
             if apply is None:
@@ -187,10 +194,11 @@ class _Operations:
 
     def _move_to(self, now_ms: int) -> None:
         if self._schedule is None:
-            # Operations are often recorded ones, so the first time may lie before the start, as long as no
-            # message bears the time of the start.
+            # Recorded operations can begin before the start of this run, unless a message already has its time.
             if now_ms < self._clock.now_ms() and self._stamped:
-                raise InputError(f"at_ms: {now_ms} lies before the start, of which messages bear the time")
+                raise InputError(
+                    f"at_ms: expected at least {self._clock.now_ms()}, the time of earlier messages, found {now_ms}"
+                )
             self._clock.start_at(now_ms)
             self._schedule = DelaySchedule(self._store, self._tables, now_ms, _LOOKS)
             if self._early_filters:
@@ -198,18 +206,18 @@ class _Operations:
                 for early in self._early_filters:
                     self._filters.register(*early, now_ms)
         elif now_ms < self._clock.now_ms():
-            raise InputError(f"at_ms: it is {self._clock.now_ms()} already, time can't go back to {now_ms}")
+            raise InputError(f"at_ms: expected at least {self._clock.now_ms()}, the time now, found {now_ms}")
         self._pass_to(now_ms)
 
     def _sleep(self, row: Row) -> Row:
         now_ms = self._clock.now_ms() + fields.whole(row, "ms", 0, _LAST_MS)
         if now_ms > _LAST_MS:
-            raise InputError("ms: leads beyond the year 9999")
+            raise InputError("ms: expected a time before the year 10000")
         self._pass_to(now_ms)
         return {}
 
     def _pass_to(self, now_ms: int) -> None:
-        """Let time pass, and deliver on the way what becomes due."""
+        """Let time pass, and deliver each message when it becomes due."""
         clock = self._clock
         due_ms = self._run_due()
         while due_ms is not None and due_ms <= now_ms:
@@ -218,7 +226,7 @@ class _Operations:
         clock.move_to(now_ms)
 
     def _run_due(self) -> int | None:
-        """Deliver what is due now; returns when there is more, once the operations have named a time."""
+        """Deliver due messages, and return the next due time; None before the operations have named a time."""
         if self._schedule is None:
             return None
         now_ms = self._clock.now_ms()
@@ -238,7 +246,7 @@ class _Operations:
         return self._taken(append)
 
     def _compress(self, row: Row, message: Message, sys_flag: int) -> int:
-        """Compress the body if the operation asks for it; returns the flags that say so."""
+        """Compress the body if the operation asks for it, and return the flags of the record."""
         bits = _COMPRESSION_TYPE_BITS if fields.truth(row, "compressionTypeBits") else 0
         if not fields.truth(row, "compress") or not message.body:
             return sys_flag
@@ -266,7 +274,7 @@ class _Operations:
             messages = [fields.message(one, topic) for one in fields.objects(row, "messages")]
             fields.check_separators(added)
             if parse_level(added.get(record.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
-                raise MessageIllegalError("a batch can't be delayed")
+                raise MessageIllegalError("a batch cannot be delayed")
             encoded = encode_batch(
                 BatchItem(message.body, message.flag, record.encode_properties(message.properties))
                 for message in messages
@@ -279,7 +287,7 @@ class _Operations:
         return {"batch_body_b64": base64.b64encode(encoded).decode(), **answer}
 
     def _taken(self, append: Callable[[], list[AppendResult]]) -> Row:
-        """The fields that tell where messages went, or that they were refused."""
+        """Append, and return the fields with the messages' places, or with the status of a refusal."""
         try:
             results = append()
         except MessageIllegalError as error:
@@ -330,7 +338,7 @@ class _Operations:
         name = fields.text(row, "id")
         half = self._halves.get(name)
         if half is None:
-            raise InputError(f"id: no half message {name!r:.80} is known")
+            raise InputError(f"id: unknown half message {name!r:.80}")
         group = fields.optional_text(row, "producerGroup")
         code = _SUCCESS
         try:
@@ -417,7 +425,7 @@ class _Operations:
         return {"registered": registered}
 
     def persist(self) -> None:
-        """Write the broker's tables."""
+        """Save the broker's tables."""
         now_ms = self._clock.now_ms()
         self._run_due()
         if self._schedule is not None:
@@ -438,11 +446,11 @@ class _Operations:
 
 
 def _origin(row: Row, sys_flag: int) -> dict[str, Any]:
-    """From where and when the messages of an operation come, as keywords of the store."""
+    """Return origin and times of an operation's messages, as keywords of the store."""
     born_host, store_host = fields.host(row, "bornHost") or _BORN_HOST, fields.host(row, "storeHost")
     for host, bit in ((born_host, record.BORN_HOST_V6), (store_host, record.STORE_HOST_V6)):
         if sys_flag & bit and (host is None or ":" not in host[0]):
-            raise MessageIllegalError("sysFlag: says that a host is IPv6 which is not")
+            raise MessageIllegalError("sysFlag: expected an IPv6 host, as the flag says")
     return {
         "born_timestamp_ms": fields.int64(row, "bornTimestamp", _BORN_TIMESTAMP_MS),
         "born_host": born_host,

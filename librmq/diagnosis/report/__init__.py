@@ -1,6 +1,6 @@
-"""One page for people: sections of words, plots and tables, as HTML that opens offline.
+"""The page of a report: sections with words, plots and tables, as HTML that opens offline.
 
-Nothing on it comes from elsewhere: plots are drawn into the page, there is no script, and every text from a store is
+The page is complete in itself: plots are part of it, it has no script, and every text from a store is
 escaped. Needs the extra ``report``.
 """
 

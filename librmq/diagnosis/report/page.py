@@ -1,4 +1,4 @@
-"""The page: what stands on it, and how it is written."""
+"""The page of a report and its parts, written as HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Page", "Section", "Tile"]
 
 @dataclass(frozen=True)
 class Tile:
-    """A number to be seen first."""
+    """A number at the top of the page."""
 
     what: str
     value: str
@@ -25,7 +25,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what it tells in a sentence or two, a plot (SVG from `librmq.diagnosis.report.plots`), a table."""
+    """A heading with a short explanation, a plot (SVG from `librmq.diagnosis.report.plots`) and a table."""
 
     title: str
     about: str
@@ -33,14 +33,14 @@ class Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[Any]] = ()
     nothing: str = ""
-    """What is said where there are no rows."""
+    """The sentence in place of a table without rows."""
     left_out: int = 0
-    """How many rows there are beyond those given."""
+    """Number of further rows that the table leaves out."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """All of it."""
+    """The whole page."""
 
     title: str
     about: str
@@ -48,7 +48,11 @@ class Page:
     sections: Sequence[Section] = field(default_factory=tuple)
 
     def html(self) -> str:
-        """The page as HTML. `MissingExtraError` without the extra ``report``."""
+        """Return the page as HTML.
+
+        Raises:
+            MissingExtraError: the extra ``report`` is not installed.
+        """
         try:
             from jinja2 import Environment, StrictUndefined
         except ImportError:
@@ -60,7 +64,7 @@ class Page:
 
 
 def _shown(value: Any) -> str:
-    """Return ``value`` as people read it."""
+    """Format a value for people."""
     if value is None:
         return "–"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Plots as SVG, to be put into a page as they are."""
+"""Plots as SVG, ready to insert into a page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["bars", "lines", "visible"]
 _COLOURS: Final = ("#2a6f97", "#e07a5f", "#6a994e", "#9c6ade", "#bc6c25", "#e9b44c", "#c1121f", "#7f8c8d")
 _LONGEST: Final = 38
 _STYLE: Final[dict[Any, Any]] = {
-    "svg.fonttype": "none",  # texts stay texts: the reader's fonts know more scripts than ours
+    "svg.fonttype": "none",  # keep texts as texts, because the reader's fonts have more scripts
     "svg.hashsalt": "librmq",
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -36,7 +36,7 @@ _STYLE: Final[dict[Any, Any]] = {
 
 @contextmanager
 def _drawing(height: float) -> Iterator[tuple[Any, Any, list[str]]]:
-    """A figure and its axes; what is drawn is appended to the list, as SVG."""
+    """Open a figure and its axes; at the end the SVG is appended to the list."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -44,20 +44,20 @@ def _drawing(height: float) -> Iterator[tuple[Any, Any, list[str]]]:
         raise MissingExtraError("drawing plots", "report") from None
     found: list[str] = []
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of glyphs that our fonts lack
+        warnings.simplefilter("ignore")  # about glyphs that the fonts here lack
         figure = Figure(figsize=(9, height), layout="constrained")
         yield figure, figure.subplots(), found
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     svg = drawn.getvalue()
     svg = svg[svg.index("<svg") :]
-    # Within a page names of name spaces have no meaning; without them there is no address at all in it.
+    # A page needs no names of name spaces. Without them it contains no address at all.
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     found.append(re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg))
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with each character that could hide or reorder text written as its code."""
+    """Return ``text`` with codes in place of characters that could hide or reorder text."""
     return "".join(one if unicodedata.category(one)[0] != "C" else f"\\u{ord(one):04x}" for one in text)
 
 
@@ -67,7 +67,7 @@ def _short(text: str) -> str:
 
 
 def bars(values: Sequence[tuple[str, float]], unit: str) -> str:
-    """Horizontal bars, the first on top; ``unit`` says what is counted."""
+    """Draw horizontal bars, the first at the top; ``unit`` labels the axis."""
     with _drawing(0.9 + 0.32 * max(1, len(values))) as (_, axes, svg):
         names = [_short(name) for name, _ in values]
         places = range(len(values))
@@ -82,7 +82,7 @@ def bars(values: Sequence[tuple[str, float]], unit: str) -> str:
 
 
 def lines(series: Mapping[str, Sequence[tuple[datetime, float]]], unit: str) -> str:
-    """Lines over time, UTC."""
+    """Draw lines over time, in UTC."""
     with _drawing(3.4) as (_, axes, svg):
         for number, (name, points) in enumerate(series.items()):
             times = [time for time, _ in points]
