@@ -1,10 +1,10 @@
-"""Every instance hears of every change: caches that are refreshed by broadcasting.
+"""Refresh the caches of all instances by broadcasting each change.
 
     python examples/broadcast_cache.py
 
-In a group that is `CLUSTERING` one instance gets a message; `BROADCASTING` brings it to all. Each keeps its own
-progress in its own folder, so give instances names that stay. Nothing is sent back: a refresh that fails is logged and
-gone, so what a listener does here should be hard to get wrong, such as forgetting a key.
+In a `CLUSTERING` group one instance gets a message, in a `BROADCASTING` group every instance. Each keeps its own
+progress in its own folder, so give instances permanent names. A failed refresh is logged and not repeated, so let a
+listener do only simple work here, such as forgetting a key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from librmq.protocol import Route
 
 
 class Catalogue:
-    """One web server: it answers from its cache, and asks the database for what is not there."""
+    """A web server that answers from its cache, and otherwise asks the database."""
 
     def __init__(self, route: Route, name: str, database: dict[str, int], folder: str) -> None:
         self.name = name
@@ -42,11 +42,11 @@ class Catalogue:
 
 def main(folder: str) -> list[Catalogue]:
     database = {"coat": 120, "hat": 30}
-    runner = ManualRunner()  # by hand, so that this ends at once; an application leaves it out
+    runner = ManualRunner()  # driven by hand, so this ends at once; an application leaves it out
     with Broker.temporary(runner=runner) as broker:
         broker.create_topic("prices", 2)
         servers = [Catalogue(broker, name, database, folder) for name in ("web-1", "web-2", "web-3")]
-        runner.advance(1_000)  # an instance hears of what is sent from when it has found its queues
+        runner.advance(1_000)  # an instance gets messages sent after it has found its queues
         producer = Producer(broker, "backoffice")
 
         def show(when: str) -> None:

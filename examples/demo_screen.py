@@ -1,4 +1,4 @@
-"""How both parts of the demo show what they do: steps, words, lines of code, tables, answers."""
+"""The screen of both parts of the demo: steps, sentences, lines of code, tables, answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if isinstance(sys.stdout, TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # where output is not UTF-8
+    sys.stdout.reconfigure(errors="replace")  # if the output is not UTF-8
 CONSOLE = Console(highlight=False)
 CONSOLE.width = min(CONSOLE.width, 120)
 
@@ -42,7 +42,7 @@ def answers(*rows: tuple[bool, str]) -> None:
 
 
 def table(*columns: str) -> Table:
-    """An empty table; columns that begin with # hold numbers, the last one takes what room there is."""
+    """Return an empty table; columns that begin with # hold numbers, and the last one takes the remaining width."""
     made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
     for name in columns:
         number = name.startswith("#")

@@ -1,9 +1,9 @@
-"""The second part of the demo: the same stores on Spark, and a page with plots.
+"""Show the stores of the first part of the demo on Spark, and write a page with plots.
 
-    python examples/demo_spark.py [FOLDER]      (./demo runs it behind examples/demo_store.py, which makes FOLDER)
+    python examples/demo_spark.py [FOLDER]      (./demo runs it after examples/demo_store.py, which makes FOLDER)
 
-Reads both stores of the first part as one table, applies a production filter, writes messages, all or nothing, and
-leaves ``report.html`` in FOLDER for a browser. Needs ``pip install 'librmq[cli,spark,jvm,report]'``.
+Reads both stores as one table, applies a production filter, writes messages atomically, and leaves ``report.html`` in
+FOLDER for a browser. Needs ``pip install 'librmq[cli,spark,jvm,report]'``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def show(folder: Path, stores: list[str]) -> int:
 
     step(8, "Two stores as one table")
     code("messages = spark.read.format('rocketmq').load([broker, continued])", "messages.groupBy('topic', 'store')…")
-    say("Workers map the logs and decode them to Arrow; no lock is taken, no body passes the driver.")
+    say("Workers map the logs and decode them to Arrow. They take no lock, and no body passes through the driver.")
     messages = spark.read.format("rocketmq").load(stores).cache()
     counts = messages.groupBy("topic").pivot("store", [*stores]).count().orderBy("topic").collect()
     show_rows("topic", "#broker", "#continued", rows=[tuple(row) for row in counts])
@@ -63,12 +63,12 @@ def show(folder: Path, stores: list[str]) -> int:
     step(9, "The broker's filter as a column")
     expression = "TAGS IN ('demo', 'TagA') AND KEYS IS NOT NULL"
     code(f'messages.where(match_sql("properties", "{expression}"))')
-    say("An SQL92 expression as consumers send it to a broker, as a native expression of Spark, with the same answers:")
+    say("The SQL92 expression that a consumer sends to a broker, as a native Spark expression with the same answers:")
     matching = messages.where(match_sql("properties", expression)).groupBy("tags").count().orderBy("tags").collect()
     show_rows("tag", "#messages that match", rows=[tuple(row) for row in matching])
     messages.unpersist()
 
-    step(10, "Who is behind")
+    step(10, "Groups that are behind")
     code("run(spark, 'backlog', [broker, continued])")
     behind = run(spark, "backlog", stores).where("lag > 0 and topic != 'SCHEDULE_TOPIC_XXXX'")
     rows = behind.groupBy("group", "topic").sum("lag").orderBy("sum(lag)", ascending=False).limit(MOST).collect()
@@ -87,18 +87,18 @@ def show(folder: Path, stores: list[str]) -> int:
     written = spark.read.format("rocketmq").load(str(target)).count()
     sound = verify(str(target)).sound
     answers(
-        (written == 1000, f"{written:,} messages are there: the second time the job was there already"),
-        (sound, "verify finds nothing wrong with the store that Spark made"),
+        (written == 1000, f"{written:,} messages are there: the second run of the same job wrote nothing"),
+        (sound, "verify finds no damage in the store that Spark made"),
     )
 
-    step(12, "One page for all of it")
+    step(12, "A report on one page")
     page = folder / "report.html"
     page.write_text(overview(spark, stores, title="The stores of the demo").html(), encoding="utf-8")
     command = Path(sys.executable).parent / "librmq"
     code(f"{command} report {' '.join(stores)} --out {page}")
     say(
-        f"[bold]{page}[/bold] has lag, rates, uneven queues, duplicates, what is pending and dead, with plots. "
-        "Open it in a browser; it needs no network. docs/spark.md tells the rest."
+        f"[bold]{page}[/bold] shows lag, rates, uneven queues, duplicates, pending and dead messages, with plots. "
+        "Open it in a browser; it needs no network. docs/spark.md has the details."
     )
     CONSOLE.print()
     CONSOLE.print(Rule(style="cyan"))
@@ -116,7 +116,7 @@ def show_rows(*columns: str, rows: Sequence[Sequence[object]]) -> None:
 
 
 def plain(value: object) -> str:
-    """A value on one line: what a terminal could take for a command is escaped."""
+    """Return a value on one line, with control characters escaped."""
     if isinstance(value, int):
         return f"{value:,}"
     text = repr(value)[1:-1] if isinstance(value, str) else "" if value is None else str(value)

@@ -1,9 +1,10 @@
-"""Opens a real broker's store, searches it, goes on writing it, dies on purpose, recovers, verifies; shows it all.
+"""Open a real broker's store, search it, append to it, die on purpose, recover and verify.
 
     python examples/demo_store.py [FOLDER]      (or ./demo [FOLDER], which makes the environment first)
 
-The store is the one in ``tests/data``: a RocketMQ 4.9.4 broker wrote it. It is unpacked to FOLDER (``demo-output``
-unless given) and left there, for you to try the ``librmq`` command on. Needs rich: ``pip install 'librmq[cli]'``.
+The store is the one in ``tests/data``, which a RocketMQ 4.9.4 broker wrote. The demo unpacks it to FOLDER
+(``demo-output`` by default) and leaves it there, so that you can try the ``librmq`` command. Needs rich: ``pip install
+'librmq[cli]'``.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from librmq.store.recovery.verify import verify
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
 ABOUT = "Made by examples/demo_store.py, which replaces this folder on each run."
 TOPIC, KEY = "OrderTopic", "key14"
-WANTED = 600  # messages that must have been acknowledged before the writer is killed
-TORN = 60  # bytes of a record that never became whole
+WANTED = 600  # acknowledged messages before the writer is killed
+TORN = 60  # bytes of an incomplete record
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="demo", description="Shows what librmq does with a broker's store.")
-    parser.add_argument("folder", nargs="?", default="demo-output", type=Path, help="where to (demo-output)")
+    parser.add_argument("folder", nargs="?", default="demo-output", type=Path, help="the folder to make (demo-output)")
     parser.add_argument("--write-from-ms", type=int, help=argparse.SUPPRESS)  # for the process that is killed
     chosen = parser.parse_args(arguments)
     folder: Path = chosen.folder
@@ -55,60 +56,60 @@ def main(arguments: Sequence[str]) -> int:
 
     CONSOLE.print(Rule("[bold]librmq[/bold]: the store of a message broker, opened without the broker", style="cyan"))
     say(
-        "RocketMQ brokers keep their messages in plain files. This demo takes the files that a real 4.9.4 broker "
-        "wrote, looks into them, goes on writing them, pulls the plug, and puts everything right again."
+        "RocketMQ brokers keep their messages in plain files. This demo takes the files of a real 4.9.4 broker, "
+        "searches them, appends to them, kills the writer, and recovers."
     )
 
     step(1, "A broker's directory")
     unpack(folder)
     kind = recognise(str(broker), DiskFiles())
-    say(f"Unpacked to [bold]{shown(broker)}[/bold]. What librmq takes it for: [bold]{kind.value}[/bold].")
+    say(f"Unpacked to [bold]{shown(broker)}[/bold]. librmq recognises it as: [bold]{kind.value}[/bold].")
     show_files(broker)
     with MessageStore.open(broker, read_only=True) as store:
         messages = list(store)
         step(2, "Its queues")
         code("store = MessageStore.open(path, read_only=True)", "store.queues")
         say(
-            "Opened for reading: no lock is taken and no byte is changed. A topic is spread over queues; in each, "
-            "messages are numbered from 0. Names such as %RETRY% and SCHEDULE_TOPIC are the broker's own."
+            "Opening for reading takes no lock and changes no byte. A topic has several queues, and messages are "
+            "numbered from 0 in each. Names such as %RETRY% and SCHEDULE_TOPIC belong to the broker."
         )
         show_queues(store)
 
         step(3, "Messages by key, by id, by time")
         code(f"store.find_by_key({TOPIC!r}, {KEY!r})")
         found = store.find_by_key(TOPIC, KEY)
-        say(f"The key index leads to [bold]{len(found)} of {len(messages)}[/bold] messages; the log is not searched.")
+        say(f"The key index finds [bold]{len(found)} of {len(messages)}[/bold] messages, without a search of the log.")
         show_messages(found)
         wanted = found[0].message_id
         code(f"store.find_by_id({wanted!r})")
         show_messages(store.find_by_id(wanted))
         moment = (messages[0].store_timestamp_ms + messages[-1].store_timestamp_ms) // 2
         code(f"at = store.queue_offset_at({TOPIC!r}, 0, {moment})", f"store.read({TOPIC!r}, 0, at, 3).messages")
-        say(f"What was being stored in queue 0 at [bold]{time_of(moment)}[/bold]:")
+        say(f"Messages stored in queue 0 around [bold]{time_of(moment)}[/bold]:")
         show_messages(store.read(TOPIC, 0, store.queue_offset_at(TOPIC, 0, moment), 3).messages)
 
-    step(4, "Going on where the broker stopped, and dying")
+    step(4, "Continuing where the broker stopped, and dying")
     shutil.copytree(broker, continued)
     now_ms = messages[-1].store_timestamp_ms + 60_000  # a minute after the broker's last message
     code(f"store.append(Message({TOPIC!r}, body, keys=…), queue_id)")
     say(
-        f"Another process opens a copy, [bold]{shown(continued)}[/bold], and appends as fast as it can. Each message "
-        "is acknowledged once its record stands in the log. In the middle of this it is killed (kill -9)."
+        f"Another process opens a copy, [bold]{shown(continued)}[/bold], and appends as fast as it can. A message is "
+        "acknowledged once its record is in the log. In the middle of this the demo kills the process (kill -9)."
     )
     acknowledged = append_in_a_process_that_dies(continued, now_ms)
     tear(continued, acknowledged[-1])
     say(
         f"[bold]{len(acknowledged):,}[/bold] messages were acknowledged. Queues and index are written in batches, so "
-        f"some of the last may be missing there. To make it worse, the demo added {TORN} bytes of a record that never "
-        "became whole, as a power failure leaves them. What verify says of it:"
+        f"the last messages can be missing there. To make it worse, the demo added {TORN} bytes of an incomplete "
+        "record, as a power failure leaves them. verify finds:"
     )
     code("verify(path)")
     show_damage(continued, verify(str(continued)).damage)
 
-    logging.getLogger("librmq").addHandler(logging.NullHandler())  # the screen shows what the log would repeat
+    logging.getLogger("librmq").addHandler(logging.NullHandler())  # the screen shows the same
     step(5, "Recovery")
     code("store = MessageStore.open(path)", "store.recovered")
-    say("Opening is enough: the abort marker tells that nobody closed the store. What was cut or written again:")
+    say("Opening recovers: the abort marker shows that the store was not closed. The recovery cut or rewrote:")
     with MessageStore.open(continued, clock=ManualClock(now_ms + 60_000)) as store:
         show_damage(continued, store.recovered)
         recovered = {message.physical_offset: message for message in store}
@@ -122,25 +123,25 @@ def main(arguments: Sequence[str]) -> int:
         (same == len(messages), f"{same:,} of the broker's {len(messages):,} messages are there, byte for byte"),
         (kept == everything, f"{kept:,} of {everything:,} acknowledged messages are there"),
         (keyed == everything, f"{keyed:,} of {everything:,} are found by their keys"),
-        (result.queue_offset > 0, f"writing goes on: the next message is number {result.queue_offset} of queue 0"),
-        (sound, "the store was closed, and verify finds nothing wrong"),
+        (result.queue_offset > 0, f"writing continues: the next message is number {result.queue_offset} of queue 0"),
+        (sound, "the store was closed, and verify finds no damage"),
     )
 
     step(6, "One changed byte")
     shutil.copytree(broker, damaged)
     change_a_byte(damaged, found[-1])
     say(
-        f"In a third copy, [bold]{shown(damaged)}[/bold], one bit of one message's body was turned over. Bodies have a "
-        "checksum, so verify finds it. A record that can't be read ends the log; entries, keys and times of what lies "
-        "behind it have nothing to rest on, and are told too:"
+        f"In a third copy, [bold]{shown(damaged)}[/bold], the demo flips one bit of one message's body. Bodies have a "
+        "checksum, so verify finds it. An unreadable record ends the log, so verify also reports the entries, keys and "
+        "times of the records behind it:"
     )
     code("verify(path)")
     damage = verify(str(damaged)).damage
     show_damage(damaged, damage)
 
-    step(7, "What is where, and what to try next")
+    step(7, "Folders and next steps")
     show_places(folder)
-    say("The librmq command does all of this from a shell, as tables on a terminal and as JSON lines in a pipe:")
+    say("The librmq command does all of this from a shell, with tables on a terminal and JSON lines in a pipe:")
     command = shown(Path(sys.executable).parent / "librmq")
     code(
         f"{command} queues {shown(broker)}",
@@ -152,8 +153,8 @@ def main(arguments: Sequence[str]) -> int:
         f"{command} broker-conf {shown(continued)}",
     )
     say(
-        "Mind the last but one: recovery cuts the log at the first record that can't be read, as the broker would, and "
-        "what lies behind goes with it. The tutorial is docs/store.md, the commands stand in docs/cli.md."
+        "Take care with recover: like the broker, it cuts the log at the first unreadable record, with all records "
+        "behind it. The tutorial is docs/store.md; docs/cli.md describes the commands."
     )
     CONSOLE.print()
     CONSOLE.print(Rule(style="cyan"))
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def may_be_replaced(folder: Path) -> bool:
-    """Whether nothing of anybody's is lost: there is nothing, an empty folder, or what the demo left."""
+    """Return whether the folder is missing, empty, or left by the demo, so that replacing it loses nothing."""
     if not folder.is_dir():
         return not folder.exists()
     about = folder / "README.txt"
@@ -172,12 +173,12 @@ def may_be_replaced(folder: Path) -> bool:
 
 
 def unpack(folder: Path) -> None:
-    """Lay the broker's store out in ``folder/broker``."""
+    """Unpack the broker's store to ``folder/broker``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "README.txt").write_text(
-        f"{ABOUT}\n\nbroker/     as a RocketMQ 4.9.4 broker left it\ncontinued/  a copy that librmq appended to, died "
-        "over, and recovered\ndamaged/    a copy with one changed bit in the log\n",
+        f"{ABOUT}\n\nbroker/     as a RocketMQ 4.9.4 broker left it\ncontinued/  a copy with appended messages, "
+        "recovered after a kill\ndamaged/    a copy with one changed bit in the log\n",
         encoding="utf-8",
     )
     with tarfile.open(ARCHIVE, "r:xz") as archive:
@@ -195,8 +196,8 @@ def key_of(number: int) -> str:
 
 
 def write_until_killed(path: Path, now_ms: int) -> None:
-    """The process that dies: appends for ever, and prints each physical offset once it is acknowledged."""
-    clock = ManualClock(now_ms)  # the demo's own time, so that it does not depend on this machine's
+    """Append until the process is killed, and print each acknowledged physical offset."""
+    clock = ManualClock(now_ms)  # so that the demo does not depend on this machine's time
     store = MessageStore.open(path, clock=clock)
     for number in count(1):
         clock.advance(ms=1)
@@ -217,7 +218,7 @@ def append_in_a_process_that_dies(path: Path, now_ms: int) -> list[int]:
             )
         ]
         writer.kill()
-        rest = writer.stdout.readlines()  # of what it had done before it noticed
+        rest = writer.stdout.readlines()  # printed before the kill took effect
     return [int(line) for line in first + rest if line.endswith(b"\n")]
 
 
@@ -226,7 +227,7 @@ def tear(path: Path, some_record: int) -> None:
     folder = path / "commitlog"
     size = min(folder.iterdir()).stat().st_size
     for made in folder.iterdir():
-        os.truncate(made, size)  # the writer may have died while it made the last one
+        os.truncate(made, size)  # the kill can have left the last file too long
     with CommitLog.open(str(folder), size, writable=False) as log:
         end, raw = log.end, log.read(some_record)
     assert raw is not None
@@ -236,7 +237,7 @@ def tear(path: Path, some_record: int) -> None:
 
 
 def change_a_byte(path: Path, message: StoredMessage) -> None:
-    """Turn one bit over in the body of a message, in the file of the log."""
+    """Flip one bit of a message's body in the log file."""
     folder = path / "commitlog"
     size = min(folder.iterdir()).stat().st_size
     place = message.physical_offset + message.raw.index(message.stored_body)
@@ -253,12 +254,12 @@ def change_a_byte(path: Path, message: StoredMessage) -> None:
 def show_files(path: Path) -> None:
     made = table("path", "#files", "#bytes", "what it holds")
     for name, what in (
-        ("commitlog", "every message of every topic, one behind the other"),
-        ("consumequeue", "for each queue, where in the log its messages are"),
+        ("commitlog", "every message of every topic, one after the other"),
+        ("consumequeue", "for each queue, the places of its messages in the log"),
         ("index", "hash tables from keys and ids to the log"),
-        ("config", "topics, groups, and how far each group has consumed"),
-        ("checkpoint", "up to when all of this is on the disk"),
-        ("lock", "held by whoever writes"),
+        ("config", "topics, groups, and the progress of each group"),
+        ("checkpoint", "times up to which everything is on the disk"),
+        ("lock", "locked by the writer"),
     ):
         files = [path / name] if (path / name).is_file() else [one for one in (path / name).rglob("*") if one.is_file()]
         made.add_row(
@@ -301,7 +302,7 @@ def show_messages(messages: Iterable[StoredMessage]) -> None:
 
 
 def show_damage(store: Path, damage: Sequence[Damage]) -> None:
-    """One row for each kind of damage in each part of the store; the first of them stands for all."""
+    """Draw a row for each kind of damage in each part of the store, with the first of that kind."""
     parts = Counter((part_of(store, one), one.kind) for one in damage)
     made = table("#found", "kind", "the first of them")
     for (part, kind), number in parts.items():
@@ -318,8 +319,8 @@ def part_of(store: Path, damage: Damage) -> str:
 def show_places(folder: Path) -> None:
     made = table("folder", "what it is")
     for name, what in (
-        ("broker", "the broker's store, as it was left; nothing was changed"),
-        ("continued", "the copy that was appended to, died over, and recovered; sound"),
+        ("broker", "the broker's store, unchanged"),
+        ("continued", "the copy with appended messages, recovered after a kill; sound"),
         ("damaged", "the copy with one changed bit"),
     ):
         made.add_row(shown(folder / name), what)
@@ -331,13 +332,13 @@ def time_of(timestamp_ms: int) -> str:
 
 
 def short(text: str, length: int) -> str:
-    """Text from a message on one line: what a terminal could take for a command is escaped."""
+    """Return text from a message on one line, with control characters escaped."""
     line = repr(text)[1:-1]
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def shown(path: Path) -> str:
-    """A path as one would type it here."""
+    """Return a path relative to the current folder if possible."""
     path = Path(os.path.abspath(path))
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

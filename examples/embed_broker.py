@@ -1,4 +1,4 @@
-"""A broker inside an application: threads send, a group consumes, and everything ends in order.
+"""Run a broker inside an application: threads send, a group consumes, and everything shuts down in order.
 
     python examples/embed_broker.py [FOLDER]      (a temporary folder unless given)
 
@@ -22,13 +22,13 @@ def main(path: str) -> None:
     before = set(threading.enumerate())
     charged: Queue[str] = Queue()
 
-    # Leaving a `with` shuts down what it opened, the last one first: producer, consumer, broker.
+    # The end of the `with` shuts down producer, consumer and broker, the last one first.
     with Broker.open(path, store_config=StoreConfig()) as broker:
         billing = PushConsumer(broker, "billing", threads=4)
 
         @billing.subscribe("orders", tags="created")
         def charge(message: DeliveredMessage) -> None:
-            """Runs in a thread of librmq. Returning means consumed; an exception means once more, in 10 s."""
+            """Run in a thread of librmq. Returning means consumed; after an exception the message comes again."""
             charged.put(message.keys[0])
 
         with billing, Producer(broker, "shop") as producer:
@@ -45,13 +45,13 @@ def main(path: str) -> None:
             for thread in shops:
                 thread.join()
 
-            # A shutdown waits for listeners that run, up to 5 s, and stores how far the group has come.
+            # A shutdown waits up to 5 s for running listeners, and stores the group's progress.
             print("shut down in order" if billing.shutdown() else "a listener was still running")
 
         stored = sum(1 for _ in broker.messages("orders"))
         done = sum(broker.consumer_offsets("billing", "orders").values())
         print(f"{stored} orders in the log, {done} of them consumed")
-    print(f"threads that are left: {len(set(threading.enumerate()) - before)}")
+    print(f"threads left: {len(set(threading.enumerate()) - before)}")
 
 
 if __name__ == "__main__":

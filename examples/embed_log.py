@@ -1,8 +1,8 @@
-"""A durable log inside an application: append, read on from where one was, find by key, flush.
+"""Use a durable log inside an application: append, continue reading, find by key, flush.
 
     python examples/embed_log.py [FOLDER]      (a temporary folder unless given)
 
-Run it twice with the same FOLDER: the second run goes on where the first one stopped.
+Run it twice with the same FOLDER: the second run continues where the first one stopped.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from librmq import Message, MessageStore, StoreConfig, StoredMessage
 
 
 def main(path: str) -> None:
-    # Small files that grow in number, in place of a broker's 1 GiB each.
+    # StoreConfig() has small files that grow in number; a broker's have 1 GiB each.
     with MessageStore.open(path, StoreConfig()) as store:
-        # Acknowledged when it stands in the page cache: it survives this process, not the machine.
+        # append returns when the message is in the page cache: it survives this process, not the machine.
         for number in range(3):
             message = Message("payments", f"payment {number}".encode(), tags="card", keys=f"invoice-{number}")
             result = store.append(message)
@@ -26,7 +26,7 @@ def main(path: str) -> None:
         # Several messages, all or none.
         store.append_batch([Message("payments", b"fee 0"), Message("payments", b"fee 1")], queue_id=1)
 
-        # From here on they survive the machine too.
+        # After flush the messages survive the machine too.
         store.flush()
 
         for stored in all_of(store, "payments", 0):
@@ -37,7 +37,7 @@ def main(path: str) -> None:
 
 
 def all_of(store: MessageStore, topic: str, queue_id: int) -> Iterator[StoredMessage]:
-    """The messages of a queue: a read gives some, and says where to go on."""
+    """Yield the messages of a queue: each read returns some of them, and the offset of the next read."""
     result = store.read(topic, queue_id, 0)
     while result.messages:
         yield from result.messages

@@ -1,9 +1,10 @@
-"""From one database to another, with every message delivered twice: outbox, message table, guard.
+"""Move changes from one database to another exactly once, although every message is delivered twice.
 
     python examples/exactly_once.py
 
-A shop writes orders and the messages about them in one transaction. A sender puts them into a log (which stands for the
-broker, and could be a client of a real cluster). Billing reads the log, twice from the start, as after a crash.
+A shop writes each order and the message about it in one transaction (the outbox). A sender appends the messages to a
+log, which stands for the broker, and could be a client of a real cluster. Billing reads the log twice from the start,
+as after a crash. A message table and a guard drop the duplicates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from librmq.idempotence.stores import SqliteDedupStore
 
 
 class LogProducer:
-    """Whatever has ``send`` is a producer. What it raises, or a status other than SEND_OK, counts as not sent."""
+    """A producer is any object with ``send``. An exception, or a status other than SEND_OK, means not sent."""
 
     def __init__(self, log: MessageStore) -> None:
         self._log = log
@@ -45,7 +46,7 @@ def main(folder: Path) -> None:
         accounts.execute("CREATE TABLE invoices (number TEXT, total INTEGER)")
         accounts.commit()
 
-        # The order and the message about it: both, or none.
+        # Both the order and the message about it are written, or none.
         outbox = Outbox()
         for number, total in ((1, 40), (2, 25)):
             orders.execute("INSERT INTO orders VALUES (?, ?)", (number, total))
@@ -55,18 +56,18 @@ def main(folder: Path) -> None:
         orders.rollback()
 
         sender = OutboxSender(lambda: sqlite3.connect(shop), LogProducer(log))
-        sender.run_due(0)  # or start(), and a thread does it
+        sender.run_due(0)  # or start(), which runs a thread
         print(f"{sender.sent} messages sent")
 
         def bill(message: StoredMessage) -> None:
-            """The effect is in a database: once, whatever fails."""
+            """Change a database: once, whatever fails."""
             with transactional(accounts, message, group="billing") as first:
                 if first:
                     accounts.execute("INSERT INTO invoices VALUES (?, ?)", (message.keys[0], int(message.body)))
 
         @deduplicated(mails, group="mails", key=lambda message: message.keys[0])
         def write_mail(message: StoredMessage) -> None:
-            """The effect is elsewhere: once, unless the process dies right behind it."""
+            """Act elsewhere: once, unless the process dies right after it."""
             print(f"  mail: {message.keys[0]} costs {message.body.decode()}")
 
         for delivery in ("first delivery", "again, from the start"):

@@ -1,10 +1,10 @@
-"""A FastAPI application with a broker in its process and a consumer that is a coroutine.
+"""Run a broker inside a FastAPI application, with a coroutine as listener.
 
     python examples/fastapi_app.py                                 shows it, without a network
     uvicorn --factory examples.fastapi_app:make_app                serves it (one worker: one process owns a store)
 
-The listener runs on the application's own event loop, so it shares what the handlers have without a lock. What it waits
-for blocks nobody, and neither does a send.
+The listener runs on the application's own event loop, so it shares data with the handlers without a lock. Neither a
+waiting listener nor a send blocks other requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from librmq.protocol import Route
 
 
 def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
-    """The application, over a broker in ``path``; a test gives the route of its own."""
+    """Make the application over a broker in ``path``; a test passes a route of its own."""
     orders: dict[int, dict[str, Any]] = {}
     charged: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -69,7 +69,7 @@ def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
 
 
 def client_of(app: FastAPI) -> httpx.AsyncClient:
-    """A client that calls the application directly."""
+    """Call the application directly, without a network."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop")
 
 

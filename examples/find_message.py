@@ -1,8 +1,8 @@
-"""Finds what happened to a message: looks into a broker's directory while nothing is changed there.
+"""Find a message in a broker's directory, without changing anything there.
 
     python examples/find_message.py STORE TOPIC KEY
 
-Prints every message of TOPIC that has KEY among its keys or as its unique id, and what its queue held just before.
+Prints every message of TOPIC that has KEY among its keys or as its unique id, and the message before it in its queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     path, topic, key = arguments
     try:
-        # No lock is taken, nothing is recovered, no byte is changed.
+        # read_only takes no lock and changes no byte.
         with MessageStore.open(path, read_only=True) as store:
             found = store.find_by_key(topic, key)
             for message in found:

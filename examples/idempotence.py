@@ -1,8 +1,8 @@
-"""Three ways to mark an order as paid, and what a duplicate does to each.
+"""Mark an order as paid in three ways, and show the effect of a duplicate on each.
 
     python examples/idempotence.py [URL]      (a SQLite file unless a SQLAlchemy URL names a database)
 
-A message's work takes a second; its duplicate comes 100 ms after it. Time is a clock that is moved by hand.
+The work for a message takes a second, and its duplicate comes 100 ms after it. The program moves the clock by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_then_act(connection: Connection, order: int) -> Iterator[float]:
 
 
 def conditional_update(connection: Connection, order: int) -> Iterator[float]:
-    """The state to come from is part of the statement that changes it: of two deliveries, one changes a row."""
+    """Right: the statement names the state it expects, so of two deliveries only one changes a row."""
     yield 1.0
     paid = text("UPDATE orders SET state = 'paid' WHERE id = :id AND state = 'new'")
     if connection.execute(paid, {"id": order}).rowcount:
@@ -44,12 +44,12 @@ def conditional_update(connection: Connection, order: int) -> Iterator[float]:
 
 
 def select_for_update(connection: Connection, order: int) -> Iterator[float]:
-    """The row is locked by the check: another delivery waits there until this one has committed."""
+    """Right: the check locks the row, so another delivery waits until this one has committed."""
     return _locked(connection, order, "FOR UPDATE")
 
 
 def select_for_update_nowait(connection: Connection, order: int) -> Iterator[float]:
-    """As `select_for_update`; the other is refused at once instead of waiting, and comes again later."""
+    """Right: like `select_for_update`, but the other delivery fails at once instead of waiting, and comes again."""
     return _locked(connection, order, "FOR UPDATE NOWAIT")
 
 
@@ -63,7 +63,7 @@ def _locked(connection: Connection, order: int, how: str) -> Iterator[float]:
 
 
 def deliver_twice(engine: Engine, way: Way, order: int, clock: ManualClock) -> int:
-    """Deliver a message and its duplicate; what is refused comes again after 10 s. How often it charged."""
+    """Deliver a message and its duplicate, a failed delivery again after 10 s; return the number of charges."""
     due: list[tuple[int, int, Connection, Iterator[float]]] = []
     for number in (0, 1):
         connection = engine.connect()
@@ -84,7 +84,7 @@ def deliver_twice(engine: Engine, way: Way, order: int, clock: ManualClock) -> i
 
 
 def make_tables(engine: Engine, orders: int) -> None:
-    """New orders, numbered from 0, and no charges."""
+    """Make new orders, numbered from 0, without charges."""
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE orders (id INTEGER NOT NULL PRIMARY KEY, state VARCHAR(10) NOT NULL)"))
         connection.execute(text("CREATE TABLE charges (order_id INTEGER NOT NULL)"))

@@ -1,10 +1,10 @@
-"""Order and stock in two databases, kept together by a message in a transaction. On SQLite.
+"""Keep an order and the stock consistent, in two databases, by a transaction message. On SQLite.
 
     python examples/order_stock.py
 
-The shop writes an order into its database, the warehouse takes the goods out of its own: the second happens if, and
-only if, the first was committed, though neither knows the other, and though the shop dies between the two in the end.
-The clock is moved by hand, so that the minute until the broker asks the shop passes at once.
+The shop writes an order into its database, and the warehouse takes the goods out of its own. The second happens if, and
+only if, the first was committed, although neither knows the other, and although the shop finally dies between the two.
+The program moves the clock by hand, so the minute until the broker asks the shop passes at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from librmq.protocol import Route
 
 
 class Shop:
-    """It sells on credit, up to 100."""
+    """A shop that sells on credit, up to 100."""
 
     def __init__(self, route: Route, database: Path) -> None:
         self.database = database
@@ -47,18 +47,18 @@ class Shop:
         print(f"shop: {number} over {total}: {result.state.name}")
 
     def book(self, message: Message, total: object) -> TransactionState:
-        """The local transaction. What it returns is told to the broker; if it can't say, the broker asks `check`."""
+        """Run the local transaction. The broker gets the result, and asks `check` if it is UNKNOWN."""
         assert isinstance(total, int)
         state = "booked" if total <= 100 else "refused"
         with closing(self.connect()) as connection:
             connection.execute("INSERT INTO orders VALUES (?, ?, ?)", (message.keys[0], total, state))
         if self.dies:
-            print("shop: the power fails: the order is in the database, and nobody has told the broker")
-            return TransactionState.UNKNOWN  # which tells the broker nothing
+            print("shop: the power fails: the order is in the database, but the broker does not know it")
+            return TransactionState.UNKNOWN
         return TransactionState.COMMIT if state == "booked" else TransactionState.ROLLBACK
 
     def check(self, message: CheckedMessage) -> TransactionState:
-        """No row: the transaction never ran, or is about to. So put one there: whoever is first decides."""
+        """Insert a row if there is none, so that a late transaction fails: the first of the two to write decides."""
         with closing(self.connect()) as connection:
             connection.execute("INSERT OR IGNORE INTO orders VALUES (?, 0, 'refused')", message.keys)
             (state,) = connection.execute("SELECT state FROM orders WHERE number = ?", message.keys).fetchone()
@@ -67,7 +67,7 @@ class Shop:
 
 
 class Warehouse:
-    """Each message once, though it may come twice: its record and the change of stock are one transaction."""
+    """A warehouse that applies each message once: one transaction covers its record and the change of stock."""
 
     def __init__(self, route: Route, database: Path) -> None:
         self.connection = sqlite3.connect(database, check_same_thread=False)
@@ -99,7 +99,7 @@ def main(folder: Path) -> tuple[list[str], int]:
         shop.producer.shutdown()
         runner.advance(1_000)
 
-        print("a minute later, when the shop is up again")
+        print("a minute later, after a restart of the shop")
         shop = Shop(broker, folder / "shop.db")
         runner.advance(2 * 60_000)
 

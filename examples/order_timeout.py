@@ -1,9 +1,9 @@
-"""An order that is not paid within half an hour is cancelled: a delayed message, under a clock that is moved by hand.
+"""Cancel orders that are not paid within half an hour, by a delayed message and with a clock moved by hand.
 
     python examples/order_timeout.py
 
-With the order goes a message that nobody sees for 30 minutes (delay level 16). It says nothing of what became of the
-order meanwhile: whoever gets it looks, and cancels only what is still unpaid, in one statement.
+Each order sends a message that comes after 30 minutes (delay level 16). Its listener looks up the order then, and
+cancels only an order that is still unpaid, in one statement.
 """
 
 from __future__ import annotations

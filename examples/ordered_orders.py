@@ -1,10 +1,10 @@
-"""The steps of each order in their order, different orders side by side.
+"""Consume the steps of each order in sequence, and different orders in parallel.
 
     python examples/ordered_orders.py
 
-The key of an order chooses the queue, so that its steps lie one behind the other; an orderly consumer takes one message
-of a queue at a time, and where one fails the queue rests and nothing overtakes it. Time is moved by hand here, so that
-nobody waits for the rests: an application leaves the runner out, and the broker has threads.
+The key of an order selects the queue, so its steps follow each other. An orderly consumer takes one message of a queue
+at a time. After a failure the queue pauses, and no message overtakes the failed one. The program moves the clock by
+hand, so the pauses take no time. An application leaves the runner out, and the broker runs threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> dict[str, list[str]]:
                 order, step = message.keys[0], message.body.decode()
                 when = (runner.now_ms() - begin_ms) / 1000
                 if (order, step) == ("order-2", "paid") and message.reconsume_times < 2:
-                    print(f"{when:5.1f} s  {name}  {order} {step}: the bank does not answer, its queue rests")
+                    print(f"{when:5.1f} s  {name}  {order} {step}: the bank does not answer, its queue pauses")
                     raise SuspendQueue(seconds=5)
                 print(f"{when:5.1f} s  {name}  {order} {step}")
                 seen[order].append(step)

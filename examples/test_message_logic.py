@@ -1,9 +1,9 @@
-"""How an application's message logic is tested: no broker to run, no sleeping, and every retry and crash on request.
+"""Test the message logic of an application, without a server or sleeping, with retries and crashes on request.
 
     pytest examples/test_message_logic.py                the fixture `rmq` comes with librmq
     python -m unittest examples/test_message_logic.py    the same without pytest
 
-The application is `Billing`, as it would stand in a module of its own. Nothing in it knows of the tests.
+The application is `Billing`, which would be in a module of its own. It needs no knowledge of the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from librmq.testing import Kit
 
 
 class Billing:
-    """Charges what was ordered, and tells of it. ``accounts``, ``charged``: what a database would hold."""
+    """A service that charges orders and sends receipts; ``accounts`` and ``charged`` stand for a database."""
 
     def __init__(self, route: Route, accounts: dict[str, int], charged: dict[str, int]) -> None:
         self.accounts = accounts
@@ -31,7 +31,7 @@ class Billing:
     def charge(self, message: DeliveredMessage) -> None:
         order, customer, amount = message.keys[0], message.properties["customer"], int(message.body)
         if order in self.charged:
-            return  # it has come before
+            return  # a duplicate
         if self.accounts[customer] < amount:
             raise ReconsumeLater("not enough money", delay_level=3)  # in 10 s
         self.accounts[customer] -= amount
@@ -91,7 +91,7 @@ def test_after_a_crash_the_message_comes_again_and_is_charged_once(rmq: Kit) -> 
     billing = rmq.app("billing", lambda route: Billing(route, accounts, charged))
     order(rmq, 30)
     rmq.run_until_idle()
-    rmq.crash(billing)  # before it told the broker how far it had come
+    rmq.crash(billing)  # before it stored its progress in the broker
     rmq.run_until_idle()
     assert len(rmq.delivered("billing")) == 2
     assert accounts == {"ada": 70}
@@ -99,7 +99,7 @@ def test_after_a_crash_the_message_comes_again_and_is_charged_once(rmq: Kit) -> 
 
 @pytest.mark.rmq_explore(runs=100)
 def test_whatever_happens_nobody_is_charged_twice(rmq: Kit) -> None:
-    """Under a hundred schedules: crashes, rebalances, answers that are lost, in any order."""
+    """Run under a hundred schedules, with crashes, rebalances and lost answers in any order."""
     accounts, charged = {"ada": 100}, dict[str, int]()
     rmq.app("billing", lambda route: Billing(route, accounts, charged))
     order(rmq, 30)
@@ -108,7 +108,7 @@ def test_whatever_happens_nobody_is_charged_twice(rmq: Kit) -> None:
 
 
 class BillingTest(unittest.TestCase):
-    """`Kit` is the fixture, where there is no pytest."""
+    """Use `Kit` in place of the fixture, without pytest."""
 
     def test_an_order_is_charged(self) -> None:
         accounts = {"ada": 100}

@@ -1,10 +1,10 @@
-"""Applies the filter that production runs to a table of the lake: what would the group have been sent?
+"""Apply a group's production filter to a table of the lake: which rows would the group have received?
 
     python examples/spark/filter_lake_table.py STORE TOPIC GROUP TABLE OUT
 
-Takes the expression that GROUP has registered for TOPIC at the broker, and writes the rows of the Parquet TABLE that
-match it to OUT. The table has a column ``properties`` (map<string,string>), or a column of strings a property. The
-decision is the broker's to the last case, and runs as a native expression of Spark.
+Takes the expression that GROUP has registered for TOPIC at the broker, and writes the matching rows of the Parquet
+TABLE to OUT. The table has a column ``properties`` (map<string,string>), or a column of strings for each property. Each
+decision is the broker's, and runs as a native Spark expression.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq import RmqError
 from librmq.spark import register, session, stores

@@ -1,8 +1,8 @@
-"""Finds a lost order in brokers' directories: every message with its key, and what became of it in each group.
+"""Find a lost order in brokers' directories: every message with its key, and its state in each group.
 
     python examples/spark/find_lost_order.py KEY STORE [STORE …]
 
-Looks through all logs, also where the key index has lost the message, and at retries and dead letters too.
+Searches all logs, so it also finds messages that the key index lacks, retries and dead letters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq import RmqError
 from librmq.spark import register, session, stores
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         .collect()
     )
     for row in story:
-        passed, ahead = (", ".join(row[name]) or "nobody" for name in ("passed", "ahead"))
+        passed, ahead = (", ".join(row[name]) or "no group" for name in ("passed", "ahead"))
         where = f"{row['topic']} queue {row['queueId']}, number {row['queueOffset']}"
         print(f"{row['storeTimestamp']:%Y-%m-%d %H:%M:%S} {where}")
         print(f"    consumed by: {passed}; still before: {ahead}")

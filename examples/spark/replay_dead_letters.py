@@ -1,10 +1,10 @@
-"""Sends a day's dead letters of a group again, once, to the topics they came from.
+"""Send a day's dead letters of a group again, once, to the topics they came from.
 
     python examples/spark/replay_dead_letters.py STORE GROUP DAY TARGET
 
-DAY is a date (2026-11-20, UTC): yesterday's, as a rule. TARGET is the store that is written to; it may be STORE itself
-while no broker runs on it. The whole is one job with a name of its own: run again, it writes nothing more, and if it
-fails, the store is as it was. Keys and unique ids are kept, so that consumers that guard against duplicates know them.
+DAY is a date in UTC, such as 2026-11-20. TARGET is the store to write to; it can be STORE itself while no broker runs
+on it. The writing is one Spark job with an id of its own. A second run writes nothing more, and a failed one leaves the
+store as it was. The messages keep their keys and unique ids, so consumers with a guard recognise duplicates.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ def test_a_broker_is_embedded_and_ends_in_order(tmp_path: Path, capsys: pytest.C
     assert lines[6:] == [
         "shut down in order",
         f"{6 * life} orders in the log, {6 * life} of them consumed",
-        "threads that are left: 0",
+        "threads left: 0",
     ]
 
 
 def test_steps_of_an_order_come_in_order_though_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
     module = example("ordered_orders")
     assert module.main() == {f"order-{number}": list(module.STEPS) for number in (1, 2, 3)}
-    assert capsys.readouterr().out.count("its queue rests") == 2
+    assert capsys.readouterr().out.count("its queue pauses") == 2
 
 
 def test_every_cache_is_refreshed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
