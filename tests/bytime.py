@@ -1,21 +1,41 @@
-"""A store in memory with something that is done by time: it passes from one due step to the next."""
+"""Parts of a broker that wait for a time, each alone on a store in memory, as the kit always has a whole broker."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.delay import DelayConfig, DelaySchedule
 from librmq.files.memory import MemoryFiles
-from librmq.store import MessageStore
-from tests.stores import ROOT, SMALL, START_MS
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.record import encode_properties
+from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig, Timers
+from librmq.store import AppendResult, MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+from tests.stores import ROOT, SMALL, START_MS, died
+
+NOW = DelayConfig(first_look_s=0, save_every_s=None)
+TINY = TimerConfig(
+    slots_total=300, timer_roll_window_slot=100, timer_log_file_size=1024, timer_max_delay_sec=10_000, save_every_s=None
+)
 
 
 class ByTime:
-    """The store, its clock and its files; `run_due` is the step."""
+    """The store, its clock and its files; `run_due` is the step. It passes from one due step to the next."""
+
+    topic: ClassVar[str]
+    """Where messages wait."""
+    appends: ClassVar[str]
+    """The store's method that delivers."""
 
     def __init__(self, config: StoreConfig = SMALL, files: MemoryFiles | None = None, at_ms: int = START_MS) -> None:
         self.files = files or MemoryFiles()
         self.clock = ManualClock(at_ms)
         self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        self.told: list[tuple[StoredMessage, AppendResult]] = []
+        """What waited, and where it was delivered."""
         self.runs: list[int] = []
         """When steps were due that `pass_to` has taken, after the start."""
 
@@ -33,3 +53,91 @@ class ByTime:
             due = self.run_due(due)
         self.clock.move_to(until)
         return None if due is None else due - START_MS
+
+    def put_soon(self, body: bytes = b"b") -> None:
+        """Have a message wait for a second."""
+        raise NotImplementedError
+
+    def put_raw(self, **properties: str) -> None:
+        """Write a record where messages wait, whatever its properties say."""
+        self.store.append(Message(self.topic, b"bad"), 0, properties_raw=encode_properties(properties))
+
+    def delivered(self) -> list[tuple[bytes, int]]:
+        """Bodies and times after the start of what was delivered, in order."""
+        return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic != self.topic]
+
+
+class Waiting(ByTime):
+    """A schedule of delay levels."""
+
+    topic = SCHEDULE_TOPIC
+    appends = "append_copies"
+
+    def __init__(
+        self,
+        config: StoreConfig = SMALL,
+        settings: DelayConfig = NOW,
+        *,
+        files: MemoryFiles | None = None,
+        at_ms: int = START_MS,
+    ) -> None:
+        super().__init__(config, files, at_ms)
+        self.offsets = BrokerTables.open(f"{ROOT}/config", files=self.files)
+        self.schedule = DelaySchedule(self.store, self.offsets, at_ms, settings, delivered=self.tell)
+
+    def run_due(self, now_ms: int) -> int | None:
+        return self.schedule.run_due(now_ms)
+
+    def tell(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+        assert (topic, str(queue_id)) == (message.properties["REAL_TOPIC"], message.properties["REAL_QID"])
+        self.told.append((message, result))
+
+    def put(self, body: bytes = b"b", level: int = 1, **fields: Any) -> AppendResult:
+        return self.store.append(Message("T", body, delay_level=level), 2, **fields)
+
+    def put_soon(self, body: bytes = b"b") -> None:
+        self.put(body)
+
+    def put_raw(self, **properties: str) -> None:
+        super().put_raw(DELAY="1", **properties)
+
+
+class Wheel(ByTime):
+    """Timers."""
+
+    topic = TIMER_TOPIC
+    appends = "append_again"
+
+    def __init__(
+        self,
+        settings: TimerConfig = TINY,
+        *,
+        config: StoreConfig = SMALL,
+        files: MemoryFiles | None = None,
+        at_ms: int = START_MS,
+    ) -> None:
+        super().__init__(config, files, at_ms)
+        self.settings = settings
+        self.timers = Timers.open(self.store, settings, delivered=lambda *what: self.told.append(what))
+
+    def run_due(self, now_ms: int) -> int | None:
+        return self.timers.run_due(now_ms)
+
+    def put(self, body: bytes = b"b", *, key: str | None = "U", **properties: object) -> AppendResult:
+        message = Message("T", body, tags="t", unique_key=key, flag=3)
+        message.properties |= {name: str(value) for name, value in properties.items()}
+        result = self.timers.put(message, 2)
+        self.timers.run_due(self.clock.now_ms())
+        return result
+
+    def put_soon(self, body: bytes = b"b") -> None:
+        self.put(body, TIMER_DELAY_SEC=1)
+
+    def rolled(self) -> list[StoredMessage]:
+        return [m for m in self.store if m.topic == TIMER_TOPIC and "TIMER_ROLL_TIMES" in m.properties]
+
+    def save(self) -> None:
+        self.timers.save()
+
+    def after_kill(self, **more: Any) -> Wheel:
+        return Wheel(self.settings, files=died(self.files), at_ms=self.clock.now_ms(), **more)

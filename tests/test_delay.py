@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +13,10 @@ from hypothesis import strategies as st
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import _NEEDED, DelayConfig, DelaySchedule, _Layout
-from librmq.errors import ConfigError, DiskFullError, FlushFailedError, StoreClosedError, StoreIOError
+from librmq.errors import StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.message import Message, StoredMessage
+from librmq.message.message import Message
 from librmq.message.record import (
     MULTI_TAGS,
     TRANSACTION_PREPARED,
@@ -29,44 +26,9 @@ from librmq.message.record import (
     is_encoding_of,
     tags_code,
 )
-from librmq.message.topics import HALF_TOPIC
-from librmq.store import AppendResult
 from librmq.store.format.broker_tables import BrokerTables
-from tests.bytime import ByTime
+from tests.bytime import NOW, Waiting
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
-
-NOW = DelayConfig(first_look_s=0, save_every_s=None)
-
-
-class Waiting(ByTime):
-    """A store in memory with its schedule."""
-
-    def __init__(
-        self,
-        config: StoreConfig = SMALL,
-        settings: DelayConfig = NOW,
-        *,
-        files: MemoryFiles | None = None,
-        at_ms: int = START_MS,
-    ) -> None:
-        super().__init__(config, files, at_ms)
-        self.offsets = BrokerTables.open(f"{ROOT}/config", files=self.files)
-        self.told: list[tuple[StoredMessage, AppendResult]] = []
-        self.schedule = DelaySchedule(self.store, self.offsets, at_ms, settings, delivered=self.tell)
-
-    def run_due(self, now_ms: int) -> int | None:
-        return self.schedule.run_due(now_ms)
-
-    def tell(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
-        assert (topic, str(queue_id)) == (message.properties["REAL_TOPIC"], message.properties["REAL_QID"])
-        self.told.append((message, result))
-
-    def put(self, body: bytes = b"b", level: int = 1, **fields: Any) -> AppendResult:
-        return self.store.append(Message("T", body, delay_level=level), 2, **fields)
-
-    def delivered(self) -> list[tuple[bytes, int]]:
-        """Bodies and times after the start of what was delivered, in order."""
-        return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic != SCHEDULE_TOPIC]
 
 
 def test_nothing_waits_nothing_is_due() -> None:
@@ -271,15 +233,6 @@ def test_a_thousand_messages_over_a_year() -> None:
     assert len(waiting.runs) == 365
 
 
-def test_many_at_one_time_take_several_turns() -> None:
-    waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
-    for number in range(25):
-        waiting.put(str(number).encode())
-    waiting.pass_to(1_000)
-    assert waiting.runs == [1_000] * 3
-    assert [body for body, _ in waiting.delivered()] == [str(number).encode() for number in range(25)]
-
-
 def test_what_is_left_of_many_is_due_at_once() -> None:
     """What is left of many is due at once between two looks too."""
     waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=10))
@@ -427,163 +380,9 @@ def test_the_hash_of_the_tags_is_no_time() -> None:
     assert waiting.delivered() == [(b"b", 5_000)]
 
 
-def raw_waiting(waiting: Waiting, **properties: str) -> None:
-    """A record in the schedule topic, whatever its properties say."""
-    raw = encode_properties({"DELAY": "1", **properties})
-    waiting.store.append(Message(SCHEDULE_TOPIC, b"bad"), 0, properties_raw=raw)
-
-
-@pytest.mark.parametrize(
-    ("properties", "said"),
-    [
-        ({"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"}, "nothing is delivered to RMQ_SYS_TRANS_HALF_TOPIC"),
-        ({"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "nothing is delivered to SCHEDULE"),
-        ({"REAL_TOPIC": "T"}, "names no queue"),
-        ({"REAL_TOPIC": "T", "REAL_QID": "-1"}, "queue id"),
-        ({"REAL_QID": "0"}, "topic is empty"),
-        ({"REAL_TOPIC": "a/b", "REAL_QID": "0"}, "no name of a folder"),
-    ],
-)
-def test_what_cannot_be_delivered_is_dropped_with_an_error(
-    properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    waiting = Waiting()
-    raw_waiting(waiting, **properties)
-    waiting.put()
-    waiting.pass_to(1_000)
-    assert waiting.delivered() == [(b"b", 1_000)]
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert "queue offset 0, physical offset 0 is dropped: " in record.message
-    assert said in record.message
-    assert waiting.schedule.progress == {1: 2}
-
-
-def test_a_record_that_is_damaged_is_dropped_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    waiting = Waiting()
-    waiting.put()
-    waiting.put(b"sound")
-    waiting.store.log.patch(4, b"oops")
-    waiting.pass_to(1_000)
-    assert "is dropped: " in caplog.text
-    assert [m.body for m in waiting.store.messages("T", 2)] == [b"sound"]
-
-
-def test_what_is_gone_with_the_begin_of_the_log_is_passed_over() -> None:
-    waiting = Waiting()
-    for number in range(40):
-        waiting.put(str(number).encode() * 100, level=2)
-    waiting.store.log.delete_before(4096)
-    waiting.pass_to(5_000)
-    gone = waiting.told[0][0].queue_offset
-    assert 0 < gone < 40
-    assert [message.queue_offset for message, _ in waiting.told] == list(range(gone, 40))
-
-
-def failing(error: Exception, times: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    left = [error] * times
-
-    def fail(*args: Any, **fields: Any) -> Any:
-        if left:
-            raise left.pop()
-        return call(*args, **fields)
-
-    return fail
-
-
-def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    waiting = Waiting()
-    waiting.put()
-    waiting.put(level=2)
-    failed = failing(DiskFullError("full"), 1, waiting.store.append_copies)
-    monkeypatch.setattr(waiting.store, "append_copies", failed)
-    assert waiting.pass_to(1_000) == 5_000
-    assert caplog.text.count("level 1 fails, and is tried again in 10000 ms: full") == 1
-    assert waiting.pass_to(11_000) is None
-    assert [at for _, at in waiting.delivered()] == [5_000, 11_000]
-
-
-def test_a_save_that_fails_is_tried_again_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    waiting = Waiting(settings=dataclasses.replace(NOW, save_every_s=1))
-    waiting.put()
-    monkeypatch.setattr(waiting.offsets, "persist", failing(DiskFullError("full"), 1, waiting.offsets.persist))
-    assert waiting.pass_to(12_000) is None
-    assert waiting.runs == [1_000, 2_000, 12_000]
-    assert "delay levels could not be saved" in caplog.text
-
-
-class Flushes:
-    """Notes that a flush is asked for; the test says when it has ended."""
-
-    def __init__(self) -> None:
-        self.done: list[Callable[[Exception | None], int | None]] = []
-
-    def __call__(self, wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
-        self.done.append(done)
-
-    def end(self, error: Exception | None = None) -> int | None:
-        return self.done.pop()(error)
-
-
-def flushed_apart(files: MemoryFiles | None = None) -> tuple[Waiting, Flushes]:
-    waiting, flushes = Waiting(files=files), Flushes()
-    waiting.schedule = DelaySchedule(
-        waiting.store, waiting.offsets, START_MS, dataclasses.replace(NOW, save_every_s=1), aside=flushes
-    )
-    return waiting, flushes
-
-
-def test_progress_is_written_after_what_it_vouches_for() -> None:
-    """Progress is written when what it vouches for was flushed."""
-    waiting, flushes = flushed_apart()
-    waiting.put()
-    assert waiting.pass_to(2_000) is None  # the flush has begun: nothing is due until it ends
-    waiting.put()
-    assert waiting.pass_to(3_000) is None
-    assert len(flushes.done) == 1
-    assert waiting.schedule.progress == {1: 2}
-    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
-    assert flushes.end() == START_MS + 4_000  # what came meanwhile is for the next time
-    assert BrokerTables.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 1
-    waiting.pass_to(4_000)
-    assert flushes.end() is None
-    assert BrokerTables.open(f"{ROOT}/config", files=waiting.files).delay_offset(1) == 2
-
-
-def test_a_flush_apart_that_fails_is_tried_again_or_told(caplog: pytest.LogCaptureFixture) -> None:
-    waiting, flushes = flushed_apart()
-    waiting.put()
-    waiting.pass_to(2_000)
-    assert flushes.end(StoreIOError("flush", "commitlog", OSError(errno.EIO, "no"))) == START_MS + 12_000
-    assert "could not be saved" in caplog.text
-    waiting.pass_to(12_000)
-    assert flushes.end(FlushFailedError(OSError())) is None
-    assert "can't be saved any more" in caplog.text
-    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
-
-
 def test_a_store_that_takes_nothing_any_more_is_told() -> None:
     waiting = Waiting()
     waiting.put()
     waiting.store.close()
     with pytest.raises(StoreClosedError):
         waiting.schedule.run_due(START_MS + 1_000)
-
-
-def test_a_failed_flush_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = Waiting(settings=dataclasses.replace(NOW, save_every_s=0))
-    waiting.put()
-    monkeypatch.setattr(waiting.store, "flush", failing(FlushFailedError(OSError()), 1, waiting.store.flush))
-    with pytest.raises(FlushFailedError):
-        waiting.pass_to(1_000)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"look_every_s": 0}, {"first_look_s": -1}, {"retry_s": None}, {"save_every_s": "1"}, {"most_at_once": 0}],
-)
-def test_settings_out_of_range(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        DelayConfig(**changes)

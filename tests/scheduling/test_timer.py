@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, DiskFullError, FlushFailedError, MessageIllegalError
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.message import Message, StoredMessage
-from librmq.message.record import TRANSACTION_PREPARED, encode_properties
-from librmq.message.topics import HALF_TOPIC
-from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig, TimerRefusedError, Timers, delete_key, is_timed
-from librmq.store import AppendResult
+from librmq.message.message import Message
+from librmq.message.record import TRANSACTION_PREPARED
+from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig, TimerRefusedError, delete_key, is_timed
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
-from tests.bytime import ByTime
-from tests.stores import ROOT, SMALL, START_MS, contents, died
-
-TINY = TimerConfig(
-    slots_total=300, timer_roll_window_slot=100, timer_log_file_size=1024, timer_max_delay_sec=10_000, save_every_s=None
-)
-
-
-class Wheel(ByTime):
-    """Timers of a store in memory."""
-
-    def __init__(
-        self,
-        settings: TimerConfig = TINY,
-        *,
-        config: StoreConfig = SMALL,
-        files: MemoryFiles | None = None,
-        at_ms: int = START_MS,
-    ) -> None:
-        super().__init__(config, files, at_ms)
-        self.told: list[tuple[StoredMessage, AppendResult]] = []
-        self.settings = settings
-        self.timers = Timers.open(self.store, settings, delivered=lambda *what: self.told.append(what))
-
-    def run_due(self, now_ms: int) -> int | None:
-        return self.timers.run_due(now_ms)
-
-    def put(self, body: bytes = b"b", *, key: str | None = "U", **properties: object) -> AppendResult:
-        message = Message("T", body, tags="t", unique_key=key, flag=3)
-        message.properties |= {name: str(value) for name, value in properties.items()}
-        result = self.timers.put(message, 2)
-        self.timers.run_due(self.clock.now_ms())
-        return result
-
-    def delivered(self) -> list[tuple[bytes, int]]:
-        return [(m.body, m.store_timestamp_ms - START_MS) for m in self.store if m.topic == "T"]
-
-    def rolled(self) -> list[StoredMessage]:
-        return [m for m in self.store if m.topic == TIMER_TOPIC and "TIMER_ROLL_TIMES" in m.properties]
-
-    def save(self) -> None:
-        self.timers.save()
-
-    def after_kill(self, **more: Any) -> Wheel:
-        return Wheel(self.settings, files=died(self.files), at_ms=self.clock.now_ms(), **more)
-
+from tests.bytime import TINY, Wheel
+from tests.stores import ROOT, START_MS, contents, died
 
 # --- when
 
@@ -231,17 +183,6 @@ def test_a_thousand_messages_over_a_week() -> None:
     assert [at for _, at in wheel.delivered()] == [1000 + number * 600_000 for number in range(1_000)]
 
 
-def test_many_in_one_slot_take_several_turns() -> None:
-    wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 10}))
-    for number in range(25):
-        wheel.put(str(number).encode(), TIMER_DELAY_SEC=5)
-    wheel.pass_to(4_999)
-    wheel.runs.clear()
-    wheel.pass_to(5_000)
-    assert wheel.runs == [5_000] * 3
-    assert [body for body, _ in wheel.delivered()] == [str(number).encode() for number in range(25)]
-
-
 def test_many_new_messages_take_several_turns() -> None:
     wheel = Wheel(TimerConfig(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "most_at_once": 32}))
     for number in range(100):
@@ -328,51 +269,6 @@ def test_a_deletion_that_comes_too_late_does_nothing() -> None:
 # --- what can't be delivered
 
 
-@pytest.mark.parametrize(
-    ("properties", "said"),
-    [
-        ({"REAL_TOPIC": "T", "REAL_QID": "0"}, "TIMER_OUT_MS: expected a time"),
-        ({"REAL_TOPIC": "T", "REAL_QID": "0", "TIMER_OUT_MS": "x"}, "TIMER_OUT_MS: expected a time"),
-        ({"REAL_TOPIC": "T", "TIMER_OUT_MS": str(START_MS)}, "queue id"),
-        ({"REAL_QID": "0", "TIMER_OUT_MS": str(START_MS)}, "topic is empty"),
-        ({"REAL_TOPIC": TIMER_TOPIC, "REAL_QID": "0", "TIMER_OUT_MS": str(START_MS)}, "nothing is delivered"),
-        ({"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0", "TIMER_OUT_MS": str(START_MS - 5_000)}, "nothing is delivered"),
-    ],
-)
-def test_what_cannot_be_delivered_is_dropped_with_an_error(
-    properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    wheel = Wheel()
-    wheel.store.append(Message(TIMER_TOPIC, b"bad"), 0, properties_raw=encode_properties(properties))
-    wheel.put(TIMER_DELAY_SEC=2)
-    wheel.pass_to(10_000)
-    assert wheel.delivered() == [(b"b", 2_000)]
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert "queue offset 0, physical offset 0 is dropped" in record.message
-    assert said in record.message
-
-
-def test_a_record_that_is_damaged_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    wheel = Wheel()
-    wheel.put(TIMER_DELAY_SEC=2)
-    wheel.put(b"sound", TIMER_DELAY_SEC=2)
-    wheel.store.log.patch(4, b"oops")
-    wheel.pass_to(10_000)
-    assert "can't be read" in caplog.text
-    queue = [m.body for m in wheel.store.messages("T", 2)]
-    assert queue == [b"sound"]
-
-
-def test_what_is_gone_with_the_begin_of_the_log_is_passed_over() -> None:
-    wheel = Wheel()
-    for number in range(40):
-        wheel.put(str(number).encode() * 50, TIMER_DELAY_SEC=10)
-    wheel.store.log.delete_before(4096)
-    wheel.pass_to(20_000)
-    assert 0 < len(wheel.told) < 40
-
-
 # --- on disk
 
 
@@ -382,20 +278,6 @@ def test_settings_of_a_row() -> None:
     assert TimerConfig.from_row({"commitlog_file_size": 5}) is None
     assert TimerConfig().window_slots == 172_800
     assert TimerConfig(timer_roll_window_slot=10**6).window_slots == 604_740
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"timer_precision_ms": 0}, {"timer_roll_window_slot": 1}, {"timer_log_file_size": 60},
-        {"timer_max_delay_sec": 0}, {"slots_total": 62}, {"slots_total": 1 << 40}, {"most_at_once": True},
-        {"save_every_s": -1}, {"retry_s": None},
-        {"timer_precision_ms": 86_400_000},  # the window is longer than a unit can say
-    ],
-)  # fmt: skip
-def test_settings_out_of_range(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        TimerConfig(**changes)
 
 
 def test_settings_that_disagree_with_the_files() -> None:
@@ -573,33 +455,6 @@ def test_units_and_blanks_are_read_back() -> None:
 
 
 # --- errors and clocks
-
-
-def failing(error: Exception, call: Callable[..., Any]) -> Callable[..., Any]:
-    left = [error]
-
-    def fail(*args: Any, **fields: Any) -> Any:
-        if left:
-            raise left.pop()
-        return call(*args, **fields)
-
-    return fail
-
-
-def test_a_full_disk_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    wheel = Wheel()
-    wheel.put(TIMER_DELAY_SEC=2)
-    monkeypatch.setattr(wheel.store, "append_again", failing(DiskFullError("full"), wheel.store.append_again))
-    wheel.pass_to(60_000)
-    assert wheel.delivered() == [(b"b", 12_000)]
-    assert "full" in caplog.text
-
-
-def test_a_failed_flush_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = Wheel(TimerConfig(slots_total=300, timer_log_file_size=1024, save_every_s=0))
-    monkeypatch.setattr(wheel.store, "flush", failing(FlushFailedError(OSError()), wheel.store.flush))
-    with pytest.raises(FlushFailedError):
-        wheel.put(TIMER_DELAY_SEC=2)
 
 
 def test_a_clock_that_is_put_back_delivers_at_the_new_time() -> None:

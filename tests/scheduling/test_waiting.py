@@ -1,0 +1,152 @@
+"""What delay levels and timers have in common: many at once, what can't be delivered, full disks, settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from librmq.delay import DelayConfig
+from librmq.errors import ConfigError, DiskFullError, FlushFailedError
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import HALF_TOPIC
+from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig
+from librmq.txn import TransactionConfig
+from tests.bytime import NOW, TINY, ByTime, Waiting, Wheel
+from tests.stores import START_MS
+
+BOTH = pytest.mark.parametrize("part", [Waiting, Wheel])
+
+
+def with_settings(part: type[ByTime], **changes: Any) -> ByTime:
+    if part is Wheel:
+        return Wheel(dataclasses.replace(TINY, **changes))
+    return Waiting(settings=dataclasses.replace(NOW, **changes))
+
+
+@BOTH
+def test_many_at_one_time_take_several_turns(part: type[ByTime]) -> None:
+    waiting = with_settings(part, most_at_once=10)
+    for number in range(25):
+        waiting.put_soon(b"%d" % number)
+    waiting.pass_to(999)
+    waiting.runs.clear()
+    waiting.pass_to(1_000)
+    assert waiting.runs == [1_000] * 3
+    assert [body for body, _ in waiting.delivered()] == [b"%d" % number for number in range(25)]
+
+
+PLACE = {"REAL_TOPIC": "T", "REAL_QID": "0"}
+NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
+
+
+@pytest.mark.parametrize(
+    ("part", "properties", "said"),
+    [
+        (Waiting, {"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"}, "nothing is delivered to RMQ_SYS_TRANS_HALF_TOPIC"),
+        (Waiting, {"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "nothing is delivered to SCHEDULE"),
+        (Waiting, {"REAL_TOPIC": "T"}, "names no queue"),
+        (Waiting, {"REAL_TOPIC": "T", "REAL_QID": "-1"}, "queue id"),
+        (Waiting, {"REAL_QID": "0"}, "topic is empty"),
+        (Waiting, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}, "no name of a folder"),
+        (Wheel, PLACE, "TIMER_OUT_MS: expected a time"),
+        (Wheel, PLACE | {"TIMER_OUT_MS": "x"}, "TIMER_OUT_MS: expected a time"),
+        (Wheel, {"REAL_TOPIC": "T"} | NOW_OUT, "queue id"),
+        (Wheel, {"REAL_QID": "0"} | NOW_OUT, "topic is empty"),
+        (Wheel, PLACE | {"REAL_TOPIC": TIMER_TOPIC} | NOW_OUT, "nothing is delivered"),
+        (Wheel, PLACE | {"REAL_TOPIC": HALF_TOPIC, "TIMER_OUT_MS": str(START_MS - 5_000)}, "nothing is delivered"),
+    ],
+)
+def test_what_cannot_be_delivered_is_dropped_with_an_error(
+    part: type[ByTime], properties: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = part()
+    waiting.put_raw(**properties)
+    waiting.put_soon()
+    waiting.pass_to(10_000)
+    assert waiting.delivered() == [(b"b", 1_000)]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "queue offset 0, physical offset 0 is dropped: " in record.message
+    assert said in record.message
+
+
+@BOTH
+def test_a_damaged_record_is_passed_over(part: type[ByTime], caplog: pytest.LogCaptureFixture) -> None:
+    waiting = part()
+    waiting.put_soon()
+    waiting.put_soon(b"sound")
+    waiting.store.log.patch(4, b"oops")
+    waiting.pass_to(10_000)
+    assert caplog.records[0].levelno == logging.ERROR
+    assert [message.body for message in waiting.store.messages("T", 2)] == [b"sound"]
+
+
+@BOTH
+def test_what_is_gone_with_the_logs_begin_is_passed_over(part: type[ByTime]) -> None:
+    waiting = part()
+    for _ in range(40):
+        waiting.put_soon(bytes(100))
+    waiting.store.log.delete_before(4096)
+    waiting.pass_to(20_000)
+    gone = waiting.told[0][0].queue_offset
+    assert 0 < gone < 40
+    assert [message.queue_offset for message, _ in waiting.told] == list(range(gone, 40))
+
+
+def failing_once(error: Exception, call: Callable[..., Any]) -> Callable[..., Any]:
+    left = [error]
+
+    def fail(*args: Any, **fields: Any) -> Any:
+        if left:
+            raise left.pop()
+        return call(*args, **fields)
+
+    return fail
+
+
+@BOTH
+def test_a_full_disk_is_tried_again_later(
+    part: type[ByTime], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = part()
+    waiting.put_soon()
+    refuses = failing_once(DiskFullError("full"), getattr(waiting.store, part.appends))
+    monkeypatch.setattr(waiting.store, part.appends, refuses)
+    waiting.pass_to(60_000)
+    assert waiting.delivered() == [(b"b", 11_000)]
+    assert caplog.text.count("tried again in 10000 ms: full") == 1
+
+
+@BOTH
+def test_a_failed_flush_is_told(part: type[ByTime], monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = with_settings(part, save_every_s=0)
+    monkeypatch.setattr(waiting.store, "flush", failing_once(FlushFailedError(OSError()), waiting.store.flush))
+    with pytest.raises(FlushFailedError):  # noqa: PT012 (timers save when a message is put)
+        waiting.put_soon()
+        waiting.pass_to(1_000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        *((DelayConfig, {name: value}) for name, value in (
+            ("look_every_s", 0), ("first_look_s", -1), ("retry_s", None), ("save_every_s", "1"), ("most_at_once", 0),
+        )),
+        *((TransactionConfig, {name: value}) for name, value in (
+            ("timeout_s", -1), ("interval_s", 0), ("longest_pass_s", None), ("check_max", 0), ("most_at_once", 1.5),
+        )),
+        *((TimerConfig, {name: value}) for name, value in (
+            ("timer_precision_ms", 0), ("timer_roll_window_slot", 1), ("timer_log_file_size", 60),
+            ("timer_max_delay_sec", 0), ("slots_total", 62), ("slots_total", 1 << 40), ("most_at_once", True),
+            ("save_every_s", -1), ("retry_s", None),
+            ("timer_precision_ms", 86_400_000),  # the window is longer than a unit can say
+        )),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range(settings: type[Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"window" if 86_400_000 in changes.values() else next(iter(changes))):
+        settings(**changes)
