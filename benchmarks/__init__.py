@@ -1,1 +1,1 @@
-"""Measurements of librmq beside other libraries and beside the limits of the machine; each module is a command."""
+"""Benchmarks of librmq against other libraries and the limits of the machine; each module is a command."""

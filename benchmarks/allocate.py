@@ -1,7 +1,7 @@
-"""What it costs to share queues out: 1,000 queues to 100 clients by consistent hash, and a client's whole share.
+"""Cost of allocation: 1,000 queues to 100 clients by consistent hash, and a client's whole share.
 
-A client computes its own share and nobody else's, so that is what is counted. The ring and the hashes of the queues
-are kept from call to call, as in a client between rebalances; "ring rebuilt" shows what a change of the group costs.
+A client computes only its own share, so the benchmark counts such shares. The ring and the hashes of the queues are
+kept between calls, as in a client between rebalances. "Ring rebuilt" is the cost after a change of the group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _run(share: Callable[[str], object], count: int, *, anew: bool = False) -> R
 
 
 def allocation(bench: Bench) -> list[Row]:
-    """Shares a second, of 1,000 queues for 100 clients."""
+    """Return shares a second, for 1,000 queues and 100 clients."""
     count = bench.count(SHARES)
     rates = bench.interleave(
         {
@@ -69,7 +69,7 @@ ROWS: Final[dict[str, Measure]] = {"allocation": allocation}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("allocate", __doc__ or "", ROWS, ("numpy",), arguments)
 
 

@@ -1,10 +1,9 @@
-"""From a send to its listener: by threads, by hand, explored; delayed; held against brokers and queues for tests.
+"""Time from a send to its listener: by threads, by hand, explored, delayed; compared with brokers and queues for tests.
 
-"One in flight" sends a message and waits until its listener has run before it sends the next; a stream sends as fast
-as it can and waits for the last. librmq's stores are on disk there, the peers' are what they are: dramatiq's StubBroker
-keeps messages in memory, litequeue in SQLite (put, get and done, in one thread, with no hand-over between threads). Two
-bare `queue.Queue` show what such a hand-over, there and back, costs by itself. By hand and exploring, stores are in
-memory.
+"One in flight" sends a message and waits until its listener has run before it sends the next. A stream sends as fast as
+it can and waits for the last message. librmq's stores are on disk there. dramatiq's StubBroker keeps messages in
+memory, and litequeue in SQLite (put, get and done, in one thread, without a handover). Two bare `queue.Queue` show the
+cost of a handover there and back. By hand and exploring, stores are in memory.
 
 ``python -m benchmarks.clients [--rounds N] [--rows one,stream,…] [--quick] [--write]``
 """
@@ -38,7 +37,7 @@ IDLE_S: Final = 5.0
 
 
 class Awaited:
-    """Counts messages, and wakes whoever waits for a number of them."""
+    """Counter of messages that wakes a thread at a given number."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -61,7 +60,7 @@ class Awaited:
 
 @contextmanager
 def one_consumer(folder: Path, listener: Callable[[Any], object], threads: int) -> Iterator[Producer]:
-    """A broker on disk, a running consumer, and a producer whose first message was delivered."""
+    """Open a broker on disk with a running consumer and a producer whose first message was delivered."""
     with Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
         broker.create_topic("T", 4)
         consumer = PushConsumer(broker, group="readers", threads=threads)
@@ -80,7 +79,7 @@ def messages(count: int) -> list[Message]:
 
 
 def librmq_threads(count: int, *, in_flight: int) -> Run:
-    """Messages a second from send to listener."""
+    """Return messages a second from send to listener."""
 
     def run(folder: Path) -> float:
         awaited = Awaited()
@@ -102,7 +101,7 @@ def librmq_threads(count: int, *, in_flight: int) -> Run:
 
 
 def stub_broker(count: int, *, in_flight: int) -> Run:
-    """The same by dramatiq: an actor, a worker of four threads."""
+    """Return the same for dramatiq, with an actor and a worker of four threads."""
 
     def run(folder: Path) -> float:
         import dramatiq
@@ -164,7 +163,7 @@ def litequeue(count: int, *, in_flight: int) -> Run:
 
 
 def bare_queues(count: int) -> Run:
-    """There and back between two threads by two queues: what handing over costs on this machine, with no work done."""
+    """Return round trips a second between two threads by two queues, the cost of a handover without any work."""
 
     def run(folder: Path) -> float:
         there: Queue[int | None] = Queue()
@@ -210,14 +209,14 @@ def to_listener(bench: Bench, path: str, count: int, in_flight: int, targets: tu
 
 
 def one_in_flight(bench: Bench) -> list[Row]:
-    """A message, its listener, the next message."""
+    """Measure one message at a time: send, listener, next message."""
     return to_listener(
         bench, "send to listener, one in flight", bench.count(4_000), 1, (Target(1.5, 2.5), Target(3, 5))
     )
 
 
 def stream(bench: Bench) -> list[Row]:
-    """Messages as fast as they can be sent, until the last listener has run."""
+    """Measure messages sent as fast as possible, until the last listener has run."""
     count = bench.count(40_000)
     return to_listener(bench, "send to listener, a stream", count, count, (Target(4, 5), Target(10, 20)))
 
@@ -226,7 +225,7 @@ def stream(bench: Bench) -> list[Row]:
 
 
 def by_hand(count: int) -> Run:
-    """Messages a second with the runner of tests, one in flight, in memory."""
+    """Return messages a second with the runner of tests, one in flight, in memory."""
 
     def run(_: Path) -> float:
         runner = ManualRunner()
@@ -253,7 +252,7 @@ def by_hand(count: int) -> Run:
 
 
 def hand(bench: Bench) -> list[Row]:
-    """The runner of tests against threads, one in flight."""
+    """Compare the runner of tests with threads, one message in flight."""
     count = bench.count(4_000)
     rates = bench.interleave({"by hand": by_hand(count), "threads": librmq_threads(count, in_flight=1)})
     return [
@@ -265,7 +264,7 @@ def hand(bench: Bench) -> list[Row]:
 
 
 def ten_messages(rmq: Any) -> None:
-    """What is explored: ten messages, two of which fail once."""
+    """The explored test: ten messages, two of which fail once."""
     seen: list[bytes] = []
 
     def listener(message: Any) -> None:
@@ -283,7 +282,7 @@ def ten_messages(rmq: Any) -> None:
 
 
 def explored(bench: Bench) -> list[Row]:
-    """Schedules a second of a test with ten messages."""
+    """Measure schedules a second of a test with ten messages."""
     from librmq.testing.exploration import explore
 
     runs = bench.count(400)
@@ -304,7 +303,7 @@ def explored(bench: Bench) -> list[Row]:
 
 
 def to_store(count: int, delay_level: int = 0) -> list[Message]:
-    """Messages as a producer hands them over: with the unique id that it gives them."""
+    """Return messages with unique ids, as a producer passes them to the store."""
     return [
         Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=delay_level, unique_key=f"{number:032X}")
         for number in range(count)
@@ -312,7 +311,7 @@ def to_store(count: int, delay_level: int = 0) -> list[Message]:
 
 
 def single_appends(count: int) -> Run:
-    """Messages a second that a bare store takes."""
+    """Return messages a second that a bare store appends."""
 
     def run(folder: Path) -> float:
         made = to_store(count)
@@ -327,7 +326,7 @@ def single_appends(count: int) -> Run:
 
 
 def delayed_messages(count: int) -> Run:
-    """Messages a second that are stored with a delay and delivered: the store's part, without clients.
+    """Return messages a second that are stored with a delay and delivered, without clients.
 
     Nobody waits until they are due: the schedule is told that it is later. As beside single appends, a thread of the
     store flushes.
@@ -350,7 +349,7 @@ def delayed_messages(count: int) -> Run:
 
 
 def delayed(bench: Bench) -> list[Row]:
-    """A delayed message, stored and delivered, in single appends."""
+    """Compare a delayed message, stored and delivered, with single appends."""
     count = bench.count(10_000)
     rates = bench.interleave({"append": single_appends(count), "delayed": delayed_messages(count)})
     return [
@@ -366,7 +365,7 @@ def delayed(bench: Bench) -> list[Row]:
 
 
 def idle(bench: Bench) -> list[Row]:
-    """The share of a core that twenty consumers with nothing to do take."""
+    """Measure the share of a core that twenty idle consumers use."""
     with bench.folder() as folder, Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
         broker.create_topic("T", 4)
         consumers = [PushConsumer(broker, group=f"group-{number}") for number in range(20)]
@@ -393,7 +392,7 @@ ROWS: Final[dict[str, Measure]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("clients", __doc__ or "", ROWS, PACKAGES, arguments)
 
 

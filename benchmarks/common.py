@@ -1,9 +1,8 @@
-"""What all benchmarks share: interleaved runs, ratios within a round, and the table that shows them.
+"""Common parts of all benchmarks: interleaved runs, ratios within a round, and the table of results.
 
-A benchmark states ratios. Variants that are compared run one after the other in every round, each in a fresh
-folder, in an order that shifts from round to round; the first round is a warm-up and dropped. A ratio is the
-median of the rounds' ratios, so that a machine that is slow for a while slows both sides of each of them.
-Absolute rates (medians) stand beside it and depend on the machine.
+A benchmark states ratios. Compared variants run one after the other in every round, each in a fresh folder, in an order
+that shifts from round to round. The first round is a warm-up and dropped. A ratio is the median of the rounds' ratios,
+so a slow period of the machine slows both sides. The absolute rates (medians) beside it depend on the machine.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ Measure = Callable[["Bench"], "list[Row]"]
 """One part of a benchmark."""
 
 Run = Callable[[Path], float]
-"""One run of a variant in an empty folder; gives its rate in units (messages, bytes) a second."""
+"""One run of a variant in an empty folder; returns its rate in units (messages, bytes) a second."""
 
 
 class Stopwatch:
-    """The seconds that a ``with`` block took."""
+    """Stopwatch for a ``with`` block, in seconds."""
 
     seconds = 0.0
 
@@ -51,30 +50,30 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Bench:
-    """How much is measured, and where."""
+    """Amount and place of the measurement."""
 
     rounds: int
-    """Rounds that count, a warm-up comes before them."""
+    """Number of rounds after the warm-up."""
     scratch: Path
-    """A folder on the file system that is measured."""
+    """A folder on the measured file system."""
     scale: float = 1.0
     """Share of the usual number of messages."""
     absent: set[str] = field(default_factory=set)
-    """Packages that were looked for and are not installed."""
+    """Packages that a benchmark needs and that are not installed."""
 
     def count(self, usual: int) -> int:
-        """``usual`` at this scale, at least one."""
+        """Return ``usual`` at this scale, at least one."""
         return max(int(usual * self.scale), 1)
 
     def has(self, package: str) -> bool:
-        """Whether ``package`` can be imported; remembers if not."""
+        """Return whether ``package`` can be imported, and note it if not."""
         if importlib.util.find_spec(package) is not None:
             return True
         self.absent.add(package)
         return False
 
     def interleave(self, variants: Mapping[str, Run]) -> dict[str, list[float]]:
-        """The rates of each variant, one a round."""
+        """Return the rates of each variant, one for each round."""
         rates: dict[str, list[float]] = {name: [] for name in variants}
         names = list(variants)
         for number in range(self.rounds + 1):
@@ -89,7 +88,7 @@ class Bench:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """An empty folder, gone afterwards."""
+        """Open an empty folder, and delete it at the end."""
         path = Path(tempfile.mkdtemp(dir=self.scratch))
         try:
             yield path
@@ -99,14 +98,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class Target:
-    """What a measured figure must reach and is meant to reach; an upper bound if ``at_most``."""
+    """The required figure and the aim; upper bounds if ``at_most``."""
 
     least: float | None = None
     reach: float | None = None
     at_most: bool = False
 
     def verdict(self, measured: float) -> str:
-        """``reached``, ``met``, ``missed``, ``short`` (of an aim, nothing being required), or nothing."""
+        """Return ``reached``, ``met``, ``missed``, ``short`` (of an aim without a requirement), or nothing."""
 
         def within(bound: float | None) -> bool:
             return bound is not None and (measured <= bound if self.at_most else measured >= bound)
@@ -130,18 +129,18 @@ class Row:
     against: str
     measured: float
     unit: str
-    """Of ``measured`` and of the target: × for a ratio."""
+    """The unit of ``measured`` and of the target: × for a ratio."""
     target: Target = NO_TARGET
     spread: str = ""
     """Least and greatest of the rounds' ratios."""
     ours: str = ""
     other: str = ""
     limit: bool = False
-    """Held against a limit of the machine, which nothing passes, rather than against a peer."""
+    """Compared with a limit of the machine, not with a peer."""
 
     @property
     def lost(self) -> bool:
-        """Whether a peer is better."""
+        """Return whether a peer is better."""
         if self.limit or self.unit != "×":
             return False
         return self.measured > 1 if self.target.at_most else self.measured < 1
@@ -158,7 +157,7 @@ def compare(
     unit: str = "msg/s",
     limit: bool = False,
 ) -> Row:
-    """A row from the rates of two variants, round by round; with ``unit`` "s" from their seconds."""
+    """Make a row from the rates of two variants, round by round; with ``unit`` "s" from their seconds."""
     ratios = [one / two for one, two in zip(ours, other, strict=True)]
     return Row(
         path=path,
@@ -177,7 +176,7 @@ def compare(
 def cost(
     path: str, against: str, ours: Sequence[float], other: Sequence[float], target: Target = NO_TARGET, *, unit: str
 ) -> Row:
-    """A row that tells how many of the others one of ours costs, from the rates of both, round by round."""
+    """Make a row with the cost of one unit of ours in units of the other, from the rates of both, round by round."""
     costs = [two / one for one, two in zip(ours, other, strict=True)]
     return Row(
         path,
@@ -194,7 +193,7 @@ def cost(
 
 
 def rate(value: float, unit: str) -> str:
-    """``value`` in ``unit`` with a prefix: ``187k msg/s``, ``1.2 GB/s``, ``130 ms``."""
+    """Format ``value`` in ``unit`` with a prefix: ``187k msg/s``, ``1.2 GB/s``, ``130 ms``."""
     if unit == "s" and value < 1:
         return f"{value * 1000:.3g} ms"
     gap = ("", " ") if unit[0] != "B" else (" ", "")
@@ -240,7 +239,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print a table: with rich if it is there, else in plain columns."""
+    """Print a table, with rich if it is installed, otherwise in plain columns."""
     lines = [_cells(row) for row in rows]
     try:
         from rich.console import Console
@@ -260,14 +259,14 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     titles = (*_TITLES[:7], "result", *_TITLES[8:])
     lines = [titles, tuple("---" for _ in titles), *(_cells(row) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def shortcomings(rows: Sequence[Row]) -> str:
-    """In words: what is missed, and which peers are faster."""
+    """Return sentences about missed figures and faster peers."""
     missed = [row for row in rows if row.target.verdict(row.measured) == "missed"]
     lost = [row for row in rows if row.lost]
     lines = []
@@ -305,7 +304,7 @@ def write_section(file: Path, name: str, text: str) -> None:
 
 
 def machine(scratch: Path) -> str:
-    """Processor, memory, system, file system of ``scratch``, Python, how busy it is."""
+    """Return processor, memory, system, file system of ``scratch``, Python and load."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30) if hasattr(os, "sysconf") else 0
     return "; ".join(
         (
@@ -328,7 +327,7 @@ def _processor() -> str:
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system that ``path`` is on, by the mount table."""
+    """Return the kind of file system of ``path``, from the mount table."""
     try:
         mounts = Path("/proc/self/mounts").read_text("utf-8").splitlines()
     except OSError:
@@ -343,7 +342,7 @@ def file_system(path: Path) -> str:
 
 
 def versions(packages: Sequence[str]) -> str:
-    """Names and versions of the packages that are installed."""
+    """Return names and versions of the installed packages."""
     found = []
     for package in packages:
         try:
@@ -363,7 +362,7 @@ def command(
     packages: Sequence[str],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """The command line of a benchmark: measures, shows the table, writes it into its section of the documentation.
+    """Run a benchmark as a command: measure, show the table, and write it into its section of the documentation.
 
     ``packages`` are those whose versions matter. 0 whatever is measured; exits with 2 for wrong ``arguments``.
     """

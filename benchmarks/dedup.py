@@ -1,7 +1,7 @@
 """The dedup guard and its stores, each against the bare statements that it makes: ``python -m benchmarks.dedup``.
 
-A message costs a claim and a mark. The bare form runs the same two statements, or scripts, on the driver's own
-connection, with keys and parameters at hand; ours are the two calls of the store, and a whole delivery through
+A message costs a claim and a mark. The bare form runs the same two statements or scripts on the driver's own
+connection, with keys and parameters prepared. librmq's side is the two calls of the store, and a whole delivery through
 `DedupListener` to a listener that does nothing.
 """
 
@@ -29,7 +29,7 @@ OWNER: Final = "0123456789abcdef01234567"
 
 
 class Delivery(Message):
-    """A message as a consumer would deliver it."""
+    """Make a message like a consumer's."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ def _bare_sqlite(folder: Path, count: int) -> float:
 
 
 def sqlite(bench: Bench) -> list[Row]:
-    """The store that needs no server."""
+    """Measure the store that needs no server."""
     count = bench.count(ON_FILES)
 
     def ours(folder: Path) -> float:
@@ -121,7 +121,7 @@ def sqlite(bench: Bench) -> list[Row]:
 def _on_server(
     bench: Bench, name: str, case: str, against: str, make: Callable[[ExitStack, Any], tuple[DedupStore, Two]]
 ) -> list[Row]:
-    """Rows of a server that is started for them; none where it can't be had."""
+    """Return the rows of a server started for them; none if it cannot start."""
     from tests.idempotence.servers import STARTERS, Absent
 
     count = bench.count(ON_SERVERS)
@@ -175,7 +175,7 @@ def _sql(stack: ExitStack, server: Any, connect: Callable[[], Any], style: str) 
 
 
 def postgresql(bench: Bench) -> list[Row]:
-    """PostgreSQL on this machine, without flushes."""
+    """Measure PostgreSQL on this machine, without flushes."""
     if not bench.has("psycopg") or not bench.has("sqlalchemy"):
         return []
     import psycopg
@@ -188,7 +188,7 @@ def postgresql(bench: Bench) -> list[Row]:
 
 
 def mysql(bench: Bench) -> list[Row]:
-    """MariaDB on this machine, without flushes."""
+    """Measure MariaDB on this machine, without flushes."""
     if not bench.has("pymysql") or not bench.has("sqlalchemy"):
         return []
     import pymysql
@@ -203,7 +203,7 @@ def mysql(bench: Bench) -> list[Row]:
 
 
 def redis(bench: Bench) -> list[Row]:
-    """Redis on this machine; the peer is the least that two round trips cost: SET NX and SET, unfenced."""
+    """Measure Redis on this machine, compared with the least that two round trips cost: SET NX and SET, unfenced."""
     if not bench.has("redis"):
         return []
     import redis as client
@@ -231,7 +231,7 @@ ROWS: Final[dict[str, Measure]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("dedup", __doc__ or "", ROWS, PACKAGES, arguments)
 
 

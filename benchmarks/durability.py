@@ -1,4 +1,4 @@
-"""What it costs to wait for the disk: sync appends, group commit, pipelined appends; opening, and the tail of latency.
+"""Cost of waiting for the disk: sync appends, group commit, pipelined appends; opening, and the tail of latency.
 
 ``python -m benchmarks.durability [--rounds N] [--rows sync,group,…] [--quick] [--write]``
 """
@@ -32,7 +32,7 @@ SYNC: Final = StoreConfig(durability="sync")
 PRODUCERS: Final = 32
 WINDOWS: Final = {256: Target(12), 4096: Target(reach=20)}
 FLUSH_S: Final = 0.001
-"""What a flush takes on the simulated disk."""
+"""Seconds of a flush on the simulated disk."""
 OPENED: Final = {"64 MiB": 64 << 20, "1 GiB": 1 << 30, "10 GiB": 10 << 30}
 FILE_SIZE: Final = 1 << 30
 BODY: Final = 4 << 20
@@ -43,7 +43,7 @@ PACKAGES: Final = ("librmq", "numpy", "lmdb")
 
 
 def raw_flushed(folder: Path, records: peers.Records) -> float:
-    """The limit: ``pwrite`` and ``fdatasync`` of each record, into a file that has its length and its blocks."""
+    """Return the limit: ``pwrite`` and ``fdatasync`` of each record, into a file with allocated blocks."""
     size = sum(map(len, records.raw))
     descriptor = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)
     if hasattr(os, "posix_fallocate"):
@@ -62,14 +62,14 @@ def raw_flushed(folder: Path, records: peers.Records) -> float:
 
 @contextmanager
 def ready_store(folder: Path, first: Message) -> Iterator[MessageStore]:
-    """A store in sync that has its first message, and so its first files."""
+    """Open a store with ``sync`` that has its first message, and so its first files."""
     with MessageStore.open(folder / "store", SYNC) as store:
         store.append(first)
         yield store
 
 
 def append_sync(folder: Path, load: Load) -> float:
-    """Messages a second, each on the device before the next."""
+    """Return messages a second, each on the device before the next."""
     with ready_store(folder, load.messages[0]) as store, Stopwatch() as watch:
         for message in load.messages:
             store.append(message)
@@ -77,7 +77,7 @@ def append_sync(folder: Path, load: Load) -> float:
 
 
 def sync_append(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """One producer that waits for the device."""
+    """Measure one producer that waits for the device."""
     load = make_load(bench, body_size, 2_000)
     others = {
         "raw pwrite and fdatasync": peers.Peer("os", raw_flushed, Target(0.75, 0.9), limit=True),
@@ -107,7 +107,7 @@ def sync_append(bench: Bench, case: str, body_size: int) -> list[Row]:
 
 
 def append_by_many(store: MessageStore, messages: Sequence[Message]) -> float:
-    """Messages a second of `PRODUCERS` threads that share the messages, each to its own queue."""
+    """Return messages a second of `PRODUCERS` threads that share the messages, each with a queue of its own."""
     begin, threads = threading.Barrier(PRODUCERS + 1), []
 
     def produce(number: int) -> None:
@@ -127,7 +127,7 @@ def append_by_many(store: MessageStore, messages: Sequence[Message]) -> float:
 
 
 class SlowFiles(MemoryFiles):
-    """Files in memory of which a flush of the log takes as long as on a disk; counts them."""
+    """Files in memory whose flushes of the log take as long as on a disk, with a count of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class SlowFiles(MemoryFiles):
 
 
 def group_commit(bench: Bench) -> list[Row]:
-    """Producers that share flushes: on this disk, and on one whose flush takes a known time."""
+    """Measure producers that share flushes, on this disk and on a simulated one."""
     load = make_load(bench, 128, 16_000)
     few = load.records.first(500)
 
@@ -181,7 +181,7 @@ def group_commit(bench: Bench) -> list[Row]:
 
 
 def append_pipelined(folder: Path, messages: Sequence[Message], window: int) -> float:
-    """Messages a second with at most ``window`` that are not acknowledged, all of them in the end."""
+    """Return messages a second until all are acknowledged, with at most ``window`` open at a time."""
     with ready_store(folder, messages[0]) as store:
         submit, waiting = store.submit, deque[Callable[[], object]]()
         with Stopwatch() as watch:
@@ -195,7 +195,7 @@ def append_pipelined(folder: Path, messages: Sequence[Message], window: int) -> 
 
 
 def pipelined(bench: Bench) -> list[Row]:
-    """One producer that goes on while its messages are on their way to the device."""
+    """Measure one producer that does not wait for the device."""
     load = make_load(bench, 128, 40_000)
     few = load.records.first(500)
 
@@ -226,7 +226,7 @@ def pipelined(bench: Bench) -> list[Row]:
 
 
 def make_sparse(path: Path, size: int, file_size: int) -> int:
-    """A log of some ``size`` bytes in records with a body of zeros, which take no blocks; how many."""
+    """Write a sparse log of about ``size`` bytes, in records with bodies of zeros; return their number."""
     body = bytes(min(BODY, size // 4, file_size // 4))
     checksum, record_size = body_checksum(body), Record(topic="large", body=body).size
     folder = path / "commitlog"
@@ -259,7 +259,7 @@ def make_sparse(path: Path, size: int, file_size: int) -> int:
 
 
 def opening(bench: Bench) -> list[Row]:
-    """A store that was closed cleanly, of growing size; its log is sparse."""
+    """Measure the opening of cleanly closed stores of growing size, with sparse logs."""
     file_size = bench.count(FILE_SIZE)
     config = StoreConfig(
         commitlog_file_size=file_size, max_hash_slot_num=10_000, max_index_num=40_000, disk_refuse_ratio=100
@@ -316,7 +316,7 @@ KILLED: Final = {
 
 
 def killed(bench: Bench) -> list[Row]:
-    """A store whose process was killed, with a log of some 14 MB, or many queues."""
+    """Measure the opening of a store after a kill, with a log of some 14 MB or many queues."""
     rows = []
     for case, (config, queues, messages, target) in KILLED.items():
         body = bytes(850 if queues < 100 else 100)
@@ -348,11 +348,11 @@ def killed(bench: Bench) -> list[Row]:
 
 SHARES: Final = {"p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
 PACE_NS: Final = 3000
-"""So often a bare loop writes, as a store does."""
+"""Number of writes of the bare loop, as many as the store's."""
 
 
 def raw_writes(folder: Path, data: bytes, count: int, *, touched: bool) -> list[int]:
-    """What this machine leaves nobody out of: how long (ns) each write takes of a loop that only writes ``data``.
+    """Return the time (ns) of each write of a loop that only writes ``data``: the latency of the machine itself.
 
     Through a mapping of a file that has its blocks, its pages too if ``touched``, with nothing beside it.
     """
@@ -376,7 +376,7 @@ def raw_writes(folder: Path, data: bytes, count: int, *, touched: bool) -> list[
 
 
 def latency(bench: Bench) -> list[Row]:
-    """Each append of its own, in async: how much the slowest take beside the usual, and the slowest of a bare loop."""
+    """Measure single appends in async: the slowest compared with the median, and with the slowest of a bare loop."""
     messages = make_messages(1024, min(bench.count(200_000), 50_000))
     count = bench.count(200_000)
     record = make_load(bench, 1024, 1).records.raw[0]
@@ -409,7 +409,7 @@ def latency(bench: Bench) -> list[Row]:
             "touched": lambda folder: note("raw, pages touched", raw_writes(folder, record, count, touched=True)),
         }
     )
-    # The raw ones against the store's median too: what the machine alone would make of it.
+    # Compare the raw writes with the store's median too: the share of the machine alone.
     names = [*(f"single append, {share}" for share in SHARES), "raw mapped write, p99.99", "raw, pages touched, p99.99"]
     targets = {"single append, p99.99": Target(50, 15, at_most=True)}
     return [
@@ -445,7 +445,7 @@ ROWS: Final[dict[str, Measure]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("durability", __doc__ or "", ROWS, PACKAGES, arguments)
 
 

@@ -1,4 +1,4 @@
-"""What a process pays for the store before and beside its messages: memory of a long queue, and time to start."""
+"""Footprint of the store apart from messages: memory of a long queue, and time to start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _spawn: Final = multiprocessing.get_context("spawn")
 
 
 def _weigh_queue(pipe: Connection, folder: str) -> None:
-    """Open a queue and look at all of its entries; sends how many, bytes held, at most held, and mapped."""
+    """Open a queue and read all of its entries; send their number, and the bytes held, held at most, and mapped."""
     tracemalloc.start()
     held = tracemalloc.get_traced_memory()[0]
     with ConsumeQueue.open(folder, writable=False) as queue:
@@ -36,7 +36,7 @@ def _weigh_queue(pipe: Connection, folder: str) -> None:
 
 
 def _resident(folder: str) -> int | None:
-    """Bytes of the files in ``folder`` that this process has in memory; None where the system does not tell."""
+    """Return the bytes of files in ``folder`` that this process has in memory; None if the system does not tell."""
     try:
         with open("/proc/self/smaps", encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -52,7 +52,7 @@ def _resident(folder: str) -> int | None:
 
 
 def memory(bench: Bench) -> list[Row]:
-    """What a queue of a million entries costs the process that has looked at all of them."""
+    """Measure the memory of a process that has read all of a million entries."""
     count = bench.count(ENTRIES)
     with bench.folder() as folder:
         place = str(folder / "queue")
@@ -88,7 +88,7 @@ def memory(bench: Bench) -> list[Row]:
 
 
 def _python(code: str) -> float:
-    """Seconds that a new interpreter says it took."""
+    """Return the seconds that a new interpreter reports."""
     package = str(Path(librmq.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package}
     done = subprocess.run(
@@ -114,7 +114,7 @@ def _help(_: Path) -> float:
 
 
 def start(bench: Bench) -> list[Row]:
-    """Importing librmq beside its core packages, and how long ``--help`` takes from the start of the process."""
+    """Measure the import of librmq against that of its core packages, and ``--help`` from the start of the process."""
     seconds = bench.interleave(
         {
             "librmq": _import("librmq"),

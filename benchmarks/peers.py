@@ -1,10 +1,9 @@
-"""What the store is held against: the same records, handed finished to other libraries.
+"""Peers of the store: the same records, passed to other libraries as finished bytes.
 
-Each function makes a fresh store in a folder, times its part, and gives the seconds. All of them get the record's
-bytes as librmq wrote them, while librmq encodes them within its own time. Unless a function says otherwise none
-waits for the disk, as librmq does not: what was written survives the process, not the machine. SQLite, LMDB and
-RocksDB store the record, a queue entry and two keys; litequeue, diskcache and persist-queue store the record
-alone, which is all they know.
+Each function makes a fresh store in a folder, times its part, and returns the seconds. The peers get the bytes of
+finished records, while librmq's time includes the encoding. Like librmq, none waits for the disk unless its function
+says so: messages survive the process, not the machine. SQLite, LMDB and RocksDB store the record, a queue entry and two
+keys. litequeue, diskcache and persist-queue store only the record.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _INSERT: Final = "INSERT INTO record VALUES (?, ?, ?, ?, ?)"
 
 @dataclass(frozen=True)
 class Records:
-    """What is stored: a record a message, with its unique id and its key."""
+    """Records to store, one for each message, with unique id and key."""
 
     raw: Sequence[bytes]
     unique_keys: Sequence[str]
@@ -35,11 +34,11 @@ class Records:
     tags_code: int
 
     def first(self, count: int) -> Records:
-        """The first ``count`` of them."""
+        """Return the first ``count`` of them."""
         return Records(self.raw[:count], self.unique_keys[:count], self.keys[:count], self.tags_code)
 
     def rows(self) -> list[tuple[int, int, str, str, bytes]]:
-        """As rows of a table."""
+        """Return them as rows of a table."""
         return [
             (number, self.tags_code, unique_key, key, raw)
             for number, (raw, unique_key, key) in enumerate(zip(self.raw, self.unique_keys, self.keys, strict=True))
@@ -48,7 +47,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Peer:
-    """Something to be held against: its package, its run, and which share of the messages it gets."""
+    """A library to compare with: its package, its run, and its share of the messages."""
 
     package: str
     run: Callable[[Path, Records], float]
@@ -57,13 +56,13 @@ class Peer:
     limit: bool = False
 
     def measure(self, all_records: Records) -> Run:
-        """Its run with its share of the records."""
+        """Return its run with its share of the records."""
         records = all_records.first(max(len(all_records.raw) // self.share, 1))
         return lambda folder: len(records.raw) / self.run(folder, records)
 
 
 def sqlite_table(folder: Path, synchronous: str = "OFF") -> sqlite3.Connection:
-    """A table with two key indexes, found by queue offset without a third; in WAL mode."""
+    """Make a table with two key indexes and the queue offset as its key, in WAL mode."""
     connection = sqlite3.connect(folder / "records.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
@@ -76,14 +75,14 @@ def sqlite_table(folder: Path, synchronous: str = "OFF") -> sqlite3.Connection:
 
 
 def sqlite_fill(connection: sqlite3.Connection, records: Records) -> None:
-    """All records in one transaction."""
+    """Write all records in one transaction."""
     connection.execute("BEGIN")
     connection.executemany(_INSERT, records.rows())
     connection.execute("COMMIT")
 
 
 def sqlite_append(folder: Path, records: Records, *, synchronous: str = "OFF") -> float:
-    """A transaction a row."""
+    """Write a transaction for each row."""
     rows = records.rows()
     connection = sqlite_table(folder, synchronous)
     execute = connection.execute
@@ -95,7 +94,7 @@ def sqlite_append(folder: Path, records: Records, *, synchronous: str = "OFF") -
 
 
 def sqlite_batches(folder: Path, records: Records, size: int, *, synchronous: str = "OFF") -> float:
-    """A transaction for every ``size`` rows."""
+    """Write a transaction for every ``size`` rows."""
     rows = records.rows()
     connection = sqlite_table(folder, synchronous)
     execute, executemany = connection.execute, connection.executemany
@@ -124,7 +123,7 @@ def _lmdb(folder: Path, writemap: bool, sync: bool = False) -> tuple[Any, Any, A
 
 
 def lmdb_append(folder: Path, records: Records, *, writemap: bool = False, sync: bool = False) -> float:
-    """A transaction a message, nothing synced unless ``sync``."""
+    """Write a transaction for each message, unsynced unless ``sync``."""
     environment, log, queue, index = _lmdb(folder, writemap, sync)
     begin = environment.begin
     unique_keys = [key.encode() for key in records.unique_keys]
@@ -145,7 +144,7 @@ def lmdb_append(folder: Path, records: Records, *, writemap: bool = False, sync:
 
 
 def lmdb_batches(folder: Path, records: Records, size: int) -> float:
-    """A transaction for every ``size`` messages, put by put."""
+    """Write a transaction for every ``size`` messages, put by put."""
     environment, log, queue, index = _lmdb(folder, False)
     unique_keys = [key.encode() for key in records.unique_keys]
     keys = [key.encode() for key in records.keys]
@@ -166,7 +165,7 @@ def lmdb_batches(folder: Path, records: Records, size: int) -> float:
 
 
 def lmdb_bulk(folder: Path, records: Records, size: int) -> float:
-    """A transaction for every ``size`` messages, their items put in one call a table."""
+    """Write a transaction for every ``size`` messages, with one call for each table."""
     environment, log, queue, index = _lmdb(folder, False)
     unique_keys = [key.encode() for key in records.unique_keys]
     keys = [key.encode() for key in records.keys]
@@ -190,7 +189,7 @@ def lmdb_bulk(folder: Path, records: Records, size: int) -> float:
 
 
 def rocksdb_batches(folder: Path, records: Records, size: int) -> float:
-    """A write batch for every ``size`` messages, its log written and not synced."""
+    """Write a batch for every ``size`` messages, with its log written and not synced."""
     import rocksdict
 
     options = rocksdict.Options(raw_mode=True)
@@ -260,7 +259,7 @@ def persist_queue_append(folder: Path, records: Records, *, synchronous: str = "
 
 
 def raw_write(folder: Path, records: Records) -> float:
-    """The limit: ``write`` of the record's bytes to a file, unbuffered."""
+    """Return the limit: ``write`` of the record's bytes to a file, unbuffered."""
     descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     write = os.write
     with Stopwatch() as watch:

@@ -1,8 +1,8 @@
-"""What Spark costs: decoding in process, reading, filtering in the reader, writing, and memory.
+"""Cost of Spark: decoding in process, reading, filtering in the reader, writing, and memory.
 
 A store of a million messages over 16 queues, bodies of 512 bytes, unique id, one key, tag, two user properties. Peers
-do equal work by other means: Python data sources that yield numpy columns made ahead, or tuples, or Arrow made by a
-Python loop; Parquet of the same rows.
+do equal work by other means: Python data sources that yield prepared numpy columns, tuples, or Arrow made by a Python
+loop; and Parquet with the same rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _keep: list[tempfile.TemporaryDirectory[str]] = []
 
 @cache
 def store_of(count: int) -> str:
-    """A store of so many messages, made once."""
+    """Make a store of so many messages, once."""
     folder = tempfile.TemporaryDirectory(prefix="librmq-benchmark-store-")
     _keep.append(folder)
     path = os.path.join(folder.name, "store")
@@ -73,7 +73,7 @@ def started() -> Any:
 
 
 def raw_log(path: str) -> tuple[Any, Any, Any]:
-    """The first file of a log, and where its records are."""
+    """Return the first file of a log, and the places of its records."""
     file = np.asarray(np.memmap(os.path.join(path, "commitlog", file_name(0)), np.uint8, "r"))
     places: list[int] = []
     at, unpack = 0, struct.Struct(">II").unpack_from
@@ -87,7 +87,7 @@ def raw_log(path: str) -> tuple[Any, Any, Any]:
 
 
 def decoding(bench: Bench) -> list[Row]:
-    """Columns of a block of records, beside loops that make the tuples that a Python source would yield of it."""
+    """Compare decoding to columns with loops that make the tuples of a Python source."""
     from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 
     count = min(bench.count(MESSAGES), 200_000)
@@ -154,7 +154,7 @@ def decoding(bench: Bench) -> list[Row]:
 
 
 def starts(bench: Bench) -> list[Row]:
-    """Where records begin, in log order."""
+    """Return the starts of records, in log order."""
     from librmq.columns.options import ReadOptions, Wanted
     from librmq.columns.plan import PlannedStore
     from librmq.columns.read import _Task
@@ -199,7 +199,7 @@ def starts(bench: Bench) -> list[Row]:
 
 
 def peers(path: str, count: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
-    """Python data sources that do equal work by other means."""
+    """Return Python data sources that do equal work by other means."""
     import pyarrow as pa
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
@@ -373,7 +373,7 @@ def reading(bench: Bench) -> list[Row]:
 
 
 def writing(bench: Bench) -> list[Row]:
-    """Encoding in process, beside a loop; bringing in, beside a copy of the bytes."""
+    """Compare encoding in process with a loop, and the commit with a copy of the bytes."""
     import shutil
 
     import pyarrow as pa
@@ -469,7 +469,7 @@ def writing(bench: Bench) -> list[Row]:
 
 
 def row_writer() -> Any:
-    """A data source that takes rows one by one, stages the same records by the plain encoder, and commits them."""
+    """Return a data source that takes rows one by one, stages the same records by the plain encoder, and commits."""
     import pyarrow as pa
     from pyspark import TaskContext
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
@@ -533,7 +533,7 @@ def row_writer() -> Any:
 
 
 def writing_by_spark(bench: Bench) -> list[Row]:
-    """A frame appended to a store, beside a writer that gets its rows one by one."""
+    """Compare a frame appended to a store with a writer that gets its rows one by one."""
     if not bench.has("pyspark"):
         return []
     from pyspark.sql import functions as F  # noqa: N812
@@ -585,7 +585,7 @@ def writing_by_spark(bench: Bench) -> list[Row]:
 
 
 def memory(bench: Bench) -> list[Row]:
-    """What a reader takes beside the interpreter and its libraries, in a process of its own."""
+    """Measure a reader's memory beyond interpreter and libraries, in a process of its own."""
     import subprocess
 
     path = store_of(bench.count(MESSAGES))
@@ -629,7 +629,7 @@ ROWS: Final[dict[str, Measure]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("spark", __doc__ or "", ROWS, PACKAGES, arguments)
 
 

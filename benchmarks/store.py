@@ -1,4 +1,4 @@
-"""The store beside SQLite, LMDB, RocksDB, three queue libraries, and the limits of the machine.
+"""The store compared with SQLite, LMDB, RocksDB, three queue libraries, and the limits of the machine.
 
 ``python -m benchmarks.store [--rounds N] [--rows append,pull,…] [--quick] [--write]``
 """
@@ -44,7 +44,7 @@ _spawn: Final = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Load:
-    """Messages, and the same as finished records."""
+    """Messages, and the same messages as finished records."""
 
     messages: list[Message]
     records: peers.Records
@@ -55,7 +55,7 @@ class Load:
 
 
 def make_messages(body_size: int, count: int) -> list[Message]:
-    """Messages with a unique id, a key, a tag and two properties."""
+    """Make messages with a unique id, a key, a tag and two properties."""
     body = (bytes(range(256)) * 4)[:body_size]
     return [
         Message(
@@ -84,7 +84,7 @@ def make_load(bench: Bench, body_size: int, usual: int) -> Load:
 
 @contextmanager
 def filled_store(bench: Bench, messages: Sequence[Message]) -> Iterator[Path]:
-    """A cleanly closed store with ``messages``."""
+    """Make a cleanly closed store with ``messages``."""
     with bench.folder() as folder:
         with MessageStore.open(folder / "store") as store:
             for message in messages:
@@ -96,7 +96,7 @@ def filled_store(bench: Bench, messages: Sequence[Message]) -> Iterator[Path]:
 
 
 def append_all(folder: Path, messages: Sequence[Message]) -> float:
-    """Seconds for single appends until every message can be read from its queue and found by its keys."""
+    """Return the seconds of single appends until every message can be read and found by its keys."""
     with MessageStore.open(folder / "store") as store:
         append = store.append
         with Stopwatch() as watch:
@@ -108,7 +108,7 @@ def append_all(folder: Path, messages: Sequence[Message]) -> float:
 
 
 def append_batches(folder: Path, messages: Sequence[Message]) -> float:
-    """The same in batches."""
+    """Return the same for batches."""
     with MessageStore.open(folder / "store") as store:
         append_batch = store.append_batch
         with Stopwatch() as watch:
@@ -141,7 +141,7 @@ def _against_peers(
 
 
 def single_append(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """One message a call, queue and index done."""
+    """Measure single appends, with queue and index."""
     others = {
         "SQLite, a row a transaction": peers.Peer(
             "sqlite3",
@@ -175,7 +175,7 @@ def single_append(bench: Bench, case: str, body_size: int) -> list[Row]:
 
 
 def batch_append(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Batches of 256, queue and index done."""
+    """Measure batches of 256, with queue and index."""
     others = {
         "SQLite, 256 rows a transaction": peers.Peer(
             "sqlite3",
@@ -235,7 +235,7 @@ def _slice_records(raw: mmap.mmap, places: Sequence[tuple[int, int]]) -> float:
 
 
 def pull(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """All of a queue in reads of 32, with bodies."""
+    """Measure reads of a whole queue, 32 messages a call, with bodies."""
     load = make_load(bench, body_size, 40_000)
     places, end = [], 0
     for raw in load.records.raw:
@@ -286,7 +286,7 @@ def _crc32(path: str, size: int) -> float:
 
 
 def _scanner(pipe: Connection, path: Path) -> None:
-    """A process that scans the ranges it is sent, until it is sent none."""
+    """Scan the ranges that arrive, until None arrives."""
     with MessageStore.open(path, read_only=True) as store:
         pipe.send(0)
         while (wanted := pipe.recv()) is not None:
@@ -294,7 +294,7 @@ def _scanner(pipe: Connection, path: Path) -> None:
 
 
 def scan(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """The whole log, each body held against its checksum."""
+    """Measure a scan of the whole log that checks each body against its checksum."""
     messages = make_messages(body_size, bench.count(100_000 if body_size == 128 else 50_000))
     with filled_store(bench, messages) as path, MessageStore.open(path, read_only=True) as store:
         end, count = store.log.end, len(messages)
@@ -343,7 +343,7 @@ def scan(bench: Bench, case: str, body_size: int) -> list[Row]:
 
 @contextmanager
 def _scanners(path: Path) -> Iterator[list[Connection]]:
-    """Two processes of `_scanner` that are ready."""
+    """Start two processes of `_scanner`, and wait until they are ready."""
     pipes, processes = [], []
     for _ in range(2):
         mine, theirs = _spawn.Pipe()
@@ -368,7 +368,7 @@ def _scanners(path: Path) -> Iterator[list[Connection]]:
 
 
 def _rebuild(path: Path, count: int) -> float:
-    """Open a store that has lost its queues and its index."""
+    """Measure the opening of a store without its queues and its index."""
     for name in ("consumequeue", "index"):
         shutil.rmtree(path / name)
     with Stopwatch() as watch:
@@ -505,7 +505,7 @@ ROWS: Final[dict[str, Measure]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("store", __doc__ or "", ROWS, PACKAGES, arguments)
 
 

@@ -110,7 +110,7 @@ def memory(bench: Bench) -> list[Row]:
     held = []
     for count in (1_000, bench.count(PENDING)):
         with bench.folder() as folder:
-            # Behind all that is installed, so that an installed librmq is the one that is weighed.
+            # Last on the path, so that an installed librmq is the one measured.
             code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks.timers import weigh; weigh()"
             done = subprocess.run(
                 [sys.executable, "-P", "-c", code, str(folder), str(count)],
@@ -141,7 +141,7 @@ ROWS: Final[dict[str, Measure]] = {"timer": stored_and_delivered, "due": due, "m
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("timers", __doc__ or "", ROWS, ("numpy",), arguments)
 
 

@@ -115,7 +115,7 @@ ROWS: Final[dict[str, Measure]] = {"committed": committed, "check": check}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and show; the exit status."""
+    """Measure, show the table, and return the exit status."""
     return command("transactions", __doc__ or "", ROWS, ("numpy",), arguments)
 
 

@@ -90,7 +90,7 @@ def test_faults_are_pointed_at(run: Run, words: list[str], said: str) -> None:
     [
         (["--explain", "a = 1", "a"], "not a property: 'a'; expected name=text"),
         (["--explain", "a = 1", "=1"], "not a property: '=1'"),
-        (["a=1"], "properties are given with --explain EXPR"),
+        (["a=1"], "properties as arguments need --explain EXPR"),
         (["--dialect", "4.8"], "invalid choice"),
     ],
 )
