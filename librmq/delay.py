@@ -39,7 +39,8 @@ from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 from librmq.store import MessageStore
-from librmq.store.engine.append import AppendResult, Copy
+from librmq.store.engine.append import AppendResult
+from librmq.store.engine.prepared import Prepared
 
 __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
@@ -367,7 +368,7 @@ class DelaySchedule:
         Messages that have gone with the log's begin are passed over.
         """
         waiting: list[StoredMessage] = []
-        copies: list[Copy] = []
+        copies: list[Prepared] = []
         places: list[int] = []
         for place, (physical_offset, size) in enumerate(entries, queue_offset):
             try:
@@ -391,7 +392,7 @@ class DelaySchedule:
             level.next_offset = queue_offset + len(entries)
             self._unsaved = True
 
-    def _copied(self, waiting: StoredMessage) -> Copy:
+    def _copied(self, waiting: StoredMessage) -> Prepared:
         """A message that waited as it goes to the topic and queue it was sent to; all else stays as it is.
 
         `MessageIllegalError` if it names no topic and queue, or one that no message may be delivered to: half messages,
@@ -416,7 +417,7 @@ class DelaySchedule:
         return self._store.prepare_again(waiting, topic or "", queue_id, raw, unique_key, keys, tags)
 
     def _write(
-        self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Copy], places: Sequence[int]
+        self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Prepared], places: Sequence[int]
     ) -> None:
         """Append copies of messages that wait at these queue offsets; tells of each."""
         done = 0

@@ -7,45 +7,35 @@ derived from the log and can always be rebuilt.
 
 from __future__ import annotations
 
-import errno
-import gc
-import logging
 import os
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Self
+from logging import getLogger
+from typing import TYPE_CHECKING, Self, Unpack
 
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, to_seconds
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import (
-    FlushFailedError,
-    ReadOnlyError,
-    StoreClosedError,
-    StoreIOError,
-    StoreLockedError,
-)
+from librmq.errors import FlushFailedError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import FileLock, Files, make_folders
-from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
-from librmq.message.message import StoredMessage
-from librmq.message.topics import is_system_topic
-from librmq.runtime.background import Background
+from librmq.message.message import Message, StoredMessage
 from librmq.runtime.critical import critical
-from librmq.store.engine.append import AppendResult, Appends
-from librmq.store.engine.group_commit import GroupCommit, flush_all
-from librmq.store.engine.housekeeping import Housekeeping
+from librmq.store.engine.append import AgainFields, Appender, AppendFields, AppendResult, BatchFields
+from librmq.store.engine.durability import Durability
+from librmq.store.engine.group_commit import Acknowledgement
+from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
 from librmq.store.engine.open_store import Parts
+from librmq.store.engine.prepared import Prepared
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.engine.store_lock import forget_locks, lock_store, unlock_store
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.kept_config import write_kept_config
@@ -57,19 +47,17 @@ from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.snapshot import Snapshot, snapshot
 from librmq.store.upkeep.unread import Readers
+from librmq.store.upkeep.unused_topics import clean_unused_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
 
 __all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"]
 
-_log = logging.getLogger("librmq.store")
-
-_LOOK_AGAIN_S: Final = 0.05
-"""How often a lock is tried that another writer holds."""
+_log = getLogger("librmq.store")
 
 
-class MessageStore(Appends):
+class MessageStore:
     """A store directory, opened.
 
     Thread-safe: producers are serialised, readers take no lock. A handle is of no use in a child process after a fork.
@@ -167,19 +155,14 @@ class MessageStore(Appends):
         self.read_only = read_only
         self.files = files
         self.clock = clock
-        self._now_ms = clock.now_ms
-        self._lock = threading.Lock()
-        self._deriving = threading.RLock()  # held while queues and index are flushed; taken before the other
         self._closed: str | None = "was not opened"
-        self._accepts = False
-        self._background: Background | None = None
+        self._thread = HousekeepingThread(path, self._housekeep, clock)
+        self._appender = Appender(clock, self._refusal, self._thread.wake)
+        self.append = self._appender.append  # type: ignore[method-assign]  # without a call more for each message
         self.recovered = []
         self._file_lock: FileLock | None = None
-        self._parts: Parts | None = None
         self._following: Following | None = None
         self._temporary: TemporaryFolder | None = None
-        self._is_thread_missed = False
-        self._is_deleting = False
         kind = directory.check_kind(path, files, writable=not read_only)
         leftovers: list[Damage] = []
         was_killed, begin_ms = False, 0
@@ -188,7 +171,7 @@ class MessageStore(Appends):
                 if kind is directory.StoreKind.NEW:
                     with critical:
                         make_folders(files, path)
-                self._take_lock(wait_s)
+                self._file_lock = lock_store(self, path, files, wait_s)
                 was_killed, begin_ms = has_abort(files, path), clock.now_ms()
                 if thorough or was_killed:
                     leftovers = clear_leftovers(path, files)
@@ -209,37 +192,14 @@ class MessageStore(Appends):
             with critical:
                 self._release()
             raise
-        self._closed = None
-        self._accepts = not read_only
+        self._take_calls()
         _open_stores.add(self)
-
-    def _take_lock(self, wait_s: float) -> None:
-        """Lock the store, waiting for another writer as long as that: in real time, as that one is elsewhere."""
-        clock, never = SystemClock(), threading.Event()
-        deadline = clock.monotonic() + wait_s
-        while True:
-            try:
-                with critical:
-                    self._file_lock = _lock(self, self.files)
-                return
-            except StoreLockedError as error:
-                left = deadline - clock.monotonic()
-                if left <= 0:
-                    raise StoreLockedError(
-                        f"{error}; one process at a time writes to a store (docs/processes.md): close it there, wait "
-                        f"for it by wait=seconds, or open it here with read_only=True"
-                    ) from None
-            clock.wait(never, min(left, _LOOK_AGAIN_S))
 
     def _set_config(self, config: StoreConfig) -> None:
         self.config = config
         self.levels = DelayLevels.parse(config.message_delay_level)
-        self._delays = {}
-        self._host = record.encode_host(record.parse_host(config.store_host))
-        self._largest_body = config.max_message_size
-        self._compress_from = config.compress_from or sys.maxsize
+        self._appender.configure(config, self.levels)
         self._transfer = Transfer(config)
-        self._sync = config.durability == "sync"
 
     def _load(self, *, thorough: bool = False, living: bool = False) -> None:
         """Open the parts and make them agree."""
@@ -274,25 +234,18 @@ class MessageStore(Appends):
         )
 
     def _take(self, parts: Parts) -> None:
-        self._parts = parts
-        self.log = parts.log
-        self._queues = parts.queues
-        self.index = parts.index
-        self.checkpoint = parts.checkpoint
-        self._dispatcher = parts.dispatcher
-        self._lanes = parts.lanes
-        self._commit = GroupCommit(self._flush_log, self.log.end, self._on_failed_flush)
-        self._settled = 0  # below this physical offset queues and index have reached the device too
-        self._derived_failure: StoreIOError | None = None  # a flush of queues or index: until reopened, none counts
+        appender = self._appender
+        self.log, self.index, self.checkpoint, self._queues = parts.log, parts.index, parts.checkpoint, parts.queues
+        self._durability = Durability(parts, appender, self._check_lock)
         self._retention = Retention(
             self.log,
-            lambda: list(self._queues.values()),
+            lambda: list(parts.queues.values()),
             self.index,
             self.config,
             self.files,
             self.path,
-            lock=_Deleting(self),
-            settled=lambda: self._settled,
+            lock=appender,
+            settled=lambda: self._durability.settled,
             watch_disk=moves_by_itself(self.clock),
             readers=lambda: self.readers,
             find_queue=lambda topic, queue_id: self.queues.find((topic, queue_id)),
@@ -300,12 +253,122 @@ class MessageStore(Appends):
         self._housekeeping = Housekeeping(
             self.config,
             self.log,
-            self._commit,
-            self._flush_derived,
-            lambda: self._dispatcher.entries + len(self._dispatcher.records),
+            self._durability.commit,
+            self._durability.flush,
+            lambda: parts.dispatcher.entries + len(parts.dispatcher.records),
             self._expire,
             self.clock.now_ms(),
         )
+        appender.take(parts, self._durability.commit, self._housekeeping)
+
+    def _check_lock(self) -> None:
+        if self._file_lock is not None:
+            self._file_lock.check()
+
+    def _take_calls(self) -> None:
+        """Take the calls of users from now on."""
+        self._closed = None
+        self._appender.accepts = not self.read_only
+        if self._in_background:
+            self._thread.allow()
+
+    # -------------------------------------------------------------------------------------------------------- append
+
+    def append(
+        self, message: Message, queue_id: int = 0, *, wait: bool = True, **fields: Unpack[AppendFields]
+    ) -> AppendResult:
+        """Append a message to the queue ``queue_id`` of its topic.
+
+        Returns when it stands in the log's page cache (it survives the process), with ``durability="sync"`` when it has
+        reached the device (it survives the machine), unless ``wait`` is false; producers that wait together share one
+        flush.
+
+        A message with a delay level goes to the schedule topic, unless it is prepared or a rollback. The keywords of
+        `AppendFields` are the record's fields that a broker fills in: both hosts are the store's and the born time is
+        now unless given. ``properties_raw`` stores the bytes as they are instead of encoding the message's properties;
+        a message that has properties all the same vouches that the bytes say them.
+
+        `MessageIllegalError` before a byte is written: topic, body, properties or record too long, a field out of
+        range.
+        """
+        return self._appender.append(message, queue_id, wait=wait, **fields)
+
+    def append_again(
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        **fields: Unpack[AgainFields],
+    ) -> AppendResult:
+        """Append the message of a record once more, with these properties, to this queue of this topic.
+
+        Body, born time and hosts are the record's, flags and counts too unless given. ``raw`` are the properties as
+        they are to be stored, whatever they say of a delay; None encodes them as `append` does. Returns at once,
+        whatever the durability. Raises what `append` does, and `RecordError` for a record that is none.
+        """
+        return self._appender.append_again(record, topic, queue_id, properties, **fields)
+
+    def prepare_again(
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        raw: bytes,
+        unique_key: str | None,
+        keys: str | None,
+        tags: str | None,
+    ) -> Prepared:
+        """Return the message of a record as `append_copies` takes it, for a queue of a topic.
+
+        Its properties are stored as ``raw``; the caller vouches that they say these keys and tags. The rest stays.
+
+        `MessageIllegalError` for what can't be appended, `RecordError` for a record that is none.
+        """
+        return self._appender.prepare_again(record, topic, queue_id, raw, unique_key, keys, tags)
+
+    def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
+        """Append what `prepare_again` made, side by side. Returns at once, whatever the durability.
+
+        The results are fewer than the copies where the disk got full on the way: those of the first, which were
+        written. Raises what `append` does, where none was.
+        """
+        return self._appender.append_copies(copies)
+
+    def append_batch(
+        self, messages: Sequence[Message], queue_id: int = 0, *, wait: bool = True, **fields: Unpack[BatchFields]
+    ) -> list[AppendResult]:
+        """Append messages of one topic to one queue, all or none, side by side in one file of the log.
+
+        ``properties`` are the batch's own, appended to each message's; ``wait`` is as in `append`.
+        `MessageIllegalError` before a byte is written: an empty batch, topics or wait flags that differ, a delay, a
+        transaction flag, or more than ``max_message_size`` bytes as a client encodes it;
+        `librmq.message.batch.split_batch` cuts what is larger.
+        """
+        return self._appender.append_batch(messages, queue_id, wait=wait, **fields)
+
+    def submit(
+        self, message: Message, queue_id: int = 0, **fields: Unpack[AppendFields]
+    ) -> Acknowledgement[AppendResult]:
+        """Append like `append` with the same keywords, but return at once, whatever the durability.
+
+        The acknowledgement completes when the message has reached the device: soon by itself with
+        ``durability="sync"``, else with the next flush; its ``wait`` hurries.
+        """
+        result = self.append(message, queue_id, wait=False, **fields)
+        return Acknowledgement(result, self._durability.commit, result.physical_offset + result.size)
+
+    def wait_for(self, result: AppendResult) -> None:
+        """Return when a message that `submit` took has reached the device; `FlushFailedError` if that is not known."""
+        self._durability.commit.reach(result.physical_offset + result.size)
+
+    def is_writing(self) -> bool:
+        """Return whether a call appends at this moment; a deletion by retention does not count."""
+        return self._appender.is_writing()
+
+    def is_free_within(self, seconds: float) -> bool:
+        """Wait until no call appends, or for ``seconds``; return whether none did."""
+        return self._appender.is_free_within(seconds)
 
     # ---------------------------------------------------------------------------------------------------------- read
 
@@ -329,8 +392,7 @@ class MessageStore(Appends):
             raise self._unusable()
         if self._following is not None:
             return self._following.read((topic, queue_id), queue_offset, max_messages, matching, self._transfer)
-        if self._dispatcher.lanes:
-            self._write_what_fits()
+        self._appender.write_entries_that_fit()
         return read_queue(
             self.log, self._queues.find((topic, queue_id)), queue_offset, max_messages, matching, self._transfer
         )
@@ -375,14 +437,14 @@ class MessageStore(Appends):
         For reading only: the store writes it.
         """
         self._check_open()
-        self._write_entries()
+        self._appender.write_entries()
         return self._queues.find((topic, queue_id))
 
     @property
     def queues(self) -> QueueTable:
         """The queues of the store by topic and queue id, with the entries of all that was appended before."""
         if self._closed is None:
-            self._write_what_fits()
+            self._appender.write_entries_that_fit()
         return self._queues
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
@@ -394,7 +456,7 @@ class MessageStore(Appends):
         queue = self._queues.find((topic, queue_id))
         if queue is None:
             return 0, 0
-        lane = self._lanes.get((topic, queue_id))
+        lane = self._appender.lanes.get((topic, queue_id))
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
@@ -489,8 +551,7 @@ class MessageStore(Appends):
         """
         self._check_writable()
         with critical:
-            self._flush_derived()
-        return self._commit.flushed
+            return self._durability.flush()
 
     def run_due(self, now_ms: int) -> int | None:
         """Do what is due by time (flush, checkpoint, retention); returns when to call next (ms), None for not yet.
@@ -502,94 +563,20 @@ class MessageStore(Appends):
         with critical:
             return self._housekeeping.run_due(now_ms)
 
-    def _flush_derived(self) -> None:
-        """Flush the log, then what is derived from it, then the checkpoint that vouches for both."""
-        with self._deriving:
-            with self._lock:
-                if self._parts is None:
-                    raise self._unusable()
-                dispatcher, checkpoint, index = self._dispatcher, self.checkpoint, self.index
-                self._mend()
-                dispatcher.drain()
-                end, stored = self.log.end, dispatcher.dispatched_timestamp_ms
-                indexed = index.full_timestamp_ms
-                queues, dispatcher.unflushed = dispatcher.unflushed, set()
-                entries, dispatcher.entries = dispatcher.entries, 0
-            try:
-                self._commit.reach(end)
-                flush_all(queues)
-                index.flush()
-                if self._derived_failure is not None:
-                    return  # what that one left out may pass for flushed now: nothing may vouch for it
-                if stored:
-                    checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
-                    # No later than the last record, should the clock have gone back.
-                    checkpoint.index_timestamp_ms = min(indexed, stored)
-                checkpoint.flush()
-                self._settled = end
-            except BaseException as error:
-                with self._lock:
-                    dispatcher.unflushed |= queues
-                    dispatcher.entries += entries
-                if isinstance(error, StoreIOError) and error.call.startswith("flush"):
-                    self._derived_failure = error
-                raise
-
-    def _wake(self) -> None:
-        """Let the store's thread look at what there is to do."""
-        background = self._background
-        if background is not None:
-            background.wake()
-        elif self._in_background:
-            with critical, self._lock:
-                if self._background is None and self._accepts:
-                    try:
-                        self._background = Background(self._housekeep, self.clock, "librmq-store")
-                    except RuntimeError as error:  # the messages are written all the same
-                        self._no_thread(error)
-                        return
-                    self._is_thread_missed = False
-
-    def _no_thread(self, error: RuntimeError) -> None:
-        """Say that no thread can be started; the next append that has work for one tries again."""
-        if not self._is_thread_missed:
-            _log.warning(
-                "%s: messages are stored, but nothing is flushed or deleted by time as no thread can be started (%s); "
-                "call flush(), or raise the limit of threads",
-                self.path, error,
-            )  # fmt: skip
-        self._is_thread_missed = True
-
     def _housekeep(self, now_ms: int) -> int | None:
         return self._housekeeping.run_due(now_ms)  # after `recover` it is another
-
-    def _rest(self) -> None:
-        """Return when the store's thread, if any, has ended; the next append that has work for one starts another."""
-        with critical:
-            with self._lock:
-                background, self._background = self._background, None
-            if background is not None:
-                background.stop()
-
-    def _flush_log(self) -> int:
-        """Flush the log, if this handle is still the only writer: what another one wrote over is not acknowledged."""
-        if self._file_lock is not None:
-            self._file_lock.check()
-        return self.log.flush()
-
-    def _on_failed_flush(self) -> None:
-        self._accepts = False
 
     def _expire(self, now_ms: int) -> int | None:
         """The step of retention; what it finds of the disk decides whether messages are taken."""
         try:
             return self._retention.run_due(now_ms)
         finally:
-            with self._lock:
-                refused = self._closed is not None or self._commit.failure is not None
-                self._accepts = not refused and not self._retention.refuses_writes
-                if self._commit.failure is not None:  # meanwhile
-                    self._accepts = False
+            appender, commit = self._appender, self._durability.commit
+            with appender.lock:
+                refused = self._closed is not None or commit.failure is not None
+                appender.accepts = not refused and not self._retention.refuses_writes
+                if commit.failure is not None:  # meanwhile
+                    appender.accepts = False
 
     def check_room(self) -> None:
         """Refuse a send while messages that must stay until they are consumed take all the room.
@@ -605,7 +592,7 @@ class MessageStore(Appends):
             raise error
         if self._retention.is_held and self._retention.is_full():
             self._housekeeping.expire_soon()
-            self._wake()
+            self._thread.wake()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
         """Delete the files of queues whose topic is none of ``topics`` and of which the log has no message any more.
@@ -616,32 +603,7 @@ class MessageStore(Appends):
         mended by the next recovery.
         """
         self._check_writable()
-        cleaned = []
-        for name in sorted(name for name in self._queues if name[0] not in topics and not is_system_topic(name[0])):
-            with critical, self._deriving, self._lock:
-                if self._parts is None:
-                    raise self._unusable()
-                self._mend()
-                self._dispatcher.drain()
-                queue = self._queues.find(name)
-                if queue is None or queue.max_physic_offset > self.log.begin:
-                    continue
-                folders = [directory.queue_folder(self.path, *name, ext=ext) for ext in (False, True)]
-                if not any(map(self.files.is_folder, folders)):
-                    continue
-                lane = self._lanes.get(name)
-                queue.clear()
-                if lane is not None:  # another thread may be about to append by it
-                    lane.next_queue_offset = 0
-                queue.flush()
-                for folder in folders:
-                    self.files.delete(folder)
-                    if not self.files.list(os.path.dirname(folder)):
-                        self.files.delete(os.path.dirname(folder))
-                if lane is None:
-                    del self._queues[name]
-            cleaned.append(name)
-        return cleaned
+        return clean_unused_topics(self.path, self.files, self._appender, topics)
 
     def recover(self) -> list[Damage]:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
@@ -649,29 +611,25 @@ class MessageStore(Appends):
         The log is cut at the first record that can't be read. Opening does the part of this that the last exit calls
         for; this is for a store of which something else is known or feared. Producers and readers wait.
         """
-        in_background, self._in_background = self._in_background, False
-        self._rest()
-        try:
-            with self._deriving, self._lock:
-                if self._closed is not None or self.read_only:
-                    raise self._unusable()
+        appender = self._appender
+        self._thread.stop()
+        with appender.flushing, appender.lock:
+            if self._closed is not None or self.read_only:
+                raise self._unusable()
+            with critical:
+                appender.catch_up()
+                self._closed, appender.accepts = "could not be recovered", False  # unless it is
+                self._close_parts()
+            before = len(self.recovered)
+            try:
+                self._load(thorough=True, living=True)
+                self._take_calls()
+            except BaseException:
                 with critical:
-                    self._mend()
-                    self._dispatcher.drain()
-                    self._closed, self._accepts = "could not be recovered", False  # unless it is
-                    self._close_parts()
-                before = len(self.recovered)
-                try:
-                    self._load(thorough=True, living=True)
-                    self._closed, self._accepts = None, True
-                except BaseException:
-                    with critical:
-                        self._closed, self._accepts = "could not be recovered", False
-                        self._release()
-                    raise
-                return self.recovered[before:]
-        finally:
-            self._in_background = in_background
+                    self._closed, appender.accepts = "could not be recovered", False
+                    self._release()
+                raise
+            return self.recovered[before:]
 
     def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
         """Make a store in ``target`` (empty, or not there yet) of all that was appended before the call.
@@ -687,22 +645,14 @@ class MessageStore(Appends):
             copy=copy,
             files=self.files,
             clock=self.clock,
-            end=None if self.read_only else self._whole_end,
+            end=None if self.read_only else self._appender.end_between_appends,
         )
-
-    def _whole_end(self) -> int:
-        """Where the log ends, with no producer between two files."""
-        with self._lock:
-            self._mend()
-            return self.log.end
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""
-        with self._lock:
-            if self._closed is not None:
-                raise self._unusable()
-            self._mend()
-            self._dispatcher.drain()
+        with self._appender.lock:
+            self._check_open()
+            self._appender.catch_up()
             return verify_parts(self.path, self.config, self.files)
 
     def close(self) -> None:
@@ -716,8 +666,8 @@ class MessageStore(Appends):
                 return
             try:
                 if not self.read_only:
-                    self._flush_derived()
-                    if self._derived_failure is None:
+                    self._durability.flush()
+                    if self._durability.derived_failure is None:
                         for queue in self._queues.opened():
                             queue.flush()  # retention deletes files of queues that no append wrote to
                         write_closed_state(self.path, self.files, self.log, self._queues, self.index)
@@ -737,19 +687,18 @@ class MessageStore(Appends):
                 return
             try:
                 if not self.read_only:
-                    with suppress(StoreIOError), self._lock:  # a reader may be writing entries too
-                        self._mend()
-                        self._dispatcher.drain()
+                    with suppress(StoreIOError), self._appender.lock:  # a reader may be writing entries too
+                        self._appender.catch_up()
             finally:
                 self._release()
 
     def _end(self, why: str) -> bool:
         """Take no more calls; false if that was so already."""
-        with self._lock:
+        with self._appender.lock:
             if self._closed is not None:
                 return False
-            self._closed, self._accepts = why, False
-        self._rest()
+            self._closed, self._appender.accepts = why, False
+        self._thread.stop()
         return True
 
     @property
@@ -758,10 +707,11 @@ class MessageStore(Appends):
         return self._closed is not None
 
     def _close_parts(self) -> None:
-        with self._deriving:
-            parts, self._parts = self._parts, None
+        appender = self._appender
+        with appender.flushing:
+            parts, appender.parts = appender.parts, None
             if parts is not None:
-                self._commit.stop(f"{self.path}: the log was let go before this had reached the device")
+                self._durability.commit.stop(f"{self.path}: the log was let go before this had reached the device")
                 parts.close()
 
     def _release(self) -> None:
@@ -770,7 +720,7 @@ class MessageStore(Appends):
             self._close_parts()
         finally:
             if self._file_lock is not None:
-                _unlock(self._file_lock)
+                unlock_store(self._file_lock)
                 self._file_lock = None
             if self._temporary is not None:
                 self._temporary.delete()
@@ -778,36 +728,11 @@ class MessageStore(Appends):
     def _up_to_date(self) -> Parts:
         """The parts, with everything in them that was acknowledged before the call."""
         self.refresh()
-        self._drain()
-        parts = self._parts
+        self._appender.drain()
+        parts = self._appender.parts
         if parts is None:
             raise self._unusable()
         return parts
-
-    def _write_entries(self) -> None:
-        """Write what readers of queues look into."""
-        dispatcher = self._dispatcher
-        if dispatcher.lanes:
-            with self._lock:
-                if dispatcher.writing_at >= 0:
-                    self._mend()
-                dispatcher.write_entries()
-
-    def _write_what_fits(self) -> None:
-        """`_write_entries`; those for which the disk has no room are not seen yet."""
-        if self._dispatcher.lanes:
-            try:
-                self._write_entries()
-            except StoreIOError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-
-    def _drain(self) -> None:
-        """Write what readers of queues and of the index look into."""
-        if self._dispatcher.records:
-            with self._lock:
-                self._mend()
-                self._dispatcher.drain()
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -820,8 +745,8 @@ class MessageStore(Appends):
     def _refusal(self) -> Exception:
         """Why nothing can be appended."""
         if self._closed is None and not self.read_only:
-            if self._commit.failure is not None:
-                return FlushFailedError(self._commit.failure)
+            if self._durability.commit.failure is not None:
+                return FlushFailedError(self._durability.commit.failure)
             if self._retention.refuses_writes:
                 return self._retention.refusal()
         return self._unusable()
@@ -842,60 +767,18 @@ class MessageStore(Appends):
         self.close()
 
 
-class _Deleting:
-    """The writers' lock as retention takes it: appends wait for a file that goes; `is_writing` does not count it."""
-
-    def __init__(self, store: MessageStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        self._store._lock.acquire()
-        self._store._is_deleting = True
-
-    def __exit__(self, *_: object) -> None:
-        self._store._is_deleting = False
-        self._store._lock.release()
-
-
-_locks: dict[FileLock, weakref.ref[MessageStore]] = {}
-"""The locks that are held, and by which handles."""
-
-
-def _lock(store: MessageStore, files: Files) -> FileLock:
-    """Take the lock of a store; one that is held by a handle which Ctrl-C took from its caller is given back first."""
-    path = directory.lock_path(store.path)
-    try:
-        lock = files.lock(path)
-    except StoreLockedError:
-        gc.collect()
-        lost = [lock for lock, holder in list(_locks.items()) if holder() is None]
-        if not lost:
-            raise
-        for each in lost:
-            _unlock(each)
-        lock = files.lock(path)
-    _locks[lock] = weakref.ref(store)
-    return lock
-
-
-def _unlock(lock: FileLock) -> None:
-    with critical:
-        if _locks.pop(lock, None) is not None:
-            lock.release()
-
-
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     for store in list(_open_stores):
-        store._closed, store._accepts = "was opened before a fork: reopen the store in the child", False
-        store._background = None
-        store._file_lock = store._parts = None  # so that closing waits for no thread of the parent's
-        store._lock, store._deriving = threading.Lock(), threading.RLock()  # some thread of the parent may hold them
-        store._commit.forget(f"{store.path}: this handle {store._closed}")
+        store._closed = "was opened before a fork: reopen the store in the child"
+        store._thread.forget()
+        store._file_lock = None  # so that closing waits for no thread of the parent's
+        store._appender.forget()
+        store._durability.commit.forget(f"{store.path}: this handle {store._closed}")
     _open_stores.clear()
-    _locks.clear()
+    forget_locks()
 
 
 if hasattr(os, "register_at_fork"):

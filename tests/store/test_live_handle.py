@@ -11,7 +11,9 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, StoreLockedError
+from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
+from librmq.files.seam import FileLock
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -28,7 +30,7 @@ def test_append_succeeds_where_no_thread_can_be_started(
 
     with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
         with monkeypatch.context() as full:
-            full.setattr("librmq.store.store.Background", refuse)
+            full.setattr("librmq.store.engine.housekeeping.Background", refuse)
             results = [store.append(message()) for _ in range(50)]
         assert [result.queue_offset for result in results] == list(range(50))
         assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -58,14 +60,15 @@ def test_a_second_writer_is_told_what_to_do(tmp_path: Path) -> None:
 def test_open_waits_for_another_writer(tmp_path: Path) -> None:
     first = MessageStore.open(tmp_path / "s", StoreConfig.tiny())
     closing = threading.Thread(target=first.close)
-    tried = MessageStore._take_lock
+    tried = DiskFiles.lock
 
-    def take_lock(self: MessageStore, wait_s: float) -> None:
-        closing.start()  # only now: the lock is held when it is first tried, or just given back
-        tried(self, wait_s)
+    def lock(self: DiskFiles, path: str) -> FileLock:
+        if closing.ident is None:
+            closing.start()  # only now: the lock is held when it is first tried, or just given back
+        return tried(self, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MessageStore, "_take_lock", take_lock)
+        patch.setattr(DiskFiles, "lock", lock)
         MessageStore.open(tmp_path / "s", wait=60).close()
     closing.join()
 

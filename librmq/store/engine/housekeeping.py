@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from typing import Final
 
+from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreError
+from librmq.runtime.background import Background
+from librmq.runtime.critical import critical
 from librmq.store.engine.group_commit import GroupCommit
 
-__all__ = ["Housekeeping"]
+__all__ = ["Housekeeping", "HousekeepingThread"]
 
 _log = logging.getLogger("librmq.store")
 
@@ -40,7 +44,7 @@ class Housekeeping:
         config: StoreConfig,
         log: CommitLog,
         commit: GroupCommit,
-        flush_derived: Callable[[], None],
+        flush_derived: Callable[[], object],
         entries: Callable[[], int],
         expire: Callable[[int], int | None],
         now_ms: int,
@@ -140,3 +144,58 @@ class Housekeeping:
             _log.error("queues and index could not be flushed: %s", error)
             return now_ms + round(1000 * seconds)
         return None
+
+
+class HousekeepingThread:
+    """The thread that calls a store's `Housekeeping`, started by the first append that has work for it. Thread-safe."""
+
+    def __init__(self, path: str, run_due: Callable[[int], int | None], clock: Clock) -> None:
+        self._path = path
+        self._run_due = run_due
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._background: Background | None = None
+        self._may_start = False
+        self._is_missed = False
+
+    def wake(self) -> None:
+        """Let the thread look at what there is to do."""
+        background = self._background
+        if background is not None:
+            background.wake()
+        elif self._may_start:
+            with critical, self._guard:
+                if self._background is None and self._may_start:
+                    try:
+                        self._background = Background(self._run_due, self._clock, "librmq-store")
+                    except RuntimeError as error:  # the messages are written all the same
+                        self._miss(error)
+                        return
+                    self._is_missed = False
+
+    def _miss(self, error: RuntimeError) -> None:
+        """Say that no thread can be started; the next append that has work for one tries again."""
+        if not self._is_missed:
+            _log.warning(
+                "%s: messages are stored, but nothing is flushed or deleted by time as no thread can be started (%s); "
+                "call flush(), or raise the limit of threads",
+                self._path, error,
+            )  # fmt: skip
+        self._is_missed = True
+
+    def allow(self) -> None:
+        """Let the next `wake` start the thread."""
+        self._may_start = True
+
+    def stop(self) -> None:
+        """Return when the thread, if any, has ended; none starts until `allow`."""
+        with critical:
+            with self._guard:
+                background, self._background, self._may_start = self._background, None, False
+            if background is not None:
+                background.stop()
+
+    def forget(self) -> None:
+        """Let the parent have the thread, in a child process after a fork."""
+        self._background, self._may_start = None, False
+        self._guard = threading.Lock()

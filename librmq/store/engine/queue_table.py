@@ -8,7 +8,7 @@ from typing import NamedTuple
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 
-__all__ = ["OpenQueue", "QueueState", "QueueTable"]
+__all__ = ["OpenQueue", "QueueName", "QueueState", "QueueTable"]
 
 QueueName = tuple[str, int]
 

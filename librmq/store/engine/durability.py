@@ -1,0 +1,77 @@
+"""What of a store has reached the device: the log by group commit, what is derived from it, and the checkpoint.
+
+The checkpoint vouches for log, queues and index, so it is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from librmq.errors import StoreIOError
+from librmq.store.engine.append import Appender
+from librmq.store.engine.group_commit import GroupCommit, flush_all
+from librmq.store.engine.open_store import Parts
+
+__all__ = ["Durability"]
+
+
+class Durability:
+    """Flushes the parts of a store that one `Appender` writes. Thread-safe."""
+
+    def __init__(self, parts: Parts, appender: Appender, check_lock: Callable[[], object]) -> None:
+        """``check_lock()`` raises if another process has taken the store over."""
+        self._parts = parts
+        self._appender = appender
+        self._check_lock = check_lock
+        self.commit = GroupCommit(self._flush_log, parts.log.end, self._refuse)
+        """The log's part."""
+        self.settled = 0
+        """Below this physical offset queues and index have reached the device too."""
+        self.derived_failure: StoreIOError | None = None
+        """The flush of queues or index that failed; none that follows counts until the store is reopened."""
+
+    def flush(self) -> int:
+        """Flush the log, then what is derived from it, then the checkpoint; return up to which physical offset.
+
+        Raises:
+            FlushFailedError: This flush or an earlier one has failed, so part of that may never reach the device.
+            StoreClosedError: The store was closed meanwhile.
+        """
+        appender, parts = self._appender, self._parts
+        dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
+        with appender.flushing:
+            with appender.lock:
+                appender.open_parts()
+                appender.catch_up()
+                end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms
+                indexed = index.full_timestamp_ms
+                queues, dispatcher.unflushed = dispatcher.unflushed, set()
+                entries, dispatcher.entries = dispatcher.entries, 0
+            try:
+                self.commit.reach(end)
+                flush_all(queues)
+                index.flush()
+                if self.derived_failure is not None:
+                    return self.commit.flushed  # what that one left out may pass for flushed now
+                if stored:
+                    checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
+                    # No later than the last record, should the clock have gone back.
+                    checkpoint.index_timestamp_ms = min(indexed, stored)
+                checkpoint.flush()
+                self.settled = end
+            except BaseException as error:
+                with appender.lock:
+                    dispatcher.unflushed |= queues
+                    dispatcher.entries += entries
+                if isinstance(error, StoreIOError) and error.call.startswith("flush"):
+                    self.derived_failure = error
+                raise
+        return self.commit.flushed
+
+    def _flush_log(self) -> int:
+        """Flush the log, if this handle is still the only writer: what another one wrote over is not acknowledged."""
+        self._check_lock()
+        return self._parts.log.flush()
+
+    def _refuse(self) -> None:
+        self._appender.accepts = False

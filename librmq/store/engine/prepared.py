@@ -1,0 +1,161 @@
+"""Records ready to append: all of a record but its place, its queue offset and its store time.
+
+`Appender` prepares batches and copies of stored records without the writer's lock, then writes them under it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from librmq.errors import MessageIllegalError
+from librmq.message import record as record_format
+from librmq.message.batch import BATCH_FIXED_SIZE
+from librmq.message.message import Message, StoredMessage
+from librmq.store.engine.dispatch import Lane, is_indexed, parse_level
+
+__all__ = ["Prepared", "PreparedBatch", "check_sizes", "host_flags", "pack_header", "prepare_again", "prepare_batch"]
+
+_LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
+_pack_short = struct.Struct(">H").pack
+_new = tuple.__new__
+
+# The spans are those of `Prepared`, which takes over as bytes what stays.
+pack_header: Final = {
+    hosts: struct.Struct(
+        f">IIII{record_format.span('flag', 'flag')}sqq"
+        f"{record_format.span('sys_flag', 'born_host', hosts)}sq"
+        f"{record_format.span('store_host', 'prepared_offset', hosts)}si"
+    ).pack
+    for hosts in record_format.HEADERS
+}
+"""By the flags of its hosts, what packs the header of a prepared record."""
+
+
+class Prepared(NamedTuple):
+    """A record that has no place yet."""
+
+    lane: Lane
+    size: int
+    flag: bytes
+    to_born_host: bytes
+    """Sys flag, born time and born host."""
+    from_store_host: bytes
+    """Store host, reconsume times and prepared offset."""
+    checksum: int
+    body_size: int
+    tail: bytes
+    """All from the body on."""
+    properties_raw: bytes
+    tags_code: int
+    unique_key: str | None
+    keys: str | None
+
+
+def prepare_again(
+    record: StoredMessage,
+    lane: Lane,
+    raw: bytes,
+    unique_key: str | None,
+    keys: str | None,
+    tags: str | None,
+    largest_record: int,
+) -> Prepared:
+    """Prepare the message of a record for another queue; see `MessageStore.prepare_again`."""
+    data = record.raw
+    begin, end, _, _, _, _ = record.frame
+    body = data[begin:end]
+    raw_size = len(raw)
+    size = end + len(lane.topic_field) + 2 + raw_size
+    if raw_size > _LONGEST_PROPERTIES or size > largest_record:
+        raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
+    bits = data[39]
+    born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
+    if bits & record_format.TRANSACTION_MASK and not is_indexed(bits):
+        unique_key = keys = None
+    return _new(
+        Prepared,
+        (
+            lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
+            zlib.crc32(body) & 0x7FFFFFFF, end - begin,
+            b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
+            record_format.tags_code(tags) if tags else 0, unique_key, keys,
+        ),
+    )  # fmt: skip
+
+
+class PreparedBatch(NamedTuple):
+    """The messages of a batch, column by column: a call for a whole column costs each message the least."""
+
+    sizes: list[int]
+    flags: list[int]
+    body_sizes: list[int]
+    bodies: list[bytes]
+    raw_sizes: list[bytes]
+    """Packed."""
+    raws: list[bytes]
+    checksums: list[int]
+    tags_codes: list[int]
+    unique_keys: list[str | None]
+    keys: list[str | None]
+
+
+def prepare_batch(
+    messages: Sequence[Message], fixed_size: int, properties: Mapping[str, str] | None, largest: int
+) -> PreparedBatch:
+    """Prepare the messages of a batch; see `MessageStore.append_batch`.
+
+    ``fixed_size`` is what each record has beside body and properties; ``largest`` is how many bytes a body, and the
+    batch as a client encodes it, may have.
+    """
+    if properties and parse_level(properties.get(record_format.PROPERTY_DELAY)) > 0:
+        raise MessageIllegalError("a batch can't be delayed")
+    found = [message.properties for message in messages]
+    raws = list(map(record_format.encode_properties, found))
+    bodies = [message.body for message in messages]
+    body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
+    encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
+    if properties:
+        added = record_format.encode_properties(properties)
+        raws = [record_format.join_properties(raw, added) for raw in raws]
+        found = list(map(record_format.decode_properties, raws))
+        raw_sizes = list(map(len, raws))
+    check_sizes(max(body_sizes), max(raw_sizes), largest)
+    if encoded_size > largest:
+        raise MessageIllegalError(
+            f"the batch has {encoded_size} bytes as a client encodes it, at most {largest} are taken: split it"
+        )
+    return PreparedBatch(
+        [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
+        [message.flag for message in messages],
+        body_sizes,
+        bodies,
+        list(map(_pack_short, raw_sizes)),
+        raws,
+        [zlib.crc32(body) & 0x7FFFFFFF for body in bodies],
+        [record_format.tags_code(each.get("TAGS")) for each in found],
+        [each.get("UNIQ_KEY") for each in found],
+        [each.get("KEYS") for each in found],
+    )
+
+
+def check_sizes(body_size: int, properties_size: int, largest: int) -> None:
+    """Refuse a body of more than ``largest`` bytes, and properties that no record can hold."""
+    if body_size > largest:
+        raise MessageIllegalError(f"the body has {body_size} bytes, at most {largest} are taken")
+    if properties_size > _LONGEST_PROPERTIES:
+        raise MessageIllegalError(
+            f"the properties have {properties_size} bytes, at most {_LONGEST_PROPERTIES} are taken"
+        )
+
+
+def host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> int:
+    """Return the bits that tell hosts of 16 bytes; refuse a ``sys_flag`` that claims more than the hosts."""
+    flags = (record_format.BORN_HOST_V6 if len(born_host) > 8 else 0) | (
+        record_format.STORE_HOST_V6 if len(store_host) > 8 else 0
+    )
+    if sys_flag & record_format.HOSTS_V6 & ~flags:
+        raise MessageIllegalError(f"sys flag {sys_flag:#x} says that a host is IPv6, which it is not")
+    return flags

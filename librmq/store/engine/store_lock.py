@@ -1,0 +1,73 @@
+"""The lock of a store that is open for writing: one process at a time has it, and one handle within the process."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Final
+
+from librmq.clock import SystemClock
+from librmq.errors import StoreLockedError
+from librmq.files.seam import FileLock, Files
+from librmq.runtime.critical import critical
+from librmq.store.format import directory
+
+__all__ = ["forget_locks", "lock_store", "unlock_store"]
+
+_LOOK_AGAIN_S: Final = 0.05
+"""How often a lock is tried that another writer holds."""
+
+_held: dict[FileLock, weakref.ref[object]] = {}
+"""The locks that this process holds, and the handles they belong to."""
+
+
+def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLock:
+    """Lock the store in ``path`` for ``handle``; wait ``wait_s`` for another writer, in real time.
+
+    Raises:
+        StoreLockedError: Another writer has the store.
+    """
+    clock, never = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + wait_s
+    while True:
+        try:
+            with critical:
+                return _lock(handle, path, files)
+        except StoreLockedError as error:
+            left = deadline - clock.monotonic()
+            if left <= 0:
+                raise StoreLockedError(
+                    f"{error}; one process at a time writes to a store (docs/processes.md): close it there, wait "
+                    f"for it by wait=seconds, or open it here with read_only=True"
+                ) from None
+        clock.wait(never, min(left, _LOOK_AGAIN_S))
+
+
+def _lock(handle: object, path: str, files: Files) -> FileLock:
+    """Take the lock; one that is held by a handle which Ctrl-C took from its caller is given back first."""
+    place = directory.lock_path(path)
+    try:
+        lock = files.lock(place)
+    except StoreLockedError:
+        gc.collect()
+        lost = [lock for lock, holder in list(_held.items()) if holder() is None]
+        if not lost:
+            raise
+        for each in lost:
+            unlock_store(each)
+        lock = files.lock(place)
+    _held[lock] = weakref.ref(handle)
+    return lock
+
+
+def unlock_store(lock: FileLock) -> None:
+    """Give a lock back; once is enough."""
+    with critical:
+        if _held.pop(lock, None) is not None:
+            lock.release()
+
+
+def forget_locks() -> None:
+    """Let the parent have its locks, in a child process after a fork."""
+    _held.clear()
