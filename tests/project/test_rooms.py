@@ -81,3 +81,16 @@ def test_the_contract_of_the_layers_fits_on_a_screen() -> None:
     contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
     assert {tuple(one["containers"]) for one in contracts} == {("librmq",), ("librmq.store",)}
     assert max(len(one["layers"]) for one in contracts) <= 30
+
+
+def test_names_of_tests_are_below_60_characters() -> None:
+    """What such a name does not say stands in the docstring."""
+    functions = [
+        f"{path.relative_to(CHECKOUT)}:{node.lineno}: {node.name}"
+        for path in sorted((CHECKOUT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) >= 60
+    ]
+    assert functions == []
