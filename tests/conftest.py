@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests import budget
 from tests.reference import (
     ABSENT,
     Row,
@@ -41,6 +42,8 @@ settings.register_profile(
     database=None,
     print_blob=True,
 )
+# The quick check draws few cases, the same each time.
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=100 // budget.PART)
 
 
 def in_ci() -> bool:
@@ -48,7 +51,9 @@ def in_ci() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if in_ci() else "dev"))
+    quick = "not slow" in config.option.markexpr
+    budget.run = budget.Run(quick)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("quick" if quick else "ci" if in_ci() else "dev"))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -220,9 +225,52 @@ KINDS = ("golden", "crash", "fuzz", "replay")
 """Folders whose tests have a mark of the same name."""
 
 
+LONG = ("spark", "servers", "slow", "crash", "property")
+"""Marks of tests that may take long: they begin first, so that no process is left with one at the end."""
+
+_process = os.environ.get("PYTEST_XDIST_WORKER", "")
+"""One of several processes of a run: gw0, gw1, …; empty where there is only one."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+    """Let every other process begin at the end.
+
+    The first run of a checkout rewrites and compiles every module. So each process finds half of it done.
+    """
+    collector = yield
+    if collector is not None and int(_process[2:] or 0) % 2:
+        in_order = collector.collect
+        collector.collect = lambda: reversed(list(in_order()))  # type: ignore[method-assign]
+    return collector
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by kind; send those that share a Spark session to one process."""
+    """Mark tests by kind; order and group them for several processes.
+
+    Long tests come first, one by one; those that share a session or a server stay together, and so do the others of
+    a module, which share its fixtures.
+    """
+    _mark(items)
+    if _process:
+        for item in items:
+            if item.get_closest_marker("xdist_group") is None and not _is_long(item):
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        items.sort(key=lambda item: (_rank(item), str(item.path)))
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(mark) for mark in LONG)
+
+
+def _rank(item: pytest.Item) -> int:
+    if not _is_long(item):
+        return 2
+    return 0 if item.get_closest_marker("xdist_group") else 1
+
+
+def _mark(items: list[pytest.Item]) -> None:
     for item in items:
         for kind in KINDS:
             if kind in item.path.parts:

@@ -173,12 +173,16 @@ def served(store: MessageStore) -> dict[int, StoredMessage]:
     """
     found = {message.physical_offset: message for message in store}
     owners = {}
+    by_key: dict[tuple[str, str], list[StoredMessage]] = {}
     for message in found.values():
         if has_queue_entry(message.sys_flag):
             owners[message.topic, message.queue_id, message.queue_offset] = message
         if is_indexed(message.sys_flag):
             for key in {*message.keys, *([message.unique_key] if message.unique_key else [])}:
-                assert message in store.find_by_key(message.topic, key, EVER, max_messages=10_000), (key, message)
+                name = message.topic, key
+                if name not in by_key:
+                    by_key[name] = store.find_by_key(*name, EVER, max_messages=10_000)
+                assert message in by_key[name], (key, message)
     for (topic, queue_id, queue_offset), message in owners.items():
         result = store.read(topic, queue_id, queue_offset, 1)
         assert result.messages == [message], (result, message)

@@ -16,6 +16,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Files
+from tests.budget import examples
 
 EXT_FILE_SIZE = 64
 FILLER = (0, 0x7FFFFFFF, 0)
@@ -231,4 +232,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -92,6 +92,8 @@ class Environment:
         variables["PYTHONSAFEPATH"] = "1"
         variables["PYTHONPATH"] = str(CHECKOUT / "examples")
         variables.pop("LIBRMQ_EXPECT_WHEEL", None)
+        # Without bytecode every process would compile, and pytest rewrite, each module again.
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.wheel is not None:
             variables["LIBRMQ_EXPECT_WHEEL"] = "1"
         return variables

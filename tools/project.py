@@ -29,7 +29,7 @@ QUICK_EXTRAS = frozenset({"arrow", "bloom", "cli", "compression", "dev", "metric
 CHECK_EXTRAS = QUICK_EXTRAS | {"jvm", "spark", "test-spark"}
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 
-IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup")
+IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
 """A process a core; of a pytest option that is given twice the latter counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark"

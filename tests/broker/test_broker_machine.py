@@ -36,6 +36,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.manual import ManualRunner
+from tests.budget import examples
 
 HOST = ("127.0.0.1", 1)
 CLIENTS = st.sampled_from(["c1", "c2", "c3"])
@@ -309,4 +310,4 @@ class BrokerMachine(RuleBasedStateMachine):
 
 
 TestBroker = BrokerMachine.TestCase
-TestBroker.settings = settings(max_examples=40, stateful_step_count=30)
+TestBroker.settings = settings(max_examples=examples(40), stateful_step_count=30)

@@ -24,6 +24,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
+from tests.budget import examples
 
 Row = dict[str, Any]
 
@@ -647,7 +648,7 @@ def test_a_bad_line_ends_the_run_and_what_came_before_stays(load: Load, line: Ro
         assert store.read("T", 0, 0).messages[0].body == b"b"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     operation=st.sampled_from([PUT, BATCH, HALF, END["commit"], {"op": "sleep", "ms": 1}]),
     name=st.sampled_from(

@@ -32,6 +32,7 @@ from librmq.message.record import (
     body_checksum,
     encode_record,
 )
+from tests.budget import examples
 
 FILE_SIZE = 1024
 Row = dict[str, Any]
@@ -241,7 +242,7 @@ def test_queues_in_rocksdb_do_not_matter(log: Log) -> None:
     assert places(log.dump()[1]) == log.places
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_is_told_or_leaves_the_rest(log: Log, data: st.DataObject) -> None:
     """Whatever is changed: a status, whole rows, all of those before it, and no more than a line about it."""

@@ -31,6 +31,7 @@ from librmq.message.record import (
     frame,
     host_flags,
 )
+from tests.budget import examples
 
 PIECES = st.sampled_from(
     [b"\1", b"\2", b"TAGS", b"KEYS", b"UNIQ_KEY", b"a", b"TAGS\1x", b"UNIQ_KEY\1id", b"UNIQ_KEX\1no", b"KEYS\1k1 k2",
@@ -79,7 +80,7 @@ def block_of(raws: list[bytes], gap: bytes = b"") -> Block:
     return Block(data, places, np.array([len(raw) for raw in raws], np.int64))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(records(), max_size=6), st.binary(max_size=3))
 def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes) -> None:
     block = block_of(raws, gap)
@@ -116,7 +117,7 @@ def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes
         assert (row in bad) is (body is None)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(records(), min_size=1, max_size=4), st.data())
 def test_what_is_no_record_is_told_as_plainly_decoded(raws: list[bytes], data: st.DataObject) -> None:
     """What is no record is told as the plain decoder tells it."""
@@ -146,7 +147,7 @@ def test_what_is_no_record_is_told_as_plainly_decoded(raws: list[bytes], data: s
         assert len(block.column(name)) == len(places)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(RAW_PROPERTIES, max_size=8), st.sampled_from(["TAGS", "a", "UNIQ_KEY", "longer name than eight", "消息",
                                                              "", "a\1b"]))  # fmt: skip
 def test_properties(stored: list[bytes], name: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from librmq.consumer import DeliveredMessage, ProcessQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.record import Record, encode_record
+from tests.budget import examples
 
 QUEUE = MessageQueue("t", "broker-a", 0)
 
@@ -122,4 +123,4 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
 
 TestProcessQueue = ProcessQueueMachine.TestCase
-TestProcessQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestProcessQueue.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -17,6 +17,7 @@ from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.snapshot import rescue, restore, snapshot
 from librmq.testing import CrashImages, Image, RecordingFiles
+from tests.budget import examples
 from tests.crash.runs import BusyFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, fill, filled, opened
 
@@ -88,7 +89,7 @@ def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
         assert (store.snapshot(TARGET, copy=copy).linked_files > 3) is not copy
         expected = [bytes(message.raw) for message in store]
         images = CrashImages(files.trace)
-        for seed in range(40):
+        for seed in range(examples(40)):
             found = images.image(seed, len(files.trace)).files()
             assert found.read(f"{TARGET}/config/more/topics.json") == b"{}"
             with open_target(found, SMALL) as copied:
@@ -133,5 +134,5 @@ def test_what_is_cut_is_on_the_device_though_nobody_flushed_it() -> None:
     files = files.killed()
     opened(files, SMALL, thorough=True)
     images = CrashImages(files.trace)
-    for seed in range(40):
+    for seed in range(examples(40)):
         assert sound(images.image(seed, len(files.trace)).files()) == expected

@@ -25,6 +25,7 @@ from librmq.message.record import check_record, split_keys
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.recovery.verify import verify
+from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.reference import rows, store_folders
 from tests.stores import (
@@ -366,7 +367,7 @@ def cases(seed: int) -> Iterator[tuple[Subject, Spoilt]]:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_damage_anywhere(seed: int) -> None:
     for number, (subject, spoilt) in enumerate(cases(seed)):
-        if number == 24:
+        if number == examples(24):
             break
         run_case(subject, spoilt)
 

@@ -24,6 +24,7 @@ from librmq.errors import FlushFailedError, StoreIOError
 from librmq.store import AppendResult, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
+from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.crash.runs import Recorded, check
 from tests.data.cut import spread
@@ -235,7 +236,7 @@ def call_is_told(call: str) -> bool:
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_fails_once(config: StoreConfig, call: str) -> None:
     """The first, the last and some between; all of them have their turns in the slow test."""
-    for number in spread(list(range(1, healthy(config).get(call, 0) + 1)), 12):
+    for number in spread(list(range(1, healthy(config).get(call, 0) + 1)), examples(12)):
         check_failure(config, call, number, CODES[number % len(CODES)])
 
 

@@ -17,6 +17,7 @@ from librmq.filter.lint import lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.sqlfilter import Compiled
 from librmq.java.numbers import java_int, java_long, parse_double
+from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.filter.expressions import NAMES, TEXTS, expression, properties
 
@@ -125,7 +126,7 @@ TOKENS = (
     st.lists(st.sampled_from(TOKENS), max_size=40).map(" ".join) | st.text(max_size=60), st.sampled_from(["4.9", "5.3"])
 )
 @example("a I\u017f NULL", "4.9")
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_rubbish_compiles_or_points_at_its_fault(text: str, dialect: Dialect) -> None:
     fault = None
     try:

@@ -13,6 +13,7 @@ from tests.reference import CHECKOUT
 CASES = {"sqlite": "SQLite", "redis": "Redis"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_each_row_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(CHECKOUT)])

@@ -20,6 +20,7 @@ from librmq.errors import DedupStoreError
 from librmq.idempotence.inbox import Transactional, transactional
 from librmq.idempotence.stores import Claim, DedupStore, MemoryDedupStore
 from librmq.listener import ReconsumeLater
+from tests.budget import examples
 from tests.idempotence.conftest import DATABASES, Database, Place
 from tests.idempotence.test_listener import Delivery
 
@@ -211,16 +212,16 @@ class GuardMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("name", "examples"), [("memory", 100), ("sqlite", 40), ("postgresql", 10), ("mysql", 8), ("redis", 20)]
+    ("name", "count"), [("memory", 100), ("sqlite", 40), ("postgresql", 10), ("mysql", 8), ("redis", 20)]
 )
-def test_no_effect_without_an_excuse(place: Callable[[str], Place], name: str, examples: int) -> None:
+def test_no_effect_without_an_excuse(place: Callable[[str], Place], name: str, count: int) -> None:
     class Machine(GuardMachine):
         store = place(name).handle
 
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(count),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -370,15 +371,15 @@ class TransactionalMachine(RuleBasedStateMachine):
             self._end(worker)
 
 
-@pytest.mark.parametrize(("base", "examples"), list(zip(DATABASES, (30, 6, 5), strict=True)))
-def test_once_under_every_schedule(database: Callable[[str], Database], base: str, examples: int) -> None:
+@pytest.mark.parametrize(("base", "count"), list(zip(DATABASES, (30, 6, 5), strict=True)))
+def test_once_under_every_schedule(database: Callable[[str], Database], base: str, count: int) -> None:
     class Machine(TransactionalMachine):
         place = database(base)
 
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(count),
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

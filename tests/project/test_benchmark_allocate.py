@@ -11,6 +11,7 @@ import pytest
 from tests.reference import CHECKOUT
 
 
+@pytest.mark.slow
 def test_each_row_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(CHECKOUT)])
     common = importlib.import_module("benchmarks.common")

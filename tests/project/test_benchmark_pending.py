@@ -11,6 +11,7 @@ import pytest
 from tests.reference import CHECKOUT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"),
     [

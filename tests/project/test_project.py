@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+from tests import budget
 from tests.conftest import SlowBudget, SlowTime, StoreCopy
 from tests.data.cut import cut, spread, spread_each
 from tests.reference import CHECKOUT, COMPACT, jsonl, reference, rows, store_folders, unpack_compact
@@ -135,6 +136,42 @@ def test_only_the_quick_check_ends_at_a_failing_test(tools: Callable[[str], Modu
     assert words([], quick=True, keep_going=False)[-3:] == ["-m", "not bench and not slow and not spark", "-x"]
     assert "-x" not in words([], quick=True, keep_going=True)
     assert words([], quick=False, keep_going=False)[-2:] == ["-m", "not bench"]
+
+
+def test_a_check_keeps_bytecode(
+    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without it each process compiles every module again, and pytest rewrites it again."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in tools("environment").Environment(tmp_path).variables()
+
+
+def test_the_quick_check_tries_a_part_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = range(10)
+    monkeypatch.setattr(budget, "run", budget.Run(quick=False))
+    assert (budget.examples(100), list(budget.some(cases))) == (100, list(cases))
+    monkeypatch.setattr(budget, "run", budget.Run(quick=True))
+    assert (budget.examples(100), list(budget.some(cases))) == (25, [0, 4, 8, 9])
+    assert (budget.examples(1), list(budget.some([]))) == (1, [])
+
+
+def test_long_tests_begin_first_and_modules_stay_together(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
+        "from tests.conftest import pytest_collect_directory, pytest_collection_modifyitems\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    servers\n")
+    for name, mark in (
+        ("a", ""),
+        ("b", "@pytest.mark.servers\n@pytest.mark.xdist_group('db')\n"),
+        ("c", "@pytest.mark.slow\n"),
+    ):
+        (tmp_path / f"test_{name}.py").write_text(
+            f"import pytest\n{mark}@pytest.mark.parametrize('number', range(3))\ndef test_it(number): pass\n"
+        )
+    child = run_pytest(tmp_path, "-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder", "-v")
+    passed = re.findall(r"PASSED test_(\w)\.py\S+?\[\d\](\S*)", child.stdout)
+    assert passed == [*3 * [("b", "@db")], *3 * [("c", "")], *3 * [("a", "@test_a.py")]]
 
 
 def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleType]) -> None:

@@ -21,6 +21,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
 from librmq.txn import CheckBack, TransactionConfig, Transactions
+from tests.budget import examples
 from tests.stores import ROOT, SMALL, START_MS, died
 
 Place = tuple[int, int]
@@ -186,4 +187,4 @@ class TransactionMachine(RuleBasedStateMachine):
 
 
 TestTransactions = TransactionMachine.TestCase
-TestTransactions.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTransactions.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

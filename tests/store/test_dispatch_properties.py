@@ -15,6 +15,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from tests.budget import examples
 
 ROOT = "/store"
 KEYS = st.sampled_from(["", "a", "a b", "a b c"])
@@ -51,7 +52,7 @@ def message(number: int, keys: str) -> Message:
     return Message("T", b"x" * (number % 50), keys=keys, unique_key=f"u{number}" if number % 3 else None)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.tuples(ACTS, st.sampled_from([None, None, 0, 0, 1, 2, 5])), min_size=5, max_size=20),
     st.sampled_from([4, 40, 101, 4000]),

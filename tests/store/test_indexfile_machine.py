@@ -23,6 +23,7 @@ from librmq.java.hashing import index_key_hash
 from librmq.store.format import keyindex
 from librmq.store.format.indexfile import file_length
 from librmq.store.format.keyindex import KeyIndex
+from tests.budget import examples
 
 START = 1_700_000_000_000
 TOPIC = "TopicTest"
@@ -236,9 +237,9 @@ class DiskIndexMachine(IndexMachine):
 
 
 TestIndexInMemory = IndexMachine.TestCase
-TestIndexInMemory.settings = settings(max_examples=60, stateful_step_count=25)
+TestIndexInMemory.settings = settings(max_examples=examples(60), stateful_step_count=25)
 TestIndexOnDisk = DiskIndexMachine.TestCase
-TestIndexOnDisk.settings = settings(max_examples=15, stateful_step_count=20)
+TestIndexOnDisk.settings = settings(max_examples=examples(15), stateful_step_count=20)
 
 
 SLOTS, ENTRIES = 4, 16

@@ -16,6 +16,7 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
+from tests.budget import examples
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died, served
 
 HOUR = 3_600_000
@@ -205,4 +206,4 @@ class RetentionMachine(RuleBasedStateMachine):
 
 
 TestRetention = RetentionMachine.TestCase
-TestRetention.settings = settings(max_examples=150, stateful_step_count=25)
+TestRetention.settings = settings(max_examples=examples(150), stateful_step_count=25)

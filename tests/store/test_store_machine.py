@@ -17,6 +17,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
+from tests.budget import examples
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, V4, V6, contents, derived, died
 
 LEVELS = DelayLevels.parse(SMALL.message_delay_level)
@@ -320,4 +321,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=100, stateful_step_count=40)
+TestStore.settings = settings(max_examples=examples(100), stateful_step_count=40)

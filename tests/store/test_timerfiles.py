@@ -16,6 +16,7 @@ from librmq.message.message import Message
 from librmq.scheduling.timer import TimerConfig, Timers
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
+from tests.budget import examples
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
 
 WHEEL = TimerConfig(slots_total=80, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=None)
@@ -49,7 +50,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(changes=changes, cut=st.sampled_from([None, *FILES]), length=st.integers(0, 500))
 def test_anything_is_refused_or_gone_on_with(
     changes: list[tuple[str, int, bytes]], cut: str | None, length: int
