@@ -156,7 +156,7 @@ def decoding(bench: Bench) -> list[Row]:
 def starts(bench: Bench) -> list[Row]:
     """Return the starts of records, in log order."""
     from librmq.columns.options import ReadOptions, Wanted
-    from librmq.columns.plan import PlannedStore
+    from librmq.columns.planner import PlannedStore
     from librmq.columns.read import _Task
 
     path = store_of(bench.count(MESSAGES))
@@ -592,7 +592,7 @@ def memory(bench: Bench) -> list[Row]:
     code = f"""
 import resource, sys
 from librmq.spark.options import ReadOptions, Wanted
-from librmq.columns.plan import PlannedStore
+from librmq.columns.planner import PlannedStore
 from librmq.columns.read import Reading, default_columns
 from librmq.spark.source import arrow_schema, schema_of
 options = ReadOptions(({path!r},), wanted=Wanted())
@@ -602,7 +602,7 @@ def status(name):
             return int(line.split()[1]) / 1024
 schema = arrow_schema(schema_of(default_columns(options)), options)
 with PlannedStore.open({path!r}, Wanted(), "FAILFAST") as store:
-    parts = store.parts(store.narrowed(Wanted(), "earliest", "latest", strict=True), 1)
+    parts = store.parts(list(store.narrowed(Wanted(), "earliest", "latest", strict=True).items()), 1)
 before, mapped, most = status("RssAnon"), status("RssFile"), [0.0, 0.0]
 for part in parts:
     for batch in Reading(options, schema).read(part):

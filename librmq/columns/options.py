@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from librmq.message.topics import is_system_topic
 
-__all__ = ["Offsets", "ReadOptions", "Wanted", "nearest"]
+__all__ = ["Mode", "Offsets", "Predicate", "ReadOptions", "View", "Wanted", "nearest"]
 
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
@@ -42,6 +42,8 @@ class Wanted:
     end_ms: int | None = None
     """Stored before then."""
     tags: str | None = None
+    queues: frozenset[tuple[str, int]] | None = None
+    """Only these, where not every queue of the topics is wanted."""
     internal: bool = False
     """Whether topics that the broker keeps for itself are wanted without being named."""
 
@@ -49,6 +51,8 @@ class Wanted:
         """Return whether messages of the queue may be wanted."""
         if self.queue_ids is not None and queue_id not in self.queue_ids:
             return False
+        if self.queues is not None:
+            return (topic, queue_id) in self.queues
         return self.topic(topic)
 
     def topic(self, topic: str) -> bool:
@@ -66,6 +70,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Predicate:
+    """A condition on rows: an expression of `pyarrow.compute`, and the columns that it looks at."""
+
+    expression: Any
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ReadOptions:
     """The options of a read, checked."""
 
@@ -73,6 +85,7 @@ class ReadOptions:
     view: View = "messages"
     wanted: Wanted = field(default_factory=Wanted)
     selector: str | None = None
+    predicate: Predicate | None = None
     starting: Offsets = "earliest"
     ending: Offsets = "latest"
     fail_on_data_loss: bool = True

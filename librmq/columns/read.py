@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, numbers, strings
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
-from librmq.columns.options import ReadOptions
-from librmq.columns.plan import DataLossError, Part, Slice, plan
+from librmq.columns.options import ReadOptions, View
+from librmq.columns.planner import DataLossError, Part, Slice, plan
 from librmq.columns.starts import record_starts
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
@@ -29,7 +29,7 @@ from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
-from librmq.files.seam import File
+from librmq.files.seam import File, Files
 from librmq.message import record
 from librmq.store.format import directory
 
@@ -58,6 +58,7 @@ BATCH_ROWS: Final = 8192
 ENTRY_BATCH_ROWS: Final = 65_536
 BATCH_BYTES: Final = 16 << 20
 _MOST_TOLD: Final = 1000
+_PLACE: Final = "\0place"
 
 
 def default_columns(options: ReadOptions) -> list[str]:
@@ -89,6 +90,13 @@ class _Rows:
         )
 
 
+def columns_of(view: View) -> set[str]:
+    """Return the names of the columns that a view has."""
+    if view == "queues":
+        return {*_ENTRY_COLUMNS, "store", CORRUPT}
+    return set(TYPES) - ({"tagsCode"} if view == "log" else set())
+
+
 def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """Yield what ``options`` choose of their stores as record batches, in this process, one part after the other.
 
@@ -103,21 +111,22 @@ def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator
 class Reading:
     """Reads parts as ``options`` ask, into batches of ``schema``, whose names are all in `TYPES`. Picklable."""
 
-    def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
+    def __init__(self, options: ReadOptions, schema: pa.Schema, files: Files | None = None) -> None:
         self._options = options
         self._schema = schema
+        self._files = files
 
     def read(self, part: Part) -> Iterator[pa.RecordBatch]:
         """Return the rows of ``part``. `CorruptionError`, `DataLossError` as the options say."""
-        return _Task(self._options, self._schema, part).batches()
+        return _Task(self._options, self._schema, part, self._files or DiskFiles()).batches()
 
 
 class _Task:
-    def __init__(self, options: ReadOptions, schema: pa.Schema, part: Part) -> None:
+    def __init__(self, options: ReadOptions, schema: pa.Schema, part: Part, files: Files) -> None:
         self._options = options
         self._schema = schema
         self._part = part
-        self._files = DiskFiles()
+        self._files = files
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
         wanted = options.wanted
         self._tags: TagFilter | None = None
@@ -130,18 +139,20 @@ class _Task:
             from librmq.filter.sqlfilter import compiled
 
             self._selector = compiled(options.selector).question
+        self._asked = () if options.predicate is None else options.predicate.columns
         self._frames = (
-            not set(schema.names) <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
-            or (part.walk is not None and ("topic" in schema.names or not wanted.takes_all))
+            not {*schema.names, *self._asked} <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
+            or (part.walk is not None and ("topic" in {*schema.names, *self._asked} or not wanted.takes_all))
             or self._tags is not None
             or self._selector is not None
         )
-        self._checksums = options.checksums and "body" in schema.names
+        self._bodies = "body" in schema.names or "body" in self._asked
+        self._checksums = options.checksums and self._bodies
 
     # ------------------------------------------------------------------------------------------------------- batches
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        if self._options.fail_on_data_loss and not os.path.isdir(self._part.path):
+        if self._options.fail_on_data_loss and not self._files.is_folder(self._part.path):
             raise NotAStoreError(
                 f"{self._part.path}: there is a store for the driver, none for this worker: both must have it under "
                 "this path"
@@ -180,7 +191,9 @@ class _Task:
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
-            yield self._batch(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None)
+            found, _, _ = self._matching(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None, None)
+            if len(found):
+                yield self._batch(found, None)
 
     def _messages(self, rows: _Rows, start: int) -> Iterator[pa.RecordBatch]:
         """Return the rows of one chunk, all of one file of the log."""
@@ -202,10 +215,12 @@ class _Task:
         keep = self._wanted(rows, block)
         if keep is not None:
             rows, block = rows.take(keep), block.take(np.flatnonzero(keep))
+        if len(rows) and "body" not in self._asked:
+            rows, block, _ = self._matching(rows, block, None)
         if not len(rows):
             return
         bodies = None
-        if "body" in self._schema.names:
+        if self._bodies:
             wrong_bodies = block.bad_checksums() if self._checksums else {}
             bodies, packed = block.body()
             wrong_bodies = {**packed, **wrong_bodies}
@@ -219,8 +234,29 @@ class _Task:
                 good = np.ones(len(rows), np.bool_)
                 good[list(wrong_bodies)] = False
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
+        if len(rows) and "body" in self._asked:
+            rows, block, bodies = self._matching(rows, block, bodies)
         if len(rows):
             yield self._batch(rows, block, bodies)
+
+    def _matching(
+        self, rows: _Rows, block: Block | None, bodies: pa.Array | None
+    ) -> tuple[_Rows, Any, pa.Array | None]:
+        """Return the rows that the predicate takes; only the columns that it looks at are decoded."""
+        predicate = self._options.predicate
+        if predicate is None:
+            return rows, block, bodies
+        arrays = [self._array(name, rows, block, bodies) for name in predicate.columns]
+        places = numbers(np.arange(len(rows)))
+        table = pa.table([*arrays, places], names=[*predicate.columns, _PLACE])
+        which = table.filter(predicate.expression).column(_PLACE).to_numpy()
+        if len(which) == len(rows):
+            return rows, block, bodies
+        return (
+            rows.take(which),
+            None if block is None else block.take(which),
+            None if bodies is None else bodies.take(numbers(which)),
+        )
 
     def _wanted(self, rows: _Rows, block: Block) -> Mask | None:
         """Return which rows pass, None for all; what costs least is asked first."""
@@ -301,11 +337,14 @@ class _Task:
             raise CorruptionError(damage.file, damage.offset, damage.kind, f"{damage.what} {hint}")
         if mode == "DROPMALFORMED":
             return
+        names = [*self._schema.names, *(name for name in self._asked if name not in self._schema.names)]
+        schema = pa.schema([(name, TYPES[name]) for name in names])
         for begin in range(0, len(found), _MOST_TOLD):
-            yield pa.RecordBatch.from_pylist(
-                [self._damaged_row(rows, damage) for rows, damage in found[begin : begin + _MOST_TOLD]],
-                schema=self._schema,
-            )
+            rows = [self._damaged_row(rows, damage) for rows, damage in found[begin : begin + _MOST_TOLD]]
+            table = pa.Table.from_pylist(rows, schema=schema)
+            if self._options.predicate is not None:
+                table = table.filter(self._options.predicate.expression)
+            yield from table.select(self._schema.names).cast(self._schema).to_batches()
 
     def _damaged_row(self, rows: _Rows | None, damage: Damage) -> dict[str, Any]:
         known: dict[str, Any] = {CORRUPT: f"{damage.file}: at {damage.offset}: {damage.what}", "store": self._part.path}
@@ -314,7 +353,7 @@ class _Task:
             if self._part.walk is None:
                 where = self._part.slices[int(rows.queue[0])]
                 known |= {"topic": where.topic, "queueId": where.queue_id, "queueOffset": int(rows.queue_offsets[0])}
-        return {name: known.get(name) for name in self._schema.names}
+        return known
 
     def _in_log(self, place: int, what: str) -> Damage:
         start = max(place, 0) // self._part.log_file_size * self._part.log_file_size

@@ -125,7 +125,7 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Look at the stores, on the driver, and cut the read into tasks."""
-        from librmq.columns.plan import plan
+        from librmq.columns.planner import plan
 
         return [PartPartition(part) for part in plan(self._options)]
 
@@ -221,13 +221,9 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
     from librmq.columns.options import nearest
-    from librmq.columns.read import CORRUPT, TYPES
+    from librmq.columns.read import TYPES, columns_of
 
-    known = set(TYPES)
-    if options.view == "queues":
-        known = {"topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode", "store", CORRUPT}
-    elif options.view == "log":
-        known.discard("tagsCode")
+    known = columns_of(options.view)
     for field in schema.fields:
         if field.name not in known:
             raise ConfigError(f"the view {options.view} has no column {field.name!r}: {nearest(field.name, known)}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from librmq.columns.options import Mode, Wanted
-from librmq.columns.plan import PlannedStore
+from librmq.columns.planner import PlannedStore
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.spark.options import parse_read_options

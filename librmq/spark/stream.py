@@ -24,7 +24,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from librmq.columns.options import ReadOptions
-from librmq.columns.plan import DataLossError, PlannedStore
+from librmq.columns.planner import DataLossError, PlannedStore
 from librmq.errors import ConfigError, RmqError
 from librmq.spark.partition import PartPartition
 
@@ -155,7 +155,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ranges = {name: wanted for name, wanted in ranges.items() if len(wanted)}
             if ranges:
                 parts += map(
-                    PartPartition, store.parts(ranges, options.min_partitions, entries_only=options.view == "queues")
+                    PartPartition,
+                    store.parts(list(ranges.items()), options.min_partitions, entries_only=options.view == "queues"),
                 )
         return parts
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.reference import Row, rows, store_folders
+from tests.golden.recorded import expected, of_record
+from tests.reference import rows, store_folders
 
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
@@ -25,38 +25,6 @@ RECORD = (
 
 def read(store: Path, **options: str) -> Any:
     return shared_session().read.format("rocketmq").options(**options)
-
-
-def of_record(row: Any) -> Row:
-    body = row["body"]
-    found = {
-        "topic": row["topic"],
-        "queue_id": row["queueId"],
-        "queue_offset": row["queueOffset"],
-        "phys": row["physicalOffset"],
-        "size": row["size"],
-        "born_timestamp": round(row["bornTimestamp"].timestamp() * 1000),
-        "store_timestamp": round(row["storeTimestamp"].timestamp() * 1000),
-        "properties": row["properties"],
-        "properties_raw": row["propertiesString"],
-        "body_b64": base64.b64encode(body).decode() if body else None,
-        "reconsume_times": row["reconsumeTimes"],
-        "sys_flag": row["sysFlag"],
-        "flag": row["flag"],
-        "born_host": row["bornHost"],
-        "store_host": row["storeHost"],
-        "prepared_transaction_offset": row["preparedTransactionOffset"],
-        "body_crc": row["bodyCrc"],
-        "dispatch_uniq_key": row["uniqueKey"],
-        "dispatch_keys": row["keys"] if row["propertiesString"] else "",
-    }
-    if row["sysFlag"] & 1:
-        found["stored_body_b64"] = base64.b64encode(row["storedBody"]).decode()
-    return found
-
-
-def expected(row: Row, like: Row) -> Row:
-    return {name: row[name] for name in like}
 
 
 @pytest.mark.parametrize("folder", store_folders())

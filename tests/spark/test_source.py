@@ -293,7 +293,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
-    from librmq.columns.plan import DataLossError, Part, Slice
+    from librmq.columns.planner import DataLossError, Part, Slice
     from librmq.columns.read import Reading, default_columns
     from librmq.consumequeue import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError
@@ -330,7 +330,7 @@ def test_a_reader_does_without_pandas(folder: Path) -> None:
 import sys
 from librmq.spark.options import parse_read_options
 from librmq.columns.read import Reading, default_columns
-from librmq.columns.plan import plan
+from librmq.columns.planner import plan
 from librmq.spark.source import arrow_schema, schema_of
 for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
     options = parse_read_options({{"path": {str(folder)!r}, **given}})

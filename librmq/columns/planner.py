@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
+from librmq.files.seam import Files
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
@@ -34,6 +35,8 @@ __all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice", "plan
 
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
+Ranges = Sequence[tuple[QueueName, range]]
+"""Queue offsets of queues; a queue may have several ranges."""
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
@@ -96,24 +99,25 @@ class PlannedStore:
     queues: dict[QueueName, QueueRange]
     damage: list[Damage] = field(default_factory=list)
     _store: MessageStore | None = None
+    _files: Files = field(default_factory=DiskFiles)
 
     @classmethod
-    def open(cls, path: str, wanted: Wanted, mode: Mode) -> PlannedStore:
+    def open(cls, path: str, wanted: Wanted, mode: Mode, files: Files | None = None) -> PlannedStore:
         """Look at the store in ``path``, and in it at the queues that may be wanted.
 
         `NotAStoreError` where there is none; with ``FAILFAST`` `CorruptionError` for damage that shows.
         """
-        files = DiskFiles()
+        files = files or DiskFiles()
         directory.check_kind(path, files)
         damage: list[Damage] = []
         try:
-            store: MessageStore | None = MessageStore.open(path, read_only=True)
+            store: MessageStore | None = MessageStore.open(path, read_only=True, files=files)
         except CorruptionError as error:
             if mode == "FAILFAST":
                 raise
             store = None
             damage.append(_damage_of(error))
-        planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store)
+        planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store, files)
         planned._look(wanted, mode)
         return planned
 
@@ -124,7 +128,7 @@ class PlannedStore:
         self._look(wanted, mode)
 
     def _look(self, wanted: Wanted, mode: Mode) -> None:
-        files, store = DiskFiles(), self._store
+        files, store = self._files, self._store
         self.config = config = self.config if store is None else store.config
         self.queues = {}
         starts = _log_files(self.path, config, files)
@@ -154,7 +158,7 @@ class PlannedStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _queue(self, name: QueueName, files: DiskFiles, mode: Mode) -> QueueRange:
+    def _queue(self, name: QueueName, files: Files, mode: Mode) -> QueueRange:
         size = self.config.consumequeue_file_size
         stored = ConsumeQueue.open(directory.queue_folder(self.path, *name), size, files=files, writable=False)
         if self._store is None:
@@ -227,14 +231,19 @@ class PlannedStore:
         queue = self.queues[name]
         if self._store is None:
             return queue.begin
-        log = self._store.log
 
         def stored(queue_offset: int) -> int:
-            entry = queue.entries.entry(queue_offset)
-            found = None if entry is None else log.store_timestamp_ms(entry.physical_offset, entry.size)
+            found = self.stored_at(name, queue_offset)
             return -1 if found is None else found
 
         return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
+
+    def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
+        """Return the store time of a message; None if it can't be read."""
+        entry = self.queues[name].entries.entry(queue_offset)
+        if entry is None or self._store is None:
+            return None
+        return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
 
     def narrowed(self, wanted: Wanted, starting: Offsets, ending: Offsets, *, strict: bool) -> dict[QueueName, range]:
         """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` for those that are gone."""
@@ -279,7 +288,9 @@ class PlannedStore:
 
     # -------------------------------------------------------------------------------------------------------- parts
 
-    def parts(self, ranges: Mapping[QueueName, range], least: int, *, entries_only: bool = False) -> list[Part]:
+    def parts(
+        self, ranges: Ranges, least: int, *, entries_only: bool = False, bytes_a_part: int = PARTITION_BYTES
+    ) -> list[Part]:
         """Cut the entries in ``ranges`` into tasks: at least ``least`` where there is enough.
 
         With ``entries_only`` the messages that they lead to are not looked at, and more of them go into a task.
@@ -288,12 +299,12 @@ class PlannedStore:
         if not rows:
             return []
         mean = sum(size for _, size in samples) / len(samples)
-        shares = -(-rows // PARTITION_ENTRIES) if entries_only else -(-int(rows * mean) // PARTITION_BYTES)
+        shares = -(-rows // PARTITION_ENTRIES) if entries_only else -(-int(rows * mean) // bytes_a_part)
         count = max(least, shares)
         places = sorted(zip((place for place, _ in samples), weights, strict=True))
         bounds = _quantiles(places, count)
         parts: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
-        for name, wanted in ranges.items():
+        for name, wanted in ranges:
             at = wanted.start
             for number, bound in enumerate([*bounds, None]):
                 upto = wanted.stop
@@ -307,7 +318,7 @@ class PlannedStore:
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
         """Cut the whole log into tasks, each beginning with a record."""
         ranges = {name: range(queue.begin, queue.end) for name, queue in self.queues.items() if queue.begin < queue.end}
-        samples, weights, rows = self._samples(ranges)
+        samples, weights, rows = self._samples(list(ranges.items()))
         count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
         bounds = _quantiles(sorted(zip((p for p, _ in samples), weights, strict=True)), count) if rows else []
         bounds = sorted({place for place in bounds if self.log_begin < place < self.log_end})
@@ -341,10 +352,10 @@ class PlannedStore:
         late = queue.late[first : first + max(0, end - late_from) * ENTRY_SIZE]
         return Slice(*name, begin, end, late_from, late)
 
-    def _samples(self, ranges: Mapping[QueueName, range]) -> tuple[list[tuple[int, int]], list[float], int]:
+    def _samples(self, ranges: Ranges) -> tuple[list[tuple[int, int]], list[float], int]:
         """Return places and sizes of sampled entries, the weight of each, and the number of all entries."""
         samples, weights, rows = [], [], 0
-        for name, wanted in ranges.items():
+        for name, wanted in ranges:
             rows += len(wanted)
             chosen = wanted[:: max(1, len(wanted) // _SAMPLES)]
             found = [self.queues[name].entries.entry(at) for at in chosen]
@@ -354,7 +365,7 @@ class PlannedStore:
         return samples or [(0, 0)], weights or [0.0], rows
 
 
-def plan(options: ReadOptions) -> list[Part]:
+def plan(options: ReadOptions, files: Files | None = None, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
     """Look at the stores that ``options`` name, one after the other, and cut the read into parts.
 
     Raises:
@@ -368,15 +379,20 @@ def plan(options: ReadOptions) -> list[Part]:
     # All entries help to find the records between them.
     looked_at = Wanted(internal=True) if options.view == "log" else wanted
     for path in options.paths:
-        with PlannedStore.open(path, looked_at, options.mode) as store:
+        with PlannedStore.open(path, looked_at, options.mode, files) as store:
             parts += store.damage_parts()
             if options.view == "log":
-                parts += store.log_parts(least)
+                parts += store.log_parts(least, bytes_a_part=bytes_a_part)
                 continue
             store.check_names(options.starting, "startingOffsets")
             store.check_names(options.ending, "endingOffsets")
-            ranges = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
-            parts += store.parts(ranges, least, entries_only=options.view == "queues")
+            whole = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
+            ranges: Ranges = list(whole.items())
+            if options.predicate is not None:
+                from librmq.columns.pruning import pruned  # loads pyarrow, which a plan alone does not need
+
+                ranges = pruned(store, ranges, options)
+            parts += store.parts(ranges, least, entries_only=options.view == "queues", bytes_a_part=bytes_a_part)
     return parts
 
 
@@ -424,6 +440,6 @@ def _stored(stored: ConsumeQueue, begin: int, end: int) -> Entries:
     return np.frombuffer(b"".join(found), ENTRY_DTYPE)
 
 
-def _log_files(path: str, config: StoreConfig, files: DiskFiles) -> list[int]:
+def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:
     entries: Iterable[Any] = files.list(os.path.join(path, directory.COMMITLOG))
     return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]

@@ -1,0 +1,146 @@
+"""Which queue offsets a predicate can match, decided by Arrow from what is known of a range without reading it.
+
+A range of a queue has one topic and one queue id, and bounds of queue offset, physical offset and store time. Arrow
+takes such facts as the partition expression of a fragment, and drops fragments that contradict a filter. The fragments
+here name no file; they only carry the facts. A range that may match in part is cut into eighths, down to
+`_LEAST` entries, or until cutting decides nothing or takes too long.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from pyarrow.fs import LocalFileSystem
+
+from librmq.columns.decode import TIMESTAMP
+from librmq.columns.options import Predicate, ReadOptions
+from librmq.columns.planner import PlannedStore, Ranges
+from librmq.columns.read import TYPES, columns_of
+from librmq.store.engine.queue_table import QueueName
+
+__all__ = ["predicate_of", "pruned"]
+
+_LEAST: Final = 8
+_PIECES: Final = 8
+_MOST: Final = 1 << 14
+"""Ranges that are looked at in one step; of a predicate with more bounds the rest is left to the rows."""
+_KNOWN: Final = frozenset(("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp"))
+
+_Range = tuple[QueueName, range]
+
+
+def predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
+    """Return an expression with the columns that it looks at.
+
+    Raises:
+        pyarrow.ArrowInvalid: The expression does not fit the columns of the view.
+    """
+    known = sorted(columns_of(options.view))
+    fields = [pa.field(name, TYPES[name]) for name in known]
+    pa.schema(fields).empty_table().filter(expression)
+    asked = []
+    for left_out in known:
+        without = pa.schema([field for field in fields if field.name != left_out])
+        try:
+            without.empty_table().filter(expression)
+        except pa.ArrowInvalid:
+            asked.append(left_out)
+    return Predicate(expression, tuple(asked))
+
+
+def pruned(store: PlannedStore, ranges: Ranges, options: ReadOptions) -> Ranges:
+    """Return the parts of ``ranges`` that may hold rows for the predicate of ``options``."""
+    predicate = options.predicate
+    if predicate is None or not _KNOWN & set(predicate.columns):
+        return ranges
+    facts = _Facts(store, frozenset(predicate.columns), pa.schema([(name, TYPES[name]) for name in predicate.columns]))
+    found: list[_Range] = []
+    groups: list[list[_Range]] = [list(ranges)]  # each the pieces of one range; first, all queues
+    first = True
+    while groups:
+        following: list[list[_Range]] = []
+        for pieces, (possible, certain) in zip(groups, facts.matches(groups, predicate.expression), strict=True):
+            open_ones = [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and not must]
+            found += [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and must]
+            if len(open_ones) == len(pieces) and not first:  # cutting has decided nothing
+                found += open_ones
+                continue
+            for name, wanted in open_ones:
+                if len(wanted) > _LEAST and _PIECES * len(following) < _MOST:
+                    following.append([(name, piece) for piece in _cut(wanted)])
+                else:
+                    found.append((name, wanted))
+        groups, first = following, False
+    return _joined(found)
+
+
+class _Facts:
+    """What is known of ranges of a store's queues, as expressions."""
+
+    def __init__(self, store: PlannedStore, asked: frozenset[str], schema: pa.Schema) -> None:
+        self._store = store
+        self._asked = asked
+        self._schema = schema
+
+    def matches(self, groups: list[list[_Range]], expression: pc.Expression) -> list[tuple[list[bool], list[bool]]]:
+        """Return for the ranges of each group whether they may match, and whether all their rows do."""
+        kind, nowhere = ds.IpcFileFormat(), LocalFileSystem()
+        pieces = [piece for group in groups for piece in group]
+        fragments = [
+            kind.make_fragment(f"/{number}", nowhere, partition_expression=self._known(*piece))
+            for number, piece in enumerate(pieces)
+        ]
+        dataset = ds.FileSystemDataset(fragments, self._schema, kind)
+        possible, doubtful = (
+            {int(fragment.path[1:]) for fragment in dataset.get_fragments(filter=one)}
+            for one in (expression, ~pc.is_valid(expression) | ~expression)
+        )
+        found, at = [], 0
+        for group in groups:
+            numbers = range(at, at + len(group))
+            found.append(([one in possible for one in numbers], [one not in doubtful for one in numbers]))
+            at += len(group)
+        return found
+
+    def _known(self, name: QueueName, wanted: range) -> pc.Expression:
+        queue = self._store.queues[name]
+        facts: Any = pc.scalar(True)
+        if "topic" in self._asked:
+            facts &= pc.is_valid(pc.field("topic")) & (pc.field("topic") == name[0])
+        if "queueId" in self._asked:
+            facts &= pc.is_valid(pc.field("queueId")) & (pc.field("queueId") == pa.scalar(name[1], pa.int32()))
+        if "queueOffset" in self._asked:
+            facts &= _between("queueOffset", pa.scalar(wanted[0], pa.int64()), pa.scalar(wanted[-1], pa.int64()))
+        if "physicalOffset" in self._asked:
+            first, last = (pa.scalar(queue.place(at), pa.int64()) for at in (wanted[0], wanted[-1]))
+            facts &= _between("physicalOffset", first, last)
+        if "storeTimestamp" in self._asked:
+            times = self._store.stored_at(name, wanted[0]), self._store.stored_at(name, wanted[-1])
+            if times[0] is not None and times[1] is not None:
+                first, last = (pa.scalar(time * 1000, TIMESTAMP) for time in times if time is not None)
+                facts &= _between("storeTimestamp", first, last)
+        return facts
+
+
+def _between(name: str, first: pa.Scalar, last: pa.Scalar) -> pc.Expression:
+    field = pc.field(name)
+    return pc.is_valid(field) & (field >= first) & (field <= last)
+
+
+def _cut(wanted: range) -> list[range]:
+    step = -(-len(wanted) // _PIECES)
+    return [wanted[at : at + step] for at in range(0, len(wanted), step)]
+
+
+def _joined(found: list[_Range]) -> list[_Range]:
+    """Return the ranges in order, those that touch as one."""
+    joined: list[_Range] = []
+    for name, wanted in sorted(found, key=lambda one: (one[0], one[1].start)):
+        if joined and joined[-1][0] == name and joined[-1][1].stop == wanted.start:
+            joined[-1] = name, range(joined[-1][1].start, wanted.stop)
+        else:
+            joined.append((name, wanted))
+    return joined

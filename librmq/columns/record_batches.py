@@ -1,0 +1,229 @@
+"""Read a store as Arrow: a stream of record batches, or a dataset into which DuckDB and Polars push their filters.
+
+>>> batches = reader("data", topic="orders", columns=["queueOffset", "body"])  # doctest: +SKIP
+>>> table = batches.read_all()  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, Final, TypedDict, Unpack, cast, get_args
+
+import pyarrow as pa
+
+from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, nearest
+from librmq.columns.planner import plan
+from librmq.columns.processes import read_in_processes
+from librmq.columns.pruning import predicate_of
+from librmq.columns.read import TYPES, Reading, columns_of, default_columns
+from librmq.errors import ConfigError
+from librmq.files.seam import Files
+
+__all__ = ["ReaderSettings", "Stores", "batches_of", "reader", "selection"]
+
+Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""The folder of a store, or several."""
+_SHARED_PART_BYTES: Final = 8 << 20
+"""Bytes of the log in a part where several processes read: small enough to be decoded ahead."""
+_MOST_PROCESSES: Final = 256
+
+
+class ReaderSettings(TypedDict, total=False):
+    """Which rows and columns to read, and how."""
+
+    topic: str | Iterable[str] | re.Pattern[str] | None
+    """A name, several, or a pattern for the whole name. Unless given, all but the topics of the broker's own."""
+    queue: int | Iterable[int] | None
+    """Queue ids."""
+    tags: str | None
+    """A subscription such as ``"created || paid"``."""
+    sql: str | None
+    """An SQL92 expression over properties, decided as the broker does."""
+    filter: Any
+    """An expression of `pyarrow.compute` over the columns of the view."""
+    columns: Sequence[str] | None
+    """The names of the columns to give; others are not decoded."""
+    since: datetime | int | None
+    """Stored then or later: a time with a time zone, or milliseconds since 1970."""
+    until: datetime | int | None
+    """Stored before then."""
+    offsets: range | Mapping[tuple[str, int], range | int] | None
+    """Queue offsets: a range for every queue; or by topic and queue id a range, or the first one. Of a mapping, queues
+    that it does not name are left out."""
+    view: View
+    """``messages`` (what queues lead to), ``queues`` (their entries alone) or ``log`` (every record)."""
+    processes: int
+    """How many processes read; with 1 it is this one."""
+    mode: Mode
+    """Of damage: ``FAILFAST`` raises, ``PERMISSIVE`` gives a row that says what is wrong, ``DROPMALFORMED`` skips."""
+    fail_on_data_loss: bool
+    """Whether to raise if ``offsets`` of a mapping are gone, rather than read what is there."""
+    checksums: bool
+    """Whether to compare bodies with their checksums."""
+    files: Files | None
+    """Where the files are; the disk by default."""
+
+
+def reader(store: Stores, **settings: Unpack[ReaderSettings]) -> pa.RecordBatchReader:
+    """Return the messages of a store, or several, as a stream of record batches.
+
+    Without settings these are all user messages. Columns are named as in Spark: ``topic``, ``queueId``,
+    ``queueOffset``, ``physicalOffset``, ``storeTimestamp``, ``body`` and so on. The read takes no lock and changes no
+    byte. It holds what was acknowledged at the call; a store that was not closed is read as recovery would leave it.
+    Topics, queues, offsets and times choose what is read at all; the other conditions are evaluated before bodies are
+    decoded. Rows come in the order of the log, at most a few batches at a time in memory.
+
+    Args:
+        store: The folder of a store, or several; the column ``store`` then says which.
+        **settings: See `ReaderSettings`.
+
+    Raises:
+        ConfigError: A setting, a column or a value is wrong.
+        FilterSyntaxError: ``tags`` or ``sql`` is no expression.
+        NotAStoreError: There is no store.
+        CorruptionError: The store is damaged; also while batches are read.
+        DataLossError: Offsets that were asked for are gone.
+    """
+    return batches_of(*selection(store, settings))
+
+
+def selection(store: Stores, settings: ReaderSettings) -> tuple[ReadOptions, pa.Schema, int, Files | None]:
+    """Return settings checked: options, schema, number of processes, files."""
+    for name in settings:
+        if name not in ReaderSettings.__annotations__:
+            raise ConfigError(f"{name:.80}: no setting of reader; {nearest(name, ReaderSettings.__annotations__)}")
+    paths = [store] if isinstance(store, str | os.PathLike) else list(store)
+    if not paths:
+        raise ConfigError("store: expected the folder of a store, found none")
+    files = settings.get("files")
+    options = _options(tuple(os.fspath(path) if files else os.path.abspath(path) for path in paths), settings)
+    if (expression := settings.get("filter")) is not None:
+        options = replace(options, predicate=predicate_of(expression, options))
+    columns = settings.get("columns")
+    names = default_columns(options) if columns is None else _names("columns", columns)
+    known = columns_of(options.view)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {nearest(name, known)}")
+    schema = pa.schema([(name, TYPES[name]) for name in names])
+    processes = settings.get("processes", 1)
+    if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
+        raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
+    if files is not None and processes > 1:
+        raise ConfigError("files: other processes read from the disk only; read with processes=1")
+    return options, schema, processes, files
+
+
+def batches_of(
+    options: ReadOptions, schema: pa.Schema, processes: int = 1, files: Files | None = None
+) -> pa.RecordBatchReader:
+    """Plan a read, and return its batches as a stream."""
+    if processes == 1:
+        parts = plan(options, files)
+    else:
+        parts = plan(replace(options, min_partitions=processes), files, bytes_a_part=_SHARED_PART_BYTES)
+    if processes > 1 and parts:
+        return pa.RecordBatchReader.from_batches(schema, read_in_processes(options, schema, parts, processes))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        reading = Reading(options, schema, files)
+        for part in parts:
+            yield from reading.read(part)
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def _options(paths: tuple[str, ...], settings: ReaderSettings) -> ReadOptions:
+    view, mode = settings.get("view", "messages"), settings.get("mode", "FAILFAST")
+    for name, value, known in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
+        if value not in known:
+            raise ConfigError(f"{name}: expected one of {', '.join(known)}, found {value!r:.80}")
+    tags, sql = settings.get("tags"), settings.get("sql")
+    if tags is not None:
+        from librmq.filter import TagFilter  # a grammar comes with it, which few reads need
+
+        TagFilter(tags)
+    if sql is not None:
+        from librmq.filter import SqlFilter
+
+        if view == "queues":
+            raise ConfigError("sql: the view queues has no properties; read the view messages")
+        SqlFilter(sql)
+    wanted = Wanted(
+        begin_ms=_milliseconds("since", settings.get("since")),
+        end_ms=_milliseconds("until", settings.get("until")),
+        tags=None if tags in (None, "*", "") else tags,
+        internal=view != "messages",
+    )
+    topic, queue = settings.get("topic"), settings.get("queue")
+    if isinstance(topic, re.Pattern):
+        wanted = replace(wanted, topic_pattern=topic.pattern)
+    elif topic is not None:
+        wanted = replace(wanted, topics=frozenset([topic] if isinstance(topic, str) else _names("topic", topic)))
+    if queue is not None:
+        ids = [queue] if isinstance(queue, int) else list(queue)
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise ConfigError(f"queue: expected queue ids, whole numbers from 0 on, found {queue!r:.80}")
+        wanted = replace(wanted, queue_ids=frozenset(ids))
+    options = ReadOptions(
+        paths,
+        view=view,
+        wanted=wanted,
+        selector=sql,
+        mode=mode,
+        fail_on_data_loss=settings.get("fail_on_data_loss", True),
+        checksums=settings.get("checksums", True),
+        several=len(paths) > 1,
+    )
+    return _with_offsets(options, settings.get("offsets"))
+
+
+def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:
+    """Return options with the wanted queue offsets."""
+    if offsets is None:
+        return options
+    if isinstance(offsets, range):
+        begin, end = _bounds(offsets)
+        return replace(options, wanted=replace(options.wanted, begin_offset=begin, end_offset=end))
+    if not isinstance(offsets, Mapping):
+        raise ConfigError(f"offsets: expected a range, or a mapping like {{('orders', 0): 17}}, found {offsets!r:.80}")
+    if options.view == "log":
+        raise ConfigError("offsets: the view log is not read by queue; give a range, or read the view messages")
+    starting: dict[str, dict[str, int]] = {}
+    ending: dict[str, dict[str, int]] = {}
+    for name, wanted in offsets.items():
+        if not (isinstance(name, tuple) and len(name) == 2 and type(name[0]) is str and type(name[1]) is int):
+            raise ConfigError(f"offsets: expected a topic and a queue id like ('orders', 0), found {name!r:.80}")
+        begin, end = _bounds(wanted)
+        starting.setdefault(name[0], {})[str(name[1])] = begin
+        ending.setdefault(name[0], {})[str(name[1])] = LATEST if end == LARGEST_OFFSET else end
+    queues = frozenset(cast(Mapping[tuple[str, int], Any], offsets))
+    return replace(options, wanted=replace(options.wanted, queues=queues), starting=starting, ending=ending)
+
+
+def _bounds(wanted: Any) -> tuple[int, int]:
+    if type(wanted) is int and 0 <= wanted <= LARGEST_OFFSET:
+        return wanted, LARGEST_OFFSET
+    if isinstance(wanted, range) and wanted.step == 1 and 0 <= wanted.start <= wanted.stop <= LARGEST_OFFSET:
+        return wanted.start, wanted.stop
+    raise ConfigError(f"offsets: expected a range such as range(10, 20), or the first offset, found {wanted!r:.80}")
+
+
+def _names(what: str, names: Iterable[str]) -> list[str]:
+    found = [names] if isinstance(names, str) else list(names)
+    for name in found:
+        if not isinstance(name, str):
+            raise ConfigError(f"{what}: expected names, found {name!r:.80}")
+    return found
+
+
+def _milliseconds(name: str, moment: datetime | int | None) -> int | None:
+    if moment is None or type(moment) is int:
+        return moment
+    if isinstance(moment, datetime) and moment.tzinfo is not None:
+        return -int(-moment.timestamp() * 1000 // 1)  # the first millisecond that is not before it
+    raise ConfigError(f"{name}: expected a time with a time zone, or milliseconds since 1970, found {moment!r:.80}")

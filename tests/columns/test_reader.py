@@ -1,0 +1,305 @@
+"""A store as a stream of record batches: what settings choose, what is read for it, by which processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import librmq.columns
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import File
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from tests.stores import from_disk
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from librmq.columns import DataLossError, dataset, reader
+
+START_MS = 1_700_000_000_000
+COUNT = 400
+CONFIG = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Messages a second apart in two topics of two queues, every tenth delayed; some 90 bytes a body."""
+    folder = tmp_path_factory.mktemp("stores") / "s"
+    clock = ManualClock(START_MS)
+    with MessageStore.open(folder, CONFIG, clock=clock) as store:
+        for number in range(COUNT):
+            clock.advance(ms=1000)
+            message = Message(
+                "AB"[number % 2],
+                b"%d " % number * 20,
+                tags=f"t{number % 4}",
+                properties={"amount": str(number)},
+                delay_level=1 if number % 10 == 0 else None,
+            )
+            store.append(message, number // 2 % 2)
+    return folder
+
+
+USER = [number for number in range(COUNT) if number % 10]
+
+
+def numbers(found: Any) -> list[int]:
+    return [int(body.split()[0]) for body in found.read_all().column("body").to_pylist()]
+
+
+def moment(number: int) -> int:
+    return START_MS + 1000 * (number + 1)
+
+
+def test_without_settings_it_reads_all_user_messages(path: Path) -> None:
+    found = reader(path)
+    assert isinstance(found, pa.RecordBatchReader)
+    assert found.schema.names[:4] == ["topic", "queueId", "queueOffset", "physicalOffset"]
+    assert numbers(found) == USER  # in the order of the log
+    everything = reader(str(path), topic=re.compile(".*"), columns=["topic"]).read_all()
+    assert everything.num_rows == COUNT
+    assert SCHEDULE_TOPIC in everything.column("topic").to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"topic": "B"}, lambda n: n % 2),
+        ({"topic": ["B", "none"], "queue": 1}, lambda n: n % 2 and n // 2 % 2),
+        ({"topic": re.compile("[AC]"), "queue": [0, 7]}, lambda n: n % 2 == 0 and n // 2 % 2 == 0),
+        ({"tags": "t1 || t2"}, lambda n: n % 4 in (1, 2)),
+        ({"sql": "amount BETWEEN 5 AND 7"}, lambda n: 5 <= n <= 7),
+        ({"since": moment(100), "until": moment(111)}, lambda n: 100 <= n < 111),
+        ({"since": datetime.fromtimestamp(moment(390) / 1000, UTC)}, lambda n: n >= 390),
+        ({"filter": pc.field("storeTimestamp") < pa.scalar(moment(9) * 1000, pa.timestamp("us", "UTC"))},
+         lambda n: n < 9),
+        ({"filter": pc.match_substring(pc.field("body").cast("string"), "77")}, lambda n: "77" in str(n)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("view", ["messages", "log"])
+def test_settings_choose(path: Path, view: Any, settings: Any, wanted: Callable[[int], object]) -> None:
+    found = reader(path, **{"view": view, "topic": ["A", "B"]} | settings)
+    assert numbers(found) == [number for number in USER if wanted(number)]
+
+
+def test_offsets_of_queues(path: Path) -> None:
+    columns = ["topic", "queueId", "queueOffset"]
+
+    def places(**settings: Any) -> list[tuple[Any, ...]]:
+        return sorted(tuple(row.values()) for row in reader(path, columns=columns, **settings).read_all().to_pylist())
+
+    assert places(offsets={("A", 0): range(3, 5), ("B", 1): 99}) == [("A", 0, 3), ("A", 0, 4), ("B", 1, 99)]
+    every = [("A", 0), ("A", 1), ("B", 0), ("B", 1)]
+    assert places(offsets=range(7, 8)) == [(*name, 7) for name in every]
+    assert places(view="queues", offsets=range(7, 8), topic=["A", "B"]) == [(*name, 7) for name in every]
+    with pytest.raises(DataLossError, match="offsets 900 to"):
+        places(offsets={("A", 0): 900})
+    assert places(offsets={("A", 0): 900}, fail_on_data_loss=False) == []
+    with pytest.raises(ConfigError, match="no queue 9 of topic 'A'"):
+        places(offsets={("A", 9): 0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"topics": "A"}, ConfigError, "topics: no setting of reader; did you mean topic"),
+        ({"view": "queue"}, ConfigError, "view: expected one of messages, queues, log, found 'queue'"),
+        ({"columns": ["bodi"]}, ConfigError, "no column 'bodi'; did you mean body"),
+        ({"view": "queues", "columns": ["body"]}, ConfigError, "the view queues has no column 'body'"),
+        ({"view": "queues", "sql": "a = 1"}, ConfigError, "has no properties"),
+        ({"since": datetime(2023, 1, 1)}, ConfigError, "since: expected a time with a time zone"),
+        ({"offsets": range(0, 9, 2)}, ConfigError, "expected a range such as"),
+        ({"offsets": {"A": 5}}, ConfigError, "a topic and a queue id like"),
+        ({"view": "log", "offsets": {("A", 0): 5}}, ConfigError, "give a range"),
+        ({"queue": "0"}, ConfigError, "queue ids"),
+        ({"processes": 0}, ConfigError, "from 1 to 256, found 0"),
+        ({"mode": "fast"}, ConfigError, "FAILFAST"),
+        ({"sql": "a >< 5"}, FilterSyntaxError, "^"),
+        ({"filter": pc.field("nothing") == 5}, pa.ArrowInvalid, "nothing"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_call(path: Path, settings: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        reader(path, **settings)
+
+
+def test_no_store(tmp_path: Path) -> None:
+    with pytest.raises(NotAStoreError):
+        reader(tmp_path)
+
+
+def test_several_stores(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "copy")
+    found = reader([path, tmp_path / "copy"]).read_all()
+    assert found.column("store").value_counts().to_pylist() == [
+        {"values": str(path), "counts": len(USER)},
+        {"values": str(tmp_path / "copy"), "counts": len(USER)},
+    ]
+
+
+class CountingFiles(DiskFiles):
+    """Files on disk that count the bytes of the log's files that were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: set[str] = set()
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        if f"{os.sep}commitlog{os.sep}" in path:
+            self.opened.add(path)
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+    @property
+    def log_bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in self.opened)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"topic": "Late"},
+        {"topic": "A", "offsets": range(5)},
+        {"offsets": {("A", 0): range(40, 45)}},
+        {"since": moment(395)},
+        {"until": moment(8)},
+        {"filter": pc.field("topic") == "Late"},
+        {"filter": (pc.field("queueOffset") < 3) & (pc.field("tags") != "t1")},
+        {"filter": pc.field("physicalOffset") < 3000},
+        {"filter": pc.field("storeTimestamp") > pa.scalar(moment(396) * 1000, pa.timestamp("us", "UTC"))},
+    ],
+)
+def test_what_is_not_wanted_is_not_read(path: Path, tmp_path: Path, settings: Any) -> None:
+    """A file of the log that holds no wanted row is at most opened to look up a time."""
+    store = tmp_path / "s"
+    shutil.copytree(path, store)
+    with MessageStore.open(store, CONFIG, clock=ManualClock(moment(COUNT + 10))) as opened:
+        for number in range(3):
+            opened.append(Message("Late", b"%d " % number * 20, tags="t1"))
+    whole, some = CountingFiles(), CountingFiles()
+    reader(store, files=whole).read_all()
+    batches = reader(store, files=some, **settings)
+    some.opened.clear()
+    found = batches.read_all()
+    assert 0 < found.num_rows < 30
+    assert whole.log_bytes > 15 * 4096
+    assert some.log_bytes <= 4 * 4096, sorted(some.opened)
+
+
+def test_rows_are_left_out_before_bodies_are_looked_at(path: Path, tmp_path: Path) -> None:
+    """A damaged body is no error of a read that does not want it."""
+    shutil.copytree(path, tmp_path / "s")
+    place = reader(path, filter=pc.field("tags") == "t1").read_all().column("physicalOffset")[5].as_py()
+    file = tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}"
+    raw = bytearray(file.read_bytes())
+    raw[place % 4096 + 90] ^= 0xFF
+    file.write_bytes(raw)
+    for settings in ({"tags": "t2"}, {"sql": "TAGS = 't2'"}, {"filter": pc.field("tags") == "t2"}):
+        assert reader(tmp_path / "s", **settings).read_all().num_rows  # type: ignore[arg-type]
+    with pytest.raises(CorruptionError, match="checksum"):
+        reader(tmp_path / "s").read_all()
+    with pytest.raises(CorruptionError, match="checksum"):
+        reader(tmp_path / "s", processes=2).read_all()
+    assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
+
+
+def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
+    store = MessageStore.open(tmp_path / "open", CONFIG)
+    for number in range(50):
+        store.append(Message("T", b"%d" % number))
+    shutil.copytree(tmp_path / "open", tmp_path / "crashed")
+    log = tmp_path / "crashed" / "commitlog" / f"{4096:020d}"
+    end = store.log.end % 4096
+    log.write_bytes(log.read_bytes()[:end] + b"torn" + log.read_bytes()[end + 4 :])
+    before = from_disk(tmp_path / "crashed")
+    for settings in ({}, {"processes": 2}, {"view": "log"}):
+        assert numbers(reader(tmp_path / "crashed", **settings)) == list(range(50))  # type: ignore[arg-type]
+        assert numbers(reader(tmp_path / "open", **settings)) == list(range(50))
+    assert from_disk(tmp_path / "crashed") == before
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+def test_processes_read_the_same_in_the_same_order(path: Path) -> None:
+    for view in ("messages", "queues", "log"):
+        one = reader(path, view=view).read_all()
+        assert reader(path, view=view, processes=3).read_all().equals(one)
+
+
+SCRIPT = """
+import sys
+from librmq.columns import reader
+batches = reader(sys.argv[1], processes=2, columns=["body"])
+print(sum(batch.num_rows for batch in batches), "pyspark" in sys.modules, flush=True)
+"""
+
+
+def test_a_script_needs_no_guard_and_no_spark(path: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script, path], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == ([str(len(USER)), "False"], "")
+
+
+def children_of(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(one) for one in found.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.platform
+def test_children_die_with_a_parent_that_is_killed(path: Path) -> None:
+    code = (
+        "import sys; from librmq.columns import reader; batches = reader(sys.argv[1], processes=2); "
+        "next(batches); print('reading', flush=True); sys.stdin.read()"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, path], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"reading\n"
+        waits = [os.pidfd_open(child) for child in children_of(parent.pid)]
+        parent.send_signal(signal.SIGKILL)
+    import select
+
+    for wait in waits:
+        assert select.select([wait], [], [], 30)[0], "a child is still there"
+        os.close(wait)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.platform
+def test_closing_ends_the_children(path: Path) -> None:
+    before = children_of(os.getpid())
+    batches = reader(path, processes=2)
+    next(batches)
+    batches.close()
+    del batches
+    assert children_of(os.getpid()) == before
+
+
+# --------------------------------------------------------------------------------------------------------- the room
+
+
+def test_a_name_of_the_room_is_no_module() -> None:
+    names = vars(librmq.columns)["__all__"]
+    assert not [name for name in names if type(getattr(librmq.columns, name)) is type(os)]
+    assert callable(dataset)
