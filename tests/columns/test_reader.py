@@ -208,7 +208,7 @@ def test_rows_are_left_out_before_bodies_are_looked_at(path: Path, tmp_path: Pat
     raw[place % 4096 + 90] ^= 0xFF
     file.write_bytes(raw)
     for settings in ({"tags": "t2"}, {"sql": "TAGS = 't2'"}, {"filter": pc.field("tags") == "t2"}):
-        assert reader(tmp_path / "s", **settings).read_all().num_rows  # type: ignore[arg-type]
+        assert reader(tmp_path / "s", **settings).read_all().num_rows
     with pytest.raises(CorruptionError, match="checksum"):
         reader(tmp_path / "s").read_all()
     with pytest.raises(CorruptionError, match="checksum"):
@@ -226,7 +226,7 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     log.write_bytes(log.read_bytes()[:end] + b"torn" + log.read_bytes()[end + 4 :])
     before = from_disk(tmp_path / "crashed")
     for settings in ({}, {"processes": 2}, {"view": "log"}):
-        assert numbers(reader(tmp_path / "crashed", **settings)) == list(range(50))  # type: ignore[arg-type]
+        assert numbers(reader(tmp_path / "crashed", **settings)) == list(range(50))
         assert numbers(reader(tmp_path / "open", **settings)) == list(range(50))
     assert from_disk(tmp_path / "crashed") == before
     store.close()

@@ -21,7 +21,13 @@ from librmq.cli import main
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
 DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
-RUN_BY_TESTS = [pytest.param(path, marks=[pytest.mark.spark] * (path.name == "spark.md")) for path in DOCUMENTS]
+MARKS = {
+    "spark.md": [pytest.mark.spark],
+    "columns.md": [
+        pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
+    ],
+}
+RUN_BY_TESTS = [pytest.param(path, marks=MARKS.get(path.name, [])) for path in DOCUMENTS]
 EXAMPLES = CHECKOUT / "examples"
 ANYTHING = re.compile(r"…|\.\.\.")
 
