@@ -158,6 +158,7 @@ def starts(bench: Bench) -> list[Row]:
     from librmq.columns.options import ReadOptions, Wanted
     from librmq.columns.planner import PlannedStore
     from librmq.columns.read import _Task
+    from librmq.files.disk import DiskFiles
 
     path = store_of(bench.count(MESSAGES))
     options = ReadOptions((path,), view="log", wanted=Wanted(internal=True))
@@ -169,7 +170,7 @@ def starts(bench: Bench) -> list[Row]:
 
     def ours(with_queues: bool) -> Run:
         def run(_: Path) -> float:
-            task = _Task(options, pa.schema([]), part)
+            task = _Task(options, pa.schema([]), part, DiskFiles())
             with Stopwatch() as watch:
                 known, _gone = task._entries()
                 if not with_queues:

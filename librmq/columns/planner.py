@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -365,8 +365,16 @@ class PlannedStore:
         return samples or [(0, 0)], weights or [0.0], rows
 
 
-def plan(options: ReadOptions, files: Files | None = None, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
+def plan(
+    options: ReadOptions,
+    files: Files | None = None,
+    *,
+    bytes_a_part: int = PARTITION_BYTES,
+    prune: Callable[[PlannedStore, Ranges, ReadOptions], Ranges] | None = None,
+) -> list[Part]:
     """Look at the stores that ``options`` name, one after the other, and cut the read into parts.
+
+    ``prune`` takes ranges away that hold no wanted row.
 
     Raises:
         ConfigError: An offset names a queue that there is not.
@@ -388,10 +396,8 @@ def plan(options: ReadOptions, files: Files | None = None, *, bytes_a_part: int 
             store.check_names(options.ending, "endingOffsets")
             whole = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
             ranges: Ranges = list(whole.items())
-            if options.predicate is not None:
-                from librmq.columns.pruning import pruned  # loads pyarrow, which a plan alone does not need
-
-                ranges = pruned(store, ranges, options)
+            if prune is not None:
+                ranges = prune(store, ranges, options)
             parts += store.parts(ranges, least, entries_only=options.view == "queues", bytes_a_part=bytes_a_part)
     return parts
 

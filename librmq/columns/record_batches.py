@@ -18,7 +18,7 @@ import pyarrow as pa
 from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, nearest
 from librmq.columns.planner import plan
 from librmq.columns.processes import read_in_processes
-from librmq.columns.pruning import predicate_of
+from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
@@ -123,9 +123,10 @@ def batches_of(
 ) -> pa.RecordBatchReader:
     """Plan a read, and return its batches as a stream."""
     if processes == 1:
-        parts = plan(options, files)
+        parts = plan(options, files, prune=pruned)
     else:
-        parts = plan(replace(options, min_partitions=processes), files, bytes_a_part=_SHARED_PART_BYTES)
+        shared = replace(options, min_partitions=processes)
+        parts = plan(shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
     if processes > 1 and parts:
         return pa.RecordBatchReader.from_batches(schema, read_in_processes(options, schema, parts, processes))
 
