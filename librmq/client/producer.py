@@ -8,9 +8,9 @@ timeout. A try whose answer was lost may have stored the message, so that it may
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Annotated, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from librmq.client.identity import Client, LifeCycle, State, check_route
@@ -28,6 +28,7 @@ from librmq.errors import (
 from librmq.message import record
 from librmq.message.batch import check_batch, encoded_size
 from librmq.message.message import Message, MessageQueue, validate_client_topic
+from librmq.message.message import MessageFields as MessageFields
 from librmq.message.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -98,21 +99,6 @@ class ProducerSettings(TypedDict, total=False):
 
 Body = bytes | bytearray | memoryview | str
 """What a body is given as; text is sent as UTF-8."""
-
-
-class MessageFields(TypedDict, total=False):
-    """Keywords of `Message`, which every send takes beside a topic."""
-
-    json: object
-    tags: str | None
-    keys: str | Iterable[str]
-    properties: Mapping[str, str] | None
-    delay: float | timedelta | None
-    deliver_at: datetime | None
-    delay_level: int
-    wait_store_ok: bool | None
-    flag: int
-    unique_key: str | None
 
 
 class SendResult(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["printable"]
+__all__ = ["printable", "shown_body"]
 
 UNSAFE: Final = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, marks that change the direction of what follows, halves of surrogate pairs."""
@@ -20,3 +20,8 @@ def printable(text: str) -> str:
 def escape(found: re.Match[str]) -> str:
     """Return the escape of the one character that was found."""
     return f"\\u{ord(found[0]):04x}"
+
+
+def shown_body(body: bytes) -> str:
+    """Return a body as representations show it: cut if it is long."""
+    return repr(body) if len(body) <= 64 else f"{body[:48]!r}… ({len(body):,} bytes)"

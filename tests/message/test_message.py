@@ -519,3 +519,8 @@ def test_no_unique_ids(text: str) -> None:
 def test_an_address_of_another_length_is_refused() -> None:
     with pytest.raises(MalformedError, match="4 or 16 bytes"):
         UniqueIds(lambda: NOW, b"abc", 0)
+
+
+def test_a_keyword_that_a_message_does_not_take_is_named() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tag'"):
+        Message("T", b"x", tag="a")  # type: ignore[call-arg]

@@ -1,0 +1,45 @@
+"""A queue of a topic, as clients and brokers name it. Mirrors ``MessageQueue``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from librmq.java.hashing import string_hash, utf16_order
+
+__all__ = ["MessageQueue"]
+
+
+class MessageQueue(NamedTuple):
+    """One queue of a topic on one broker. Sorts as in RocketMQ: texts by UTF-16 units."""
+
+    topic: str
+    broker_name: str
+    queue_id: int
+
+    @property
+    def java_hash(self) -> int:
+        """``hashCode()`` of RocketMQ's class."""
+        code = 31 + string_hash(self.broker_name)
+        code = 31 * code + self.queue_id
+        code = 31 * code + string_hash(self.topic)
+        return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+    def __str__(self) -> str:
+        """Return RocketMQ's text, which consistent hashing depends on."""
+        return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
+
+    def sort_key(self) -> tuple[str, str, int]:
+        """What queues are compared by; sorting many by it is quicker than comparing them."""
+        return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
+
+    def __lt__(self, other: object) -> bool:
+        return self.sort_key() < other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __le__(self, other: object) -> bool:
+        return self.sort_key() <= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __gt__(self, other: object) -> bool:
+        return self.sort_key() > other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __ge__(self, other: object) -> bool:
+        return self.sort_key() >= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented

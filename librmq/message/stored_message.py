@@ -1,0 +1,303 @@
+"""A message read from a log: its record, decoded part by part. Mirrors ``MessageExt``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from json import loads as from_json
+from typing import Any, Final, Self
+
+from librmq.errors import MalformedError, RecordError
+from librmq.java.hashing import java_decode
+from librmq.message.printable import shown_body
+from librmq.message.record import (
+    BODY_CRC_AT,
+    BORN_HOST_AT,
+    BORN_HOST_V6,
+    BORN_TIMESTAMP_AT,
+    FIXED_SIZE,
+    FLAG_AT,
+    HOST_V6_EXTRA,
+    LAYOUT,
+    MAGIC_AT,
+    PHYSICAL_OFFSET_AT,
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+    PROPERTY_UNIQUE_KEY,
+    QUEUE_ID_AT,
+    QUEUE_OFFSET_AT,
+    STORE_TIMESTAMP_AT,
+    SYS_FLAG_AT,
+    Host,
+    body_checksum,
+    decode_host,
+    decode_properties,
+    decompress_body,
+    find_property,
+    frame,
+    header_struct,
+    host_ends,
+    split_keys,
+    tags_code,
+)
+
+__all__ = ["DECOMPRESSED_LIMIT", "StoredMessage"]
+
+DECOMPRESSED_LIMIT: Final = 64 << 20
+"""The longest body that `StoredMessage.body` makes of a compressed one, in bytes."""
+
+_INT: Final = struct.Struct(">i")
+_unpack_body = header_struct("sys_flag", "body_length", unsigned=("body_length",)).unpack_from
+_UNSIGNED: Final = struct.Struct(">I")
+_LONG: Final = struct.Struct(">q")
+_AFTER_HOSTS: Final = struct.Struct(f">{LAYOUT['reconsume_times']}{LAYOUT['prepared_offset']}")
+
+_KEYS: Final = PROPERTY_KEYS.encode()
+_TAGS: Final = PROPERTY_TAGS.encode()
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY.encode()
+
+
+class StoredMessage:
+    """A message read from a log: its record, of which parts are decoded when they are asked for.
+
+    Two are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
+
+    Readers of the log check records first; of one that was not checked, an attribute may raise `RecordError`.
+    """
+
+    __slots__ = ("_frame", "_properties", "raw")
+
+    _frame: tuple[int, int, int, int, int, int]
+    _properties: dict[str, str]
+
+    def __init__(self, raw: bytes) -> None:
+        """``raw`` is the whole record; `RecordError` if it is too short for one."""
+        if len(raw) < FIXED_SIZE:
+            raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {len(raw)} bytes")
+        self.raw = raw
+
+    @classmethod
+    def framed(cls, raw: bytes) -> Self:
+        """The same with its `frame` found at once, which is quicker where it will be needed.
+
+        `RecordError` for what is no record.
+        """
+        message = cls(raw)
+        message._frame = frame(raw, 0, len(raw))
+        return message
+
+    @property
+    def frame(self) -> tuple[int, int, int, int, int, int]:
+        """Where its parts lie, as `codec.frame` finds them, once."""
+        try:
+            return self._frame
+        except AttributeError:
+            self._frame = found = frame(self.raw, 0, len(self.raw))
+            return found
+
+    @property
+    def size(self) -> int:
+        """The length of the record in bytes."""
+        return len(self.raw)
+
+    @property
+    def magic(self) -> int:
+        """`codec.MESSAGE_MAGIC`, or `codec.MESSAGE_MAGIC_V2` in stores of 5.x."""
+        return int(_UNSIGNED.unpack_from(self.raw, MAGIC_AT)[0])
+
+    @property
+    def topic(self) -> str:
+        """The topic that the record is filed under; for a waiting message not the one it was sent to."""
+        _, _, begin, end, _, _ = self.frame
+        return java_decode(self.raw[begin:end])
+
+    @property
+    def queue_id(self) -> int:
+        """The queue's number within the topic."""
+        return int(_INT.unpack_from(self.raw, QUEUE_ID_AT)[0])
+
+    @property
+    def queue_offset(self) -> int:
+        """The entry of the queue that belongs to the message."""
+        return int(_LONG.unpack_from(self.raw, QUEUE_OFFSET_AT)[0])
+
+    @property
+    def physical_offset(self) -> int:
+        """Where in the log the record begins, in bytes."""
+        return int(_LONG.unpack_from(self.raw, PHYSICAL_OFFSET_AT)[0])
+
+    @property
+    def flag(self) -> int:
+        """The sender's own 32 bits."""
+        return int(_INT.unpack_from(self.raw, FLAG_AT)[0])
+
+    @property
+    def sys_flag(self) -> int:
+        """The bits that `codec` names: compression, transaction, kinds of hosts."""
+        return int(_INT.unpack_from(self.raw, SYS_FLAG_AT)[0])
+
+    @property
+    def born_timestamp_ms(self) -> int:
+        """When the message was sent, by the sender's clock."""
+        return int(_LONG.unpack_from(self.raw, BORN_TIMESTAMP_AT)[0])
+
+    @property
+    def born_host(self) -> Host:
+        """Address and port of the sender."""
+        return decode_host(self.raw[BORN_HOST_AT : self._host_ends()[0]])
+
+    @property
+    def store_timestamp_ms(self) -> int:
+        """When the message was stored."""
+        raw = self.raw
+        v6 = raw[SYS_FLAG_AT + 3] & BORN_HOST_V6
+        return int(_LONG.unpack_from(raw, STORE_TIMESTAMP_AT + HOST_V6_EXTRA if v6 else STORE_TIMESTAMP_AT)[0])
+
+    @property
+    def store_host(self) -> Host:
+        """Address and port of the broker."""
+        born_end, store_end = self._host_ends()
+        return decode_host(self.raw[born_end + 8 : store_end])
+
+    @property
+    def reconsume_times(self) -> int:
+        """How often a consumer group has failed on the message."""
+        return int(_AFTER_HOSTS.unpack_from(self.raw, self._host_ends()[1])[0])
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        """Physical offset of the half message that the final message of a transaction belongs to, else 0."""
+        return int(_AFTER_HOSTS.unpack_from(self.raw, self._host_ends()[1])[1])
+
+    def _host_ends(self) -> tuple[int, int]:
+        ends = host_ends(self.sys_flag)
+        if ends[1] + _AFTER_HOSTS.size > len(self.raw):
+            raise RecordError(f"sys flag: IPv6 hosts do not fit into {len(self.raw)} bytes", SYS_FLAG_AT)
+        return ends
+
+    @property
+    def body(self) -> bytes:
+        """The body as it was sent.
+
+        `BodyCompressionError` if it cannot be restored; `MissingExtraError` for lz4, zstd without the extra.
+        """
+        raw = self.raw
+        flags, length = _unpack_body(raw)
+        if not flags & 49 and length < len(raw) - 90:
+            return raw[88 : 88 + length]  # the usual body, at once: hosts of 4 bytes (16, 32), nothing compressed (1)
+        return self.decompressed_body(DECOMPRESSED_LIMIT)
+
+    def text(self) -> str:
+        """Return the body as text.
+
+        Raises:
+            MalformedError: it is no UTF-8.
+            BodyCompressionError: it can't be restored.
+        """
+        try:
+            return self.body.decode()
+        except UnicodeDecodeError as error:
+            raise MalformedError(f"body of {self.message_id}: expected UTF-8: {error}") from None
+
+    def json(self) -> Any:  # noqa: ANN401 as json.loads
+        """Return the value that the body is the JSON of.
+
+        Raises:
+            MalformedError: it is no JSON.
+            BodyCompressionError: it can't be restored.
+        """
+        try:
+            return from_json(self.body)
+        except (ValueError, RecursionError) as error:
+            raise MalformedError(f"body of {self.message_id}: expected JSON: {error}") from None
+
+    def decompressed_body(self, limit: int) -> bytes:
+        """The body as it was sent; `BodyCompressionError` if that makes more than ``limit`` bytes."""
+        return decompress_body(self.stored_body, self.sys_flag, limit)
+
+    @property
+    def stored_body(self) -> bytes:
+        """The body as it is stored, compressed or not."""
+        begin, end, _, _, _, _ = self.frame
+        return self.raw[begin:end]
+
+    @property
+    def body_crc(self) -> int:
+        """The checksum in the record."""
+        return int(_INT.unpack_from(self.raw, BODY_CRC_AT)[0])
+
+    @property
+    def crc_ok(self) -> bool:
+        """Whether the stored body matches its checksum; an empty one always does."""
+        body = self.stored_body
+        return not body or body_checksum(body) == self.body_crc
+
+    @property
+    def properties_raw(self) -> bytes:
+        """The properties as they are stored."""
+        _, _, _, _, begin, end = self.frame
+        return self.raw[begin:end]
+
+    @property
+    def properties(self) -> Mapping[str, str]:
+        """All properties, decoded once."""
+        try:
+            return self._properties
+        except AttributeError:
+            self._properties = decode_properties(self.properties_raw)
+            return self._properties
+
+    def _property(self, name: bytes) -> str | None:
+        value = find_property(self.properties_raw, name)
+        return None if value is None else java_decode(value)
+
+    @property
+    def tags(self) -> str | None:
+        """The tag."""
+        return self._property(_TAGS)
+
+    @property
+    def tags_code(self) -> int:
+        """The hash of the tag, 0 without one."""
+        return tags_code(self.tags)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The business keys under which the message can be found."""
+        return tuple(split_keys(self._property(_KEYS)))
+
+    @property
+    def unique_key(self) -> str | None:
+        """The unique id that the producer gave the message."""
+        return self._property(_UNIQUE_KEY)
+
+    @property
+    def offset_id(self) -> str:
+        """The broker's id: store host and physical offset in hex."""
+        born_end, store_end = self._host_ends()
+        place = self.raw[PHYSICAL_OFFSET_AT : PHYSICAL_OFFSET_AT + 8]
+        return (self.raw[born_end + 8 : store_end] + place).hex().upper()
+
+    @property
+    def message_id(self) -> str:
+        """The unique id if there is one, else the broker's."""
+        return self.unique_key or self.offset_id
+
+    def __eq__(self, other: object) -> bool:
+        return self.raw == other.raw if isinstance(other, StoredMessage) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+    def __reduce__(self) -> tuple[type[StoredMessage], tuple[bytes]]:
+        return StoredMessage, (self.raw,)
+
+    def __repr__(self) -> str:
+        try:
+            return (
+                f"StoredMessage({self.topic!r}, queue_id={self.queue_id}, queue_offset={self.queue_offset}, "
+                f"physical_offset={self.physical_offset}, tags={self.tags!r}, keys={self.keys!r}, "
+                f"{shown_body(self.stored_body)})"
+            )
+        except RecordError as error:
+            return f"StoredMessage({len(self.raw)} bytes, damaged: {error.reason})"
