@@ -545,9 +545,14 @@ class MessageStore:
     # ----------------------------------------------------------------------------------------------- flush and close
 
     def flush(self) -> int:
-        """Return when whatever was appended before is on the device, with its queue entries and keys.
+        """Return when all that was appended before is on the device, with its queue entries and keys.
 
-        The physical offset up to which it is. `FlushFailedError` if that will never be known.
+        Gives the physical offset up to which it is. After a flush that has failed, each that follows fails too until
+        the store is reopened: what the kernel dropped would pass for flushed.
+
+        Raises:
+            FlushFailedError: A flush of the log has failed.
+            StoreIOError: A flush of queues or index has failed; opening makes them again from the log.
         """
         self._check_writable()
         with critical:
@@ -658,7 +663,11 @@ class MessageStore:
     def close(self) -> None:
         """Flush, mark the store as cleanly closed and give the lock back. Closing again does nothing.
 
-        `FlushFailedError` if a flush has failed: then the store is let go of as it is, and the next open recovers.
+        Where a flush has failed the store is let go of as it is, and the next open recovers.
+
+        Raises:
+            FlushFailedError: A flush of the log has failed.
+            StoreIOError: A flush of queues or index has failed.
         """
         with critical:
             if not self._end("is closed"):
@@ -667,11 +676,10 @@ class MessageStore:
             try:
                 if not self.read_only:
                     self._durability.flush()
-                    if self._durability.derived_failure is None:
-                        for queue in self._queues.opened():
-                            queue.flush()  # retention deletes files of queues that no append wrote to
-                        write_closed_state(self.path, self.files, self.log, self._queues, self.index)
-                        clear_abort(self.files, self.path)
+                    for queue in self._queues.opened():
+                        queue.flush()  # retention deletes files of queues that no append wrote to
+                    write_closed_state(self.path, self.files, self.log, self._queues, self.index)
+                    clear_abort(self.files, self.path)
             finally:
                 self._release()
 

@@ -353,6 +353,27 @@ def test_a_flush_by_time_that_fails_refuses_the_next_append() -> None:
     refused(store.close)
 
 
+@pytest.mark.parametrize(("number", "part"), [(2, "consumequeue"), (3, "index"), (4, "checkpoint")])
+def test_a_failed_flush_of_queues_or_index_sticks(number: int, part: str) -> None:
+    """A flush that follows can't know what the kernel dropped; messages are taken all the same, as they are sound."""
+    files = FailingFiles(MemoryFiles())
+    store = open_store(files)
+    store.append(message(10))
+    files.fail("flush", number, errno.EIO)
+    with pytest.raises(StoreIOError, match=r"flush: Input/output error$") as first:
+        store.flush()
+    assert part in first.value.filename
+    for call in (store.flush, store.flush, store.close):
+        with pytest.raises(StoreIOError, match=rf"{part}.*Input/output error, so .* close the store and reopen it"):
+            call()
+        if call != store.close:
+            store.append(message(11))
+    with open_store(files) as store:
+        assert bodies(store)[-2:] == [message(11).body] * 2
+        store.flush()
+    assert verify(ROOT, ASYNC, files).sound
+
+
 def test_the_store_thread_outlives_a_failed_flush() -> None:
     """The thread of the store outlives a failed flush and close ends it."""
     files = FailingFiles(HeldFiles())

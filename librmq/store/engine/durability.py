@@ -27,14 +27,14 @@ class Durability:
         """The log's part."""
         self.settled = 0
         """Below this physical offset queues and index have reached the device too."""
-        self.derived_failure: StoreIOError | None = None
-        """The flush of queues or index that failed; none that follows counts until the store is reopened."""
+        self._derived_failure: StoreIOError | None = None  # of queues or index: no flush behind it counts
 
     def flush(self) -> int:
         """Flush the log, then what is derived from it, then the checkpoint; return up to which physical offset.
 
         Raises:
-            FlushFailedError: This flush or an earlier one has failed, so part of that may never reach the device.
+            FlushFailedError: This flush of the log or an earlier one has failed: the store takes nothing more.
+            StoreIOError: This flush of queues or index or an earlier one has failed: opening makes them again.
             StoreClosedError: The store was closed meanwhile.
         """
         appender, parts = self._appender, self._parts
@@ -51,8 +51,8 @@ class Durability:
                 self.commit.reach(end)
                 flush_all(queues)
                 index.flush()
-                if self.derived_failure is not None:
-                    return self.commit.flushed  # what that one left out may pass for flushed now
+                if self._derived_failure is not None:  # what that one left out may pass for flushed now
+                    raise self._still_failed(self._derived_failure)
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
                     # No later than the last record, should the clock have gone back.
@@ -63,10 +63,15 @@ class Durability:
                 with appender.lock:
                     dispatcher.unflushed |= queues
                     dispatcher.entries += entries
-                if isinstance(error, StoreIOError) and error.call.startswith("flush"):
-                    self.derived_failure = error
+                if self._derived_failure is None and isinstance(error, StoreIOError) and error.call.startswith("flush"):
+                    self._derived_failure = error
                 raise
         return self.commit.flushed
+
+    @staticmethod
+    def _still_failed(failure: StoreIOError) -> StoreIOError:
+        why = f"{failure.strerror}, so queues and index may lack entries on the device: close the store and reopen it"
+        return StoreIOError(failure.call, failure.filename, OSError(failure.errno, why))
 
     def _flush_log(self) -> int:
         """Flush the log, if this handle is still the only writer: what another one wrote over is not acknowledged."""

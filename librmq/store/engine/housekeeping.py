@@ -62,6 +62,7 @@ class Housekeeping:
         self._expire = expire
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._expire_at_ms: int | None = now_ms
+        self._said = ""
         self._expired_end = -1  # the end of the log's files when expiry was last looked at
         self.alarm = -1
 
@@ -141,8 +142,11 @@ class Housekeeping:
         try:
             self._flush_derived()
         except StoreError as error:  # nothing is lost: they can be made again from the log
-            _log.error("queues and index could not be flushed: %s", error)
+            if str(error) != self._said:  # once, until another happens
+                _log.error("queues and index could not be flushed: %s", error)
+            self._said = str(error)
             return now_ms + round(1000 * seconds)
+        self._said = ""
         return None
 
 
