@@ -661,6 +661,15 @@ class ConsumeQueue:
             self.ext.note_flushed()
         self._files.note_flushed()
 
+    def keep_descriptors(self, keep: bool) -> None:
+        """Keep a descriptor open with each mapping: cheaper for who opens, checks and writes a queue in one go.
+
+        Without ``keep`` what is mapped is let go of.
+        """
+        self._files.keeps_descriptors = keep
+        if not keep:
+            self._files.unmap_all()
+
     def close(self) -> None:
         """Flush, and refuse what is asked later; closing again is fine."""
         if not self._closed:

@@ -76,6 +76,7 @@ class MappedFileQueue:
         "_reserved",
         "file_size",
         "folder",
+        "keeps_descriptors",
         "mapped",
         "starts",
         "writable",
@@ -102,6 +103,8 @@ class MappedFileQueue:
         self._files = files
         self._pool = pool
         self._durable = durable
+        self.keeps_descriptors = durable
+        """Whether a descriptor stays open with each mapping that is made from now on."""
         self.mapped: dict[int, File] = {}
         """The files that are mapped now, by start; to look into only."""
         self._reserved: dict[int, int] = {}
@@ -186,7 +189,7 @@ class MappedFileQueue:
 
     def _map(self, start: int) -> File:
         path = self.path(start)
-        file = self._files.open(path, writable=self.writable, keep_descriptor=self._durable)
+        file = self._files.open(path, writable=self.writable, keep_descriptor=self.keeps_descriptors)
         if file.size != self.file_size:
             raise CorruptionError(
                 path, min(file.size, self.file_size), "size", f"expected {self.file_size} bytes, found {file.size}"

@@ -30,8 +30,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     Iterating and counting open none; `opened` gives those that are open.
     """
 
-    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState]) -> None:
-        """``known`` are queues that need not be opened yet, as they were closed."""
+    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState | None]) -> None:
+        """``known`` are queues that need not be opened yet, as they were closed; None where that is not known."""
         self._open_queue = open_queue
         self._known = dict(known)
         self._open: dict[QueueName, ConsumeQueue] = {}
@@ -42,6 +42,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             return queue
         state = self._known[name]
         queue = self._open_queue(*name)
+        if state is None:
+            return self._open.setdefault(name, queue)
         if (queue.max_offset, queue.max_physic_offset) != state[1:]:
             path, position = queue.place_of(min(queue.max_offset, state.max_offset))
             found = f"it ends at queue offset {queue.max_offset}, and was closed at {state.max_offset}"
@@ -79,4 +81,4 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
             for name, queue in self._open.items()
         }
-        return {**self._known, **opened}
+        return {**{name: state for name, state in self._known.items() if state is not None}, **opened}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
@@ -18,12 +18,12 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
-from librmq.files.rolling import MappingPool
+from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.open_store import Parts
-from librmq.store.engine.queue_table import QueueName, QueueTable
+from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.keyindex import KeyIndex
@@ -199,8 +199,30 @@ def load(  # noqa: C901, PLR0913 (a step for each part of a store)
         trusted = None
         log.found_end = log.walk(log.third_last_file())
         log.last_write = log.found_end.last_record
-    queues = QueueTable(open_queue, trusted.queues if trusted is not None else {})
-    if trusted is None:
+
+    # After a kill the check of all queues opens them one by one, if their folders hold what they may.
+    at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
+    listed: dict[QueueName, MappedFileQueue] = {}
+
+    def open_listed(topic: str, queue_id: int) -> ConsumeQueue:
+        sequence = listed.pop((topic, queue_id), None)
+        if sequence is None:
+            return open_queue(topic, queue_id)
+        sequence.keeps_descriptors = True
+        queue = ConsumeQueue(sequence, None)
+        run.cut_queue(queue)
+        return queue
+
+    known: Mapping[QueueName, QueueState | None] = {} if trusted is None else trusted.queues
+    if at_check:
+        for name in names:
+            folder = directory.queue_folder(path, *name)
+            listed[name] = MappedFileQueue(folder, config.consumequeue_file_size, files, pool)
+        known = dict.fromkeys(names)
+    queues = QueueTable(open_listed if at_check else open_queue, known)
+    if at_check:
+        pass
+    elif trusted is None:
         for name in names:
             queues[name] = open_queue(*name)
     else:
@@ -209,7 +231,8 @@ def load(  # noqa: C901, PLR0913 (a step for each part of a store)
     if writable and trusted is not None:
         set_abort(files, path)
     elif writable:
-        run = Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living, keep_deleted)
+        run = Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living, keep_deleted,
+            has_ext=config.enable_consumequeue_ext)  # fmt: skip
         end, cut = run.cut_at()
         set_abort(files, path)  # only now: a store that is refused is left as it was
         make_folders(files, log.sequence.folder)  # by which it is known as a store

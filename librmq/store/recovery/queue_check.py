@@ -8,7 +8,7 @@ misaddressed; two that agree are a jump (a topic that was deleted and made again
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -44,6 +44,7 @@ _LONG: Final = struct.Struct(">q")
 _FILLER_SIZE: Final = 0x7FFFFFFF
 _FILLER: Final = ENTRY.pack(0, _FILLER_SIZE, 0)
 _NONE: Final = 1 << 63
+_LARGEST_OFFSET: Final = 1 << 58
 _LARGEST_GAP: Final = 100_000  # entries that are filled in where records are missing; beyond, the queue starts again
 COMPARED: Final = 4096
 """So many entries are compared together."""
@@ -106,8 +107,19 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         scope: Scope,
         mend: bool,
         bitmap_of: BitmapOf | None,
+        *,
+        has_ext: bool = True,
+        finished: Callable[[ConsumeQueue, int], None] | None = None,
     ) -> None:
+        """Check ``queues``; `open_queue` gives those that are missing.
+
+        Without ``has_ext`` a queue is looked at when its last record has come, so that each is opened once.
+        ``finished(queue, first)`` is called for each queue behind its check, ``first`` the first queue offset checked.
+        """
         super().__init__()
+        self.puts_off = not has_ext
+        """Whether checks collect what records lead to before they look at their queue."""
+        self._finished = finished
         self._bitmap_of = bitmap_of
         self._log = log
         self._queues = queues
@@ -128,34 +140,60 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
             except MessageIllegalError as error:
                 path = self._log.sequence.path_at(physical_offset)
                 raise CorruptionError(path, physical_offset, "record", f"it names no queue: {error}") from None
-            queue = self._queues.get((topic, queue_id))
-            absent = queue is None
-            if queue is None:
-                queue = self._open_queue(topic, queue_id)
-                if self._mend:
-                    self._queues[topic, queue_id] = queue
-                    self._made.add((topic, queue_id))
-            check = self._check(topic, queue_id, queue, absent=absent)
+            check = self._check((topic, queue_id))
         self[topic_raw, queue_id] = check
         return check
 
-    def _check(self, topic: str, queue_id: int, queue: ConsumeQueue, *, absent: bool = False) -> QueueCheck:
-        name, scope = (topic, queue_id), self._scope
+    def queue(self, name: QueueName) -> ConsumeQueue:
+        """The queue of that name, made where there is none."""
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._open_queue(*name)
+            if self._mend:
+                self._queues[name] = queue
+                self._made.add(name)
+        return queue
+
+    def _check(self, name: QueueName) -> QueueCheck:
+        scope, absent = self._scope, name not in self._queues
         begin = since = self._log.begin if name in scope.all_of else scope.begin
         if name not in scope.all_of:
             since = scope.since.get(name, scope.absent_before if absent else begin)
         whole = begin <= self._log.begin
-        check = QueueCheck(self, self._log, queue, name, max(begin, since), whole, self._mend, self._bitmap_of)
+        check = QueueCheck(self, self._log, name, max(begin, since), whole, self._mend, self._bitmap_of)
         self._by_name[name] = check
+        if not self.puts_off:
+            check.look()
         return check
 
-    def all(self) -> list[QueueCheck]:
-        """The checks of all queues, those without a record too."""
-        for (topic, queue_id), queue in list(self._queues.items()):
-            if (topic, queue_id) not in self._by_name:
-                self._check(topic, queue_id, queue)
+    def look_at_all(self) -> None:
+        """Look at every queue now: a record that falls out of one count may be that of any other."""
+        self.puts_off = False
+        for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
+            check.look()  # a single record first: it is the one that may be another queue's
+
+    def finish(self) -> Iterator[QueueCheck]:
+        """No record follows: finish the checks of all queues, those without a record too."""
+        for name in list(self._queues):
+            if name not in self._by_name:
+                self._check(name)
+        left = []
+        for check in self._by_name.values():
+            if check.is_plain():
+                self._finish(check)
+                yield check
+            else:
+                left.append(check)
+        self.look_at_all()
         # Those that wait for another record last: theirs may turn out to be a record of another queue.
-        return sorted(self._by_name.values(), key=lambda check: check.waits)
+        for check in sorted(left, key=lambda check: check.waits):
+            self._finish(check)
+            yield check
+
+    def _finish(self, check: QueueCheck) -> None:
+        check.finish()
+        if self._finished is not None:
+            self._finished(check.queue, check.first)
 
     def forget_empty(self) -> None:
         """Leave no queue behind that has no record of its own."""
@@ -227,8 +265,7 @@ class QueueCheck:
         self,
         checks: QueueChecks,
         log: CommitLog,
-        queue: ConsumeQueue,
-        name: tuple[str, int],
+        name: QueueName,
         begin: int,
         whole: bool,
         mend: bool,
@@ -249,19 +286,79 @@ class QueueCheck:
         self.entries: list[bytes] = []
         self.expected = _NONE
         self._log = log
-        self._queue = queue
+        self._opened: ConsumeQueue | None = None
         self._begin = begin
         self._whole = whole
         self._mend = mend
         self._delayed = topic == SCHEDULE_TOPIC
-        self._first = first_at(queue, begin)  # entries below it are of older records
-        self._next: int | None = self._first if self._first > queue.min_offset else None
+        self._claimed = -1  # until the queue is looked at: what the first record says that its queue offset is
+        self.first = -1
+        """From this queue offset on entries are checked; those below are of older records."""
+        self._next: int | None = None
         self._held: tuple[int, ExpectedEntry] | None = None
         self._units: dict[int, ExpectedEntry] = {}  # of a queue with extension: by queue offset
 
+    @property
+    def queue(self) -> ConsumeQueue:
+        """The queue that is checked, opened when it is first looked at."""
+        if self._opened is None:
+            self._opened = self._checks.queue(self.name)
+        return self._opened
+
+    def is_plain(self) -> bool:
+        """Look at the queue, and return whether it ends where its records do, which all are in its count."""
+        if self.first < 0:
+            self._look()
+            if self._claimed >= 0:
+                return False
+        if self._held is not None:
+            return False
+        if self.expected != _NONE:
+            self._next = self.expected
+        return self.queue.max_offset <= (self.first if self._next is None else self._next)
+
+    def look(self) -> None:
+        """Look at the queue; records that came before and do not count on from it are offered once more."""
+        if self.first < 0:
+            self._look()
+        if self._claimed >= 0:
+            claimed, self._claimed = self._claimed, -1
+            entries, self.entries, self.expected = self.entries, [], _NONE
+            for queue_offset, packed in enumerate(entries, claimed):
+                self.offer(queue_offset, ExpectedEntry(packed, 0, b""))
+
+    def _look(self) -> None:
+        """Find where the records begin in the queue; take what was collected if it follows there."""
+        queue, entries, claimed = self.queue, self.entries, self._claimed
+        at = queue.min_offset
+        is_there = bool(entries) and self._is_first(claimed, entries[0])
+        self.first = claimed if is_there else first_at(queue, self._begin)
+        self._next = self.first if self.first > at else None
+        if not entries:
+            return
+        if self._next is None and (claimed == 0 or self._whole):
+            is_new = queue.max_offset == 0 and len(entries) > 1 and claimed < _LARGEST_OFFSET
+            if is_new or (is_there and claimed == at):
+                self.first = self._next = claimed
+        if self._next == claimed:
+            self._next, self._claimed = claimed + len(entries), -1
+            self._expect()
+
+    def _is_first(self, queue_offset: int, entry: bytes) -> bool:
+        """Whether an entry stands there, and before it none of a record that is checked."""
+        queue = self.queue
+        at = max(queue_offset - 1, queue.min_offset)
+        raw = queue.read(at, queue_offset - at + 1) if at <= queue_offset else b""
+        if raw[-ENTRY_SIZE:][:12] != entry[:12]:
+            return False
+        if at == queue_offset:
+            return True
+        place, size, _ = ENTRY.unpack_from(raw)
+        return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != _FILLER_SIZE
+
     def _expect(self) -> None:
         """Open the short cut for the next record, if there is nothing particular about it."""
-        short = self._next is not None and self._held is None and self._queue.ext is None
+        short = self._next is not None and self._held is None and self.queue.ext is None
         self.expected = self._next if short and self._next is not None else _NONE
 
     @property
@@ -278,6 +375,10 @@ class QueueCheck:
 
     def settle(self) -> None:
         """Take over what went the short way."""
+        if self.first < 0:
+            self._look()
+            if self._claimed >= 0:
+                self._checks.look_at_all()
         if self.expected != _NONE:
             self._next = self.expected
         if len(self.entries) >= COMPARED:
@@ -288,6 +389,12 @@ class QueueCheck:
         if entry.physical_offset < self._begin:
             self.left_out += 1
             return
+        if self.first < 0:
+            if not self.entries and queue_offset >= 0:
+                self._claimed, self.expected = queue_offset, queue_offset + 1
+                self.entries.append(entry.packed)
+                return
+            self._checks.look_at_all()
         self.settle()
         if self._held is not None:
             claimed, held = self._held
@@ -304,26 +411,26 @@ class QueueCheck:
         """Leave a record to the queue whose it is."""
         if self._held is not None and self._held[1] is entry:
             self._held = None
-            self.gave_all_away = self._next is None and self._queue.max_offset == 0
+            self.gave_all_away = self._next is None and self.queue.max_offset == 0
             self._expect()
 
     def _settle(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
         """Decide the queue offset of a record that falls out of the count, by the next one and by the queue."""
         due = self._next
-        possible = 0 <= claimed < 1 << 58
+        possible = 0 <= claimed < _LARGEST_OFFSET
         if due is None:
-            if self._points_at(self._queue.min_offset, entry):
-                due = self._queue.min_offset
+            if self._points_at(self.queue.min_offset, entry):
+                due = self.queue.min_offset
             elif following and not 0 < following - claimed <= _LARGEST_GAP and not self._points_at(claimed, entry):
                 due = following - 1
             else:
                 due = claimed if possible else 0
-        elif following == due > self._first:  # one of two that name a place is another queue's
+        elif following == due > self.first:  # one of two that name a place is another queue's
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._checks.drop_stray(claimed, entry.physical_offset)
                 self._checks.add_stray(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
-                if self._queue.ext is not None:
+                if self.queue.ext is not None:
                     self._units[claimed] = entry
             return
         elif possible:
@@ -333,7 +440,7 @@ class QueueCheck:
         self._accept(claimed, entry, due)
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
-        raw = self._queue.read(queue_offset, 1)
+        raw = self.queue.read(queue_offset, 1)
         return raw[:12] == entry.packed[:12]  # with the size: zeros are no entry of the log's first record
 
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
@@ -343,12 +450,12 @@ class QueueCheck:
         if self._next is None:
             if queue_offset and not self._whole:
                 raise GapError((self._topic, self._queue_id))
-            self._first = queue_offset
+            self.first = queue_offset
         elif queue_offset != self._next:
             self._jump(queue_offset, entry)
         self._next = queue_offset + 1
         self.entries.append(entry.packed)
-        if self._queue.ext is not None:
+        if self.queue.ext is not None:
             self._units[queue_offset] = entry
         if len(self.entries) >= COMPARED:
             self._compare()
@@ -368,7 +475,7 @@ class QueueCheck:
                     continue
                 after = found.physical_offset
                 self.entries.append(found.packed)
-                if self._queue.ext is not None:
+                if self.queue.ext is not None:
                     self._units[lacking] = found
             return
         # The topic was made again, or lost more than can be filled in: the later records are the queue.
@@ -380,13 +487,13 @@ class QueueCheck:
             del self.entries[len(self.entries) - replaced :]
             self._next -= replaced
             self._compare()
-            self._first = min(self._first, queue_offset)
+            self.first = min(self.first, queue_offset)
         else:
             self.entries = []
-            self._first = queue_offset
+            self.first = queue_offset
 
     def _place_before(self, queue_offset: int) -> int:
-        raw = self._queue.read(queue_offset - 1, 1)
+        raw = self.queue.read(queue_offset - 1, 1)
         return ENTRY.unpack(raw)[0] if raw else -1
 
     def _lacking(self, queue_offset: int, after: int, before: int) -> ExpectedEntry | None:
@@ -395,7 +502,7 @@ class QueueCheck:
         One changed byte of its topic or queue id makes it a record of another queue. The entry that was written before
         leads to it still; where there is none, a record that falls out of another queue's count at this offset is it.
         """
-        raw = self._queue.read(queue_offset, 1)
+        raw = self.queue.read(queue_offset, 1)
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = self._log_record(place, size) if after < place < before else None
         if message is None or message.queue_offset != queue_offset:
@@ -437,7 +544,7 @@ class QueueCheck:
 
     def _compare(self) -> None:
         """Hold what has collected against the queue."""
-        entries, queue = self.entries, self._queue
+        entries, queue = self.entries, self.queue
         if not entries:
             return
         assert self._next is not None
@@ -451,7 +558,7 @@ class QueueCheck:
         self._units = {}
 
     def _report(self, queue_offset: int, expected: bytes, count: int) -> None:
-        queue = self._queue
+        queue = self.queue
         lacking = queue_offset >= queue.max_offset
         if lacking and self.damages and self.damages[-1].kind == "missing":
             return  # said already
@@ -463,7 +570,7 @@ class QueueCheck:
         self.damages.append(Damage(path, position, "missing" if lacking else "entry", what, ENTRY_SIZE * count))
 
     def _write(self, queue_offset: int, entries: Sequence[bytes]) -> None:
-        queue = self._queue
+        queue = self.queue
         if queue_offset < queue.min_offset or queue_offset > queue.max_offset:
             queue.clear()
         else:
@@ -475,19 +582,19 @@ class QueueCheck:
     def _with_unit(self, queue_offset: int, packed: bytes) -> bytes:
         """The entry with the address of a new unit in the place of its code."""
         entry = self._units.get(queue_offset)
-        if entry is None or self._queue.ext is None:
+        if entry is None or self.queue.ext is None:
             return packed
         physical_offset, size, tags_code = ENTRY.unpack(packed)
         bitmap = None
         if self._bitmap_of is not None:
             properties = entry.properties
             bitmap = self._bitmap_of(self._topic, record.decode_properties(properties) if properties else None)
-        return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
+        return ENTRY.pack(physical_offset, size, self.queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
 
     def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
         same = 0
         while same < len(entries):
-            raw = self._queue.read(queue_offset + same, len(entries) - same)
+            raw = self.queue.read(queue_offset + same, len(entries) - same)
             if not raw:
                 return same
             count = len(raw) // ENTRY_SIZE
@@ -515,13 +622,13 @@ class QueueCheck:
             wanted.add(record.tags_code(StoredMessage(raw).tags))
         if not is_ext_address(code):
             return code in wanted
-        if self._queue.ext is None:
+        if self.queue.ext is None:
             return False  # there are no units that it could lead to
-        if before := self._queue.read(queue_offset - 1, 1):
+        if before := self.queue.read(queue_offset - 1, 1):
             place_before, _, earlier = ENTRY.unpack(before)
             if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
                 return False  # units are in the order of their entries; of what is gone from the log none counts
-        unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
+        unit, entry = self.queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
         return unit.tags_code in wanted and unit.store_timestamp_ms == entry.store_timestamp_ms
@@ -534,9 +641,9 @@ class QueueCheck:
             self._held = None
             self._settle(claimed, held, None)
         self._compare()
-        queue = self._queue
+        queue = self.queue
         if self._next is None:  # no record at all: every entry must be of an older one
-            self._next = self._first
+            self._next = self.first
         while queue.max_offset > self._next and not self.gave_all_away:
             found = self._lacking(self._next, self._place_before(self._next), self._log.end)
             if found is None:
@@ -562,15 +669,17 @@ class QueueCheck:
                 queue.recover()
 
     def _report_ahead(self, queue_offset: int) -> None:
-        path, position = self._queue.place_of(queue_offset)
-        ahead = self._queue.max_offset - queue_offset
+        path, position = self.queue.place_of(queue_offset)
+        ahead = self.queue.max_offset - queue_offset
         what = f"{ahead} entries from queue offset {queue_offset} on that no record of the log leads to"
         self.damages.append(Damage(path, position, "ahead", what, ENTRY_SIZE * ahead))
 
     def _check_older(self) -> None:
         """Entries before the log's first record of the queue must point below the log, or be filler."""
-        queue = self._queue
-        wrong = _first_not_older(queue, self._first, self._begin, self._log.file_size)
+        queue = self.queue
+        if self.first <= queue.stored_begin:
+            return
+        wrong = _first_not_older(queue, self.first, self._begin, self._log.file_size)
         if wrong is None:
             return
         path, position = queue.place_of(wrong)
@@ -578,15 +687,15 @@ class QueueCheck:
         self.damages.append(Damage(path, position, "entry", what, ENTRY_SIZE))
         if not self._mend:
             return
-        kept = queue.entries(self._first)
+        kept = queue.entries(self.first)
         units = [queue.ext_unit(code) for code in kept["tags_code"].tolist()]
         queue.truncate_to(wrong)
-        queue.append_many(wrong, _FILLER * (self._first - wrong))
+        queue.append_many(wrong, _FILLER * (self.first - wrong))
         if queue.ext is not None:
             for number, unit in enumerate(units):
                 if unit is not None:
                     kept["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
-        queue.append_many(self._first, kept.tobytes())
+        queue.append_many(self.first, kept.tobytes())
         queue.serve_from(self._begin)
 
 

@@ -48,6 +48,8 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     left_out: dict[QueueName, int] | None = None,
     bitmap_of: BitmapOf | None = None,
     forget_index: Callable[[], None] | None = None,
+    has_ext: bool = True,
+    finished: Callable[[ConsumeQueue, int], None] | None = None,
 ) -> Iterator[Damage]:
     """Hold what follows from the records from ``begin`` on against queues and index; yields what differs.
 
@@ -58,7 +60,9 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     be read, or that names no possible queue.
     """
     begin = max(begin, log.begin)
-    checks = QueueChecks(log, queues, open_queue, scope or Scope(begin), mend, bitmap_of)
+    checks = QueueChecks(
+        log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, finished=finished
+    )
     keys = None if index is None else IndexCheck(index, begin, log.end, begin <= log.begin, mend)
     tags_codes: dict[bytes | None, int] = {None: 0}
     find = record_format.find_keys_and_tags
@@ -106,8 +110,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
                     keys.settle()
             else:
                 keys.offer(record)
-    for check in checks.all():
-        check.finish()
+    for check in checks.finish():
         if left_out is not None and check.left_out:
             left_out[check.name] = check.left_out
         yield from check.damages

@@ -27,7 +27,7 @@ from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
-from librmq.store.recovery.queue_check import GapError, Scope, first_at, made_again
+from librmq.store.recovery.queue_check import COMPARED, GapError, Scope, first_at, made_again
 from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Recovery"]
@@ -54,6 +54,8 @@ class Recovery:
         lenient: bool,
         living: bool,
         keep_deleted: bool,
+        *,
+        has_ext: bool,
     ) -> None:
         """``lost``: queues that went since the exit; not None if queues or index did. The last two: as for opening."""
         self._path = path
@@ -67,6 +69,8 @@ class Recovery:
         self._lenient = lenient
         self._living = living
         self._keep_deleted = keep_deleted
+        self._has_ext = has_ext
+        self._written: list[ConsumeQueue] = []
         self._unvouched_from = 0
         """After an unclean exit: where the first record is that the checkpoint does not vouch for."""
 
@@ -188,8 +192,8 @@ class Recovery:
         """Bring the parts to agree, the log ending at ``end`` with ``cut`` bytes cut there."""
         parts = self._parts
         self._cut_log(end, cut)
-        for queue in parts.queues.values():
-            self._cut_queue(queue)
+        for queue in parts.queues.opened():
+            self.cut_queue(queue)
         begin, scope = self._reconcile_from()
         if begin < parts.log.end or self._thorough or not self._clean:
             self._reconcile(begin, scope)
@@ -223,12 +227,12 @@ class Recovery:
         log, checkpoint = self._parts.log, self._parts.checkpoint
         folders = set() if self._clean else self._write_again()
         log.flush()
-        queues = list(self._parts.queues.values())
+        queues = self._parts.queues.opened()
         if len(queues) > _MANY_QUEUES and self._files.flush_all(self._path):
             for queue in queues:
                 queue.note_flushed()
         else:
-            for folder in sorted(folders):
+            for folder in sorted(folders if self._clean else folders | self._queue_folders()):
                 self._files.flush_folder(folder)
             for queue in queues:
                 queue.flush()
@@ -249,11 +253,24 @@ class Recovery:
             for file in self._unvouched_index():
                 file.write_again()
                 above.add(self._parts.index.folder)
-        for queue in self._parts.queues.values():
+        return above
+
+    def _vouch_for(self, queue: ConsumeQueue, first: int) -> None:
+        """Write what no exit vouched for of a queue once more; ``first`` is the first entry that was checked."""
+        begin = self._unvouched_from
+        if queue.max_physic_offset > begin:
+            queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
+            self._written.append(queue)
+        queue.keep_descriptors(False)
+
+    def _queue_folders(self) -> set[str]:
+        """The folders of queues in which names may have changed that are not on the device."""
+        above = set()
+        written = set(self._written)
+        for queue in self._parts.queues.opened():
             folders = {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
             above.update(filter(self._files.is_folder, folders))  # from which files may have been deleted
-            if queue.max_physic_offset > begin:
-                queue.write_again(first_at(queue, begin))
+            if queue in written:
                 for folder in map(os.path.dirname, folders):
                     above |= {folder, os.path.dirname(folder)}
         return above
@@ -272,7 +289,8 @@ class Recovery:
             log.truncate(end.physical_offset)
             log.last_write = end.last_record
 
-    def _cut_queue(self, queue: ConsumeQueue) -> None:
+    def cut_queue(self, queue: ConsumeQueue) -> None:
+        """Cut what a queue has ahead of the log; one that is opened later, when it is."""
         parts = self._parts
         if queue.max_physic_offset > parts.log.end:
             cut = queue.truncate_after(parts.log.end)
@@ -285,12 +303,11 @@ class Recovery:
         """Return from where on records are held against the index, and which of them against queues."""
         parts = self._parts
         log, index = parts.log, parts.index
-        # What stands before this was dispatched, whatever became of its queue since.
-        dispatched = max([log.begin, *(queue.max_physic_offset for queue in parts.queues.values())])
         if self._thorough:
-            absent_before = dispatched if self._keep_deleted else 0
+            absent_before = self._dispatched() if self._keep_deleted else 0
             return log.begin, Scope(log.begin, since=made_again(log, parts.queues), absent_before=absent_before)
         if self._clean:
+            dispatched = self._dispatched()
             begin = log.begin if self._lost is not None else min(dispatched, index.end_physical_offset)
             scope = Scope(dispatched, self._lost or frozenset())
         else:
@@ -299,6 +316,10 @@ class Recovery:
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
         return max(begin, log.begin), scope
+
+    def _dispatched(self) -> int:
+        """Up to where the log was dispatched, whatever became of some queues since."""
+        return max([self._parts.log.begin, *(queue.max_physic_offset for queue in self._parts.queues.values())])
 
     def _unvouched_index(self) -> list[IndexFile]:
         """The index files that may not be whole on the device: behind the first that the checkpoint ends with."""
@@ -335,6 +356,8 @@ class Recovery:
                         scope=scope,
                         bitmap_of=parts.dispatcher.bitmap_of,
                         forget_index=parts.checkpoint.forget_index,
+                        has_ext=self._has_ext,
+                        finished=None if self._clean or self._lenient else self._vouch_for,
                     )
                 )
             except GapError as gap:
@@ -353,8 +376,8 @@ class Recovery:
                         raise  # what an exit vouched for is cut only on demand
                 parts.cuts += found
                 self._cut_log(end, cut)
-                for queue in parts.queues.values():
-                    self._cut_queue(queue)
+                for queue in parts.queues.opened():
+                    self.cut_queue(queue)
                 continue
             parts.cuts += found
             return

@@ -185,8 +185,9 @@ class _Look:
         try:
             scope, begin = self._scope(log, queues), log.begin
             look = reconcile(
-                log, queues, self._open_queue, index, levels, begin, mend=False, scope=scope, left_out=self.left_out
-            )
+                log, queues, self._open_queue, index, levels, begin, mend=False, scope=scope, left_out=self.left_out,
+                has_ext=self._config.enable_consumequeue_ext,
+            )  # fmt: skip
             self._found.extend(look)
         except CorruptionError as error:
             self._note(error)
