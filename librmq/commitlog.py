@@ -94,11 +94,13 @@ class CommitLog:
         files: Files | None = None,
         writable: bool = True,
         scan_from: Callable[[CommitLog], int] | None = None,
+        look: Callable[[CommitLog, int, bytes], None] | None = None,
     ) -> Self:
         """Open the log in ``folder``, which need not exist yet.
 
         Its end is found by walking from the physical offset that ``scan_from`` names (the third last file, as after a
-        clean exit). Nothing is changed: whatever stands behind the end is the caller's to `truncate`.
+        clean exit); ``look`` is that of `walk`. Nothing is changed: whatever stands behind the end is the caller's to
+        `truncate`.
         `CorruptionError` for wrong names and lengths.
         """
         pool = MappingPool(_MAPPED_FILES)
@@ -107,7 +109,7 @@ class CommitLog:
         )
         log = cls(sequence)
         if sequence.starts:
-            log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log))
+            log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log), look)
             log.end = log.found_end.physical_offset
             log.last_write = log.found_end.last_record
         log._flushed = log.end
@@ -447,8 +449,11 @@ class CommitLog:
                 if raw is not None and text in raw:
                     yield StoredMessage(raw)
 
-    def walk(self, begin: int) -> LogEnd:
-        """Where the records that begin at ``begin`` end, looking at all files that exist. Changes nothing."""
+    def walk(self, begin: int, look: Callable[[CommitLog, int, bytes], None] | None = None) -> LogEnd:
+        """Where the records that begin at ``begin`` end, looking at all files that exist. Changes nothing.
+
+        ``look`` is called with the log, the place and the bytes of each record that is passed.
+        """
         sequence = self._sequence
         at, last = begin, None
         while (start := sequence.start_of(at)) is not None:
@@ -459,6 +464,8 @@ class CommitLog:
                         break
                     last = place
                     at = place + size
+                    if look is not None:
+                        look(self, place, raw)
             except CorruptionError as error:
                 place = error.offset - start
                 zeros = not any(buffer[place : place + _BLANK_SIZE])

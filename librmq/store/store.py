@@ -42,7 +42,8 @@ from librmq.store.format.kept_config import write_kept_config
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.live.reader import Following
 from librmq.store.recovery.clean_shutdown import write_closed_state
-from librmq.store.recovery.open import clear_leftovers, describe_recovery, load
+from librmq.store.recovery.open import describe_recovery, load
+from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.snapshot import Snapshot, snapshot
@@ -164,7 +165,6 @@ class MessageStore:
         self._following: Following | None = None
         self._temporary: TemporaryFolder | None = None
         kind = directory.check_kind(path, files, writable=not read_only)
-        leftovers: list[Damage] = []
         was_killed, begin_ms = False, 0
         try:
             if not read_only:
@@ -173,18 +173,15 @@ class MessageStore:
                         make_folders(files, path)
                 self._file_lock = lock_store(self, path, files, wait_s)
                 was_killed, begin_ms = has_abort(files, path), clock.now_ms()
-                if thorough or was_killed:
-                    leftovers = clear_leftovers(path, files)
             if config is not None:
                 directory.check_config(path, config, files)
             if read_only:
                 self._follow(config)
             else:
                 self._set_config(config or directory.infer_config(path, files))
-                self._load(thorough=thorough)
+                self._load(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
                     write_kept_config(path, self.config, files)
-            self.recovered[:0] = leftovers
             if was_killed:
                 took_ms = clock.now_ms() - begin_ms
                 _log.warning("%s", describe_recovery(path, self.log.end, self.recovered, took_ms))
@@ -201,7 +198,7 @@ class MessageStore:
         self._appender.configure(config, self.levels)
         self._transfer = Transfer(config)
 
-    def _load(self, *, thorough: bool = False, living: bool = False) -> None:
+    def _load(self, mode: RecoveryMode) -> None:
         """Open the parts and make them agree."""
         bitmaps = self.filters if self.config.enable_calc_filter_bitmap else None
         parts = load(
@@ -210,9 +207,7 @@ class MessageStore:
             self.levels,
             self.files,
             self.clock,
-            writable=True,
-            thorough=thorough,
-            living=living,
+            mode=mode,
             bitmap_of=None if bitmaps is None else bitmaps.bitmap,
         )
         with critical:
@@ -627,7 +622,7 @@ class MessageStore:
                 self._close_parts()
             before = len(self.recovered)
             try:
-                self._load(thorough=True, living=True)
+                self._load(RecoveryMode.LIVING)
                 self._take_calls()
             except BaseException:
                 with critical:

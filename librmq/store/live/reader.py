@@ -34,6 +34,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
 from librmq.store.recovery.open import load
+from librmq.store.recovery.plan import RecoveryMode
 
 __all__ = ["Following"]
 
@@ -152,10 +153,11 @@ class Following:
         files, path = self._files, self._path
         levels = DelayLevels.parse(config.message_delay_level)
         if not files.is_shared:
-            return load(path, config, levels, files, self._clock, writable=False)
+            return load(path, config, levels, files, self._clock, mode=None)
         overlay = OverlayFiles()
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
-        return load(path, config, levels, overlay, self._clock, writable=True, lenient=True, bitmap_of=bitmap_of)
+        mode = RecoveryMode.PREVIEW
+        return load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of)
 
     def _look(self) -> tuple[object, ...]:
         """What every writer to the store changes: `_look_at_marks`, and what follows the log."""

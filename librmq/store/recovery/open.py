@@ -28,6 +28,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import ClosedState, read_closed_state
+from librmq.store.recovery.plan import Planner, RecordLook, RecoveryMode
 from librmq.store.recovery.recover import Recovery
 
 __all__ = ["Settled", "clear_leftovers", "describe_recovery", "load", "settle", "vouched_for"]
@@ -38,16 +39,16 @@ _QUEUE_DIGITS: Final = 20  # of the names of files
 _INDEX_DIGITS: Final = 17
 
 
-def clear_leftovers(path: str, files: Files) -> list[Damage]:
+def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Damage]:
     """Delete files that a crash left without what precedes them; all that was in them can be made again.
 
-    Of the log those of length zero at its end; of queues and units those of length zero, and beside a missing one; of
-    the index one of length zero and those behind it, which go on from where it ended.
+    Of the log those of length zero at its end; of queues (unless ``queues`` is false) and units those of length zero,
+    and beside a missing one; of the index one of length zero and those behind it, which go on from where it ended.
     """
     log = os.path.join(path, directory.COMMITLOG)
     found = _empty_at_end(log, files)
     log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
-    for ext in (False, True):
+    for ext in (False, True) if queues else (True,):
         for topic, queue_id in directory.list_queues(path, files, ext=ext):
             folder = directory.queue_folder(path, topic, queue_id, ext=ext)
             found += _beside_missing(folder, files, 0 if ext else log_begin)
@@ -56,6 +57,10 @@ def clear_leftovers(path: str, files: Files) -> list[Damage]:
     checkpoint = os.path.join(path, directory.CHECKPOINT)
     if files.size(checkpoint) == 0:
         found.append(checkpoint)
+    return _clear(found, files)
+
+
+def _clear(found: Sequence[str], files: Files) -> list[Damage]:
     _delete(found, files)
     what = "a file of length zero, or beside one that is missing, as a crash leaves it"
     return [Damage(file, 0, "size", what) for file in found]
@@ -103,35 +108,30 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     return gone
 
 
-def load(  # noqa: C901, PLR0913 (a step for each part of a store)
+def load(  # noqa: C901 (a step for each part of a store)
     path: str,
     config: StoreConfig,
     levels: DelayLevels,
     files: Files,
     clock: Clock,
     *,
-    writable: bool,
-    thorough: bool = False,
-    lenient: bool = False,
-    living: bool = False,
-    keep_deleted: bool = False,
+    mode: RecoveryMode | None = RecoveryMode.LAST_EXIT,
     bitmap_of: BitmapOf | None = None,
 ) -> Parts:
-    """Open the parts of the store in ``path``; if ``writable``, bring them to agree.
+    """Open the parts of the store in ``path`` for writing, and bring them to agree as ``mode`` says.
 
-    ``thorough`` looks at all of the log instead of what the last exit calls for, and makes queues, index and checkpoint
-    again whose files have a wrong length or an impossible header. A store that is only read is left as it is: its log
-    ends where a recovery would end it.
+    Without a mode they are opened for reading, and left as they are: the log ends where a recovery would end it.
 
-    ``lenient`` is for a look at what a recovery would give, in an `OverlayFiles`: the log ends at the first damage,
-    whatever is behind it, which stays. ``living`` is for a store that this process had open until now: it is no crash
-    that left a record as it is.
-
-    `CorruptionError` for what no crash explains, sound records behind a damage among it, unless ``thorough``: a store
-    that is refused is left as it was.
+    `CorruptionError` for what no crash explains, sound records behind a damage among it, unless the mode is thorough: a
+    store that is refused is left as it was.
     """
     clean = not has_abort(files, path)
+    writable, thorough = mode is not None, mode is not None and mode.is_thorough
+    # After a kill the check of all queues opens them one by one, if their folders hold what they may.
+    at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
     cuts: list[Damage] = []
+    if mode in (RecoveryMode.LAST_EXIT, RecoveryMode.WHOLE_LOG) and (thorough or not clean):
+        cuts = clear_leftovers(path, files, queues=not at_check)
     mend = cuts if writable and thorough else None
     place = os.path.join(path, directory.CHECKPOINT)
     checkpoint = _opened(lambda: Checkpoint.open(place, files=files, writable=writable), files, mend, [place])
@@ -148,12 +148,14 @@ def load(  # noqa: C901, PLR0913 (a step for each part of a store)
             return closed.log_end
         return log.third_last_file() if clean else vouched_for(log, checkpoint)
 
+    look = RecordLook(checkpoint.min_timestamp_ms)
     log = CommitLog.open(
         os.path.join(path, directory.COMMITLOG),
         config.commitlog_file_size,
         files=files,
         writable=writable,
         scan_from=scan_from,
+        look=look if writable and not clean else None,
     )
     pool = MappingPool(config.mapped_files)
 
@@ -200,8 +202,6 @@ def load(  # noqa: C901, PLR0913 (a step for each part of a store)
         log.found_end = log.walk(log.third_last_file())
         log.last_write = log.found_end.last_record
 
-    # After a kill the check of all queues opens them one by one, if their folders hold what they may.
-    at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
     listed: dict[QueueName, MappedFileQueue] = {}
 
     def open_listed(topic: str, queue_id: int) -> ConsumeQueue:
@@ -210,14 +210,21 @@ def load(  # noqa: C901, PLR0913 (a step for each part of a store)
             return open_queue(topic, queue_id)
         sequence.keeps_descriptors = True
         queue = ConsumeQueue(sequence, None)
-        run.cut_queue(queue)
+        recovery.cut_queue(queue)
         return queue
 
     known: Mapping[QueueName, QueueState | None] = {} if trusted is None else trusted.queues
     if at_check:
         for name in names:
             folder = directory.queue_folder(path, *name)
-            listed[name] = MappedFileQueue(folder, config.consumequeue_file_size, files, pool)
+            try:
+                listed[name] = MappedFileQueue(folder, config.consumequeue_file_size, files, pool)
+            except CorruptionError:
+                left = _beside_missing(folder, files, log.begin) if mode is RecoveryMode.LAST_EXIT else []
+                if not left:
+                    raise
+                cuts += _clear(left, files)
+                listed[name] = MappedFileQueue(folder, config.consumequeue_file_size, files, pool)
         known = dict.fromkeys(names)
     queues = QueueTable(open_listed if at_check else open_queue, known)
     if at_check:
@@ -230,14 +237,14 @@ def load(  # noqa: C901, PLR0913 (a step for each part of a store)
     parts = Parts(levels, log, queues, index, checkpoint, Dispatcher(index, bitmap_of), open_queue, cuts)
     if writable and trusted is not None:
         set_abort(files, path)
-    elif writable:
-        run = Recovery(path, files, clock, parts, scan_from(log), clean, thorough, lost, lenient, living, keep_deleted,
-            has_ext=config.enable_consumequeue_ext)  # fmt: skip
-        end, cut = run.cut_at()
+    elif mode is not None:
+        planner = Planner(path, parts, mode, scan_from(log), is_clean=clean)
+        plan = planner.plan(look, lost)
         set_abort(files, path)  # only now: a store that is refused is left as it was
         make_folders(files, log.sequence.folder)  # by which it is known as a store
+        recovery = Recovery(path, files, clock, parts, has_ext=config.enable_consumequeue_ext)
         try:
-            run.run(end, cut)
+            recovery.run(plan, planner)
         except CorruptionError:
             if clean:  # refused after all: nothing was cut, and what was mended is as true as before
                 clear_abort(files, path)
@@ -281,7 +288,8 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_d
     """
     set_abort(files, path)
     levels = DelayLevels.parse(config.message_delay_level)
-    parts = load(path, config, levels, files, clock, writable=True, thorough=True, keep_deleted=keep_deleted)
+    mode = RecoveryMode.COPY if keep_deleted else RecoveryMode.WHOLE_LOG
+    parts = load(path, config, levels, files, clock, mode=mode)
     ends = {name: queue.max_offset for name, queue in parts.queues.items()}
     found = Settled(parts.log.begin, parts.log.end, ends)
     parts.close()
