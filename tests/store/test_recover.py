@@ -6,6 +6,7 @@ import os
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -300,6 +301,29 @@ def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behin
     with opened(again) as store:
         assert len(served(store)) == is_served
     assert verify(ROOT, SMALL, again).sound
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+@pytest.mark.parametrize("thorough", [False, True])
+def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: bool) -> None:
+    """As in 4.9: its properties do not tell them any more, but they were written when they did."""
+    config = replace(config, max_index_num=5)  # so that the index file with its keys is full, and vouched for
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS))
+    store.append(Message("TopicA", b"a", tags="x", keys="k0 k1 k2"))
+    properties = b"TAGS\1tag\2KEYS\1old\2".ljust(100, b"p") + b"\1v"
+    store.append(Message("TopicA", b"b"), properties_raw=properties)
+    end = store.log.end
+    store.append(Message("Other", b"c", keys="k3"))
+    store.flush()
+    keys = [file.entries().tolist() for file in store.index.files]
+    entries = store.queue("TopicA", 0).entries().tolist()  # type: ignore[union-attr]
+    found = zeroed(contents(died(files)), end - len(properties), len(properties) - 1)
+    with opened(in_memory(found), config, thorough=thorough) as again:
+        assert again.queue("TopicA", 0).entries().tolist() == entries  # type: ignore[union-attr]
+        assert [file.entries().tolist() for file in again.index.files] == keys
+        assert again.verify().sound
+        assert not [one for one in again.recovered if one.kind in ("entry", "index")]
 
 
 def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:

@@ -19,6 +19,7 @@ from librmq.message.record import PROPERTY_KEYS, split_keys
 from librmq.store.engine.dispatch import RawPending, is_indexed, key_block, key_hashes
 from librmq.store.format.indexfile import IndexFile, IndexHeader, entry_seconds
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.queue_check import is_illegible
 
 __all__ = ["SETTLED", "IndexCheck", "index_again"]
 
@@ -65,7 +66,8 @@ def _runs(index: KeyIndex, begin: int) -> Iterator[_Run]:
 class IndexCheck:
     """The key index held against the keys of the records, in the order of the log."""
 
-    def __init__(self, index: KeyIndex, begin: int, end: int, whole: bool, mend: bool) -> None:
+    def __init__(self, index: KeyIndex, begin: int, log: CommitLog, whole: bool, mend: bool) -> None:
+        self._log = log
         self.damages: list[Damage] = []
         self._index = index
         self._mend = mend
@@ -76,7 +78,6 @@ class IndexCheck:
         self._lacking = 0
         self.at_end = False
         """Whether the index lacks all that follows."""
-        self._log_end = end
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
         self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
@@ -119,11 +120,17 @@ class IndexCheck:
             return
         if set(there) == set(expected) and not Counter(expected) - Counter(there):
             return  # a key twice: 4.9 indexes a record again after an unclean exit
+        if there and self._is_illegible(physical_offset):
+            return
         if run is not None or not there or there != expected[: len(there)]:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
         else:  # the last record that is indexed: a crash came between its keys
             texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(there) :]
             self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
+
+    def _is_illegible(self, physical_offset: int) -> bool:
+        raw = self._log.read(physical_offset)
+        return raw is not None and is_illegible(StoredMessage(raw))
 
     def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
         header, place = run.file.header, run.physical_offset
@@ -152,7 +159,7 @@ class IndexCheck:
         self.sound = False
         if not self.damages or self.damages[-1].file != run.file.path:  # one a file says enough
             position = run.file.entry_position(run.number)
-            kind = "ahead" if run.physical_offset >= self._log_end else "entry"
+            kind = "ahead" if run.physical_offset >= self._log.end else "entry"
             self.damages.append(Damage(run.file.path, position, kind, what, 20 * len(run.hashes)))
 
     def finish(self) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "QueueChecks",
     "Scope",
     "first_at",
+    "is_illegible",
     "made_again",
     "misaddressed",
 ]
@@ -612,16 +613,18 @@ class QueueCheck:
         return same
 
     def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
-        """Whether an entry says what is expected after all: by a unit, or as 4.9 recovers it."""
+        """Whether an entry says what is expected after all: by a unit, as 4.9 recovers it, or as no record tells."""
         place, size, code = ENTRY.unpack(found)
         if found[:12] != expected[:12]:
             return False
         wanted = {ENTRY.unpack(expected)[2]}
-        if self._delayed and (raw := self._log.read(place, size)):
+        message = self._log_record(place, size)
+        is_free = message is not None and is_illegible(message)
+        if self._delayed and message is not None:
             # After an unclean exit 4.9 gives delayed records the code of their tags.
-            wanted.add(record.tags_code(StoredMessage(raw).tags))
+            wanted.add(record.tags_code(message.tags))
         if not is_ext_address(code):
-            return code in wanted
+            return is_free or code in wanted
         if self.queue.ext is None:
             return False  # there are no units that it could lead to
         if before := self.queue.read(queue_offset - 1, 1):
@@ -631,7 +634,7 @@ class QueueCheck:
         unit, entry = self.queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
-        return unit.tags_code in wanted and unit.store_timestamp_ms == entry.store_timestamp_ms
+        return (is_free or unit.tags_code in wanted) and unit.store_timestamp_ms == entry.store_timestamp_ms
 
     def finish(self) -> None:
         """No record follows."""
@@ -697,6 +700,14 @@ class QueueCheck:
                     kept["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
         queue.append_many(self.first, kept.tobytes())
         queue.serve_from(self._begin)
+
+
+def is_illegible(message: StoredMessage) -> bool:
+    """Whether zeros stand in a record's properties, so that it does not tell its tags and keys any more.
+
+    As in 4.9, the queue entry and the keys that were written while it did are kept.
+    """
+    return 0 in message.properties_raw
 
 
 def _hole(log: CommitLog, following: ExpectedEntry) -> bytes:

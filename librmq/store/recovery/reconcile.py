@@ -63,7 +63,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     checks = QueueChecks(
         log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, finished=finished
     )
-    keys = None if index is None else IndexCheck(index, begin, log.end, begin <= log.begin, mend)
+    keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, mend)
     tags_codes: dict[bytes | None, int] = {None: 0}
     find = record_format.find_keys_and_tags
     for physical_offset, size, raw in log.scan(begin, check_body=False):
