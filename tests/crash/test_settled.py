@@ -236,3 +236,21 @@ def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
     assert store.checkpoint.index_timestamp_ms == 0
     store.flush()
     assert store.checkpoint.index_timestamp_ms == START_MS
+
+
+@configs
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_was_opened_expires_before_the_first_append(config: StoreConfig, closed: bool) -> None:
+    """Opening brings all to the device, so that retention needs no flush of an append first."""
+    files = BusyFiles()
+    store = filled(files, config, 200)
+    begin = store.log.begin
+    if closed:
+        store.close()
+    files = files.killed()
+    size = 4 * config.commitlog_file_size
+    clock = ManualClock(START_MS * 2)
+    with MessageStore.open(ROOT, replace(config, max_total_size=size), files=files, clock=clock) as again:
+        again.run_due(clock.now_ms())
+        assert again.log.begin > begin
+        assert again.verify().sound

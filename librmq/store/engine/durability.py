@@ -25,7 +25,7 @@ class Durability:
         self._check_lock = check_lock
         self.commit = GroupCommit(self._flush_log, parts.log.end, self._refuse)
         """The log's part."""
-        self.settled = 0
+        self.settled = parts.log.end
         """Below this physical offset queues and index have reached the device too."""
         self._derived_failure: StoreIOError | None = None  # of queues or index: no flush behind it counts
 
