@@ -13,6 +13,9 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.testing.crash_images import CrashImages as CrashImages
     from librmq.testing.crash_images import Image as Image
+    from librmq.testing.driver import Elapsed as Elapsed
+    from librmq.testing.driver import NotAwaitedError as NotAwaitedError
+    from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploration import Exploration as Exploration
     from librmq.testing.exploration import explore as explore
     from librmq.testing.faults import Faults as Faults
@@ -22,24 +25,24 @@ if TYPE_CHECKING:
     from librmq.testing.history import DeliveryAttempt as DeliveryAttempt
     from librmq.testing.history import History as History
     from librmq.testing.history import HistoryLine as HistoryLine
-    from librmq.testing.kit import Elapsed as Elapsed
     from librmq.testing.kit import Kit as Kit
-    from librmq.testing.kit import NotAwaitedError as NotAwaitedError
-    from librmq.testing.kit import ProcessStateError as ProcessStateError
-    from librmq.testing.kit import UnknownGroupError as UnknownGroupError
     from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
+    from librmq.testing.roster import ProcessStateError as ProcessStateError
     from librmq.testing.undelivered import UndeliveredWarning as UndeliveredWarning
 
 _MODULES = {
     "crash_images": ("CrashImages", "Image"),
+    "driver": ("Elapsed", "NotAwaitedError"),
+    "evidence": ("UnknownGroupError",),
     "exploration": ("Exploration", "explore"),
     "faults": ("Faults",),
     "files": ("Event", "FailingFiles", "RecordingFiles"),
     "history": ("DeliveryAttempt", "History", "HistoryLine"),
-    "kit": ("Elapsed", "Kit", "NotAwaitedError", "ProcessStateError", "UnknownGroupError", "UnsoundStoreError"),
+    "kit": ("Kit", "UnsoundStoreError"),
     "process": ("Process", "ProcessDied"),
+    "roster": ("ProcessStateError",),
     "undelivered": ("UndeliveredWarning",),
 }
 if not TYPE_CHECKING:  # else a checker would take any name for granted

@@ -1,8 +1,8 @@
 """Exploring: run one test under many legal schedules and show the shortest that fails.
 
-A third of the runs at least shows most: the usual schedule, then such as differ from it in one decision, each once, of
-all kinds alike, for up to half of the runs; then such as differ at random in few or in many. A schedule that fails is
-made shorter as long as the test still fails at the same line with the same type of exception.
+The first run takes the usual schedule. Up to half of the runs then differ from it in one decision, each in another,
+with the kinds in turn. The rest differ at random, in few decisions or in many. A failing schedule is made shorter as
+long as the test still fails at the same line with the same type of exception.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Attempt(NamedTuple):
 
     @property
     def signature(self) -> tuple[type, str, int] | None:
-        """What makes two failures the same: their type and the line of the user's code."""
+        """Identity of the failure: its type and the line of the user's code; None where nothing failed."""
         if self.error is None:
             return None
         file, line = _place(self.error.__traceback__)
@@ -291,7 +291,7 @@ def _collected_in_between() -> Iterator[None]:
 
 
 class _Search:
-    """One search: its runs, what they came to, and what is tried next."""
+    """One search: its runs, their outcomes, and the schedules to try next."""
 
     def __init__(self, run: Run, runs: int, seed: str, lines: bool) -> None:
         self.result = Exploration()
@@ -300,7 +300,7 @@ class _Search:
         self._seed = seed
         self._lines = lines
         self._seen: set[tuple[Decision, ...]] = set()
-        self._failing: list[Trace] = []  # runs of one fault, to which a second decision is added
+        self._failing: list[Trace] = []  # runs with one fault, which a second decision is added to
 
     def search(self, replay: Sequence[Decision] | None) -> Exploration:
         """Run the schedule to replay, or try schedules until one fails or the runs are used up."""
@@ -385,7 +385,7 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
     labels = {decision.chosen for decision in failed.trace.decisions}
     met = dict.fromkeys((*usual.trace.reached, *shortest.trace.reached))
     others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
-    # What remains may lean on one another's being counted: the same labels elsewhere may do with fewer.
+    # Places are counted, so one decision may only shift another: the same labels elsewhere may fail with fewer.
     if len(shortest.trace.decisions) > 1:
         any(still_fails([one]) for one in others)
     for kept in [one for one in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
@@ -460,7 +460,7 @@ def _place(traceback: TracebackType | None) -> tuple[str, int]:
 
 
 def _compared(error: BaseException, on_disk: Attempt) -> str:
-    """Return what the same schedule came to with the store in a folder."""
+    """Return a sentence about the same schedule with the store in a folder."""
     if on_disk.error is None:
         return "with its store on disk the same schedule does not fail: what differs is the disk, or chance"
     if on_disk.signature == Attempt(on_disk.trace, error).signature:

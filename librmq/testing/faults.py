@@ -1,7 +1,7 @@
-"""Faults on request, such as a real cluster shows; each source of duplicates is among them.
+"""Faults on request, as a real cluster has them; every source of duplicates is among them.
 
-A fault applies to what comes next, once unless ``times`` says otherwise, and stands in the history. What a process or
-the broker does is asked of `Kit` itself: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
+A fault applies to what comes next, once unless ``times`` says otherwise, and stands in the history. Faults of processes
+and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`, `Kit.lose`, `Kit.crash_broker`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Faults"]
 
 
 class _Host(Protocol):
-    """What faults need of the kit."""
+    """The parts of the kit that faults use."""
 
     clock: ManualClock
 
@@ -40,7 +40,7 @@ class _Due:
 
 
 class Faults:
-    """What is to go wrong in one test: ``rmq.faults``."""
+    """Faults of one test, each asked for by a call: ``rmq.faults``."""
 
     def __init__(self, kit: _Host) -> None:
         self._kit = kit
@@ -52,7 +52,7 @@ class Faults:
         self._due.append(_Due("lose", times, topic))
 
     def refuse_send(self, topic: str | None = None, *, times: int = 1, busy: bool = False) -> None:
-        """Refuse the next send; with ``busy`` as a broker that can't keep up, which the producer does not ask again."""
+        """Refuse the next send; with ``busy`` as a broker that can't keep up: the producer does not try again."""
         code = ResponseCode.SYSTEM_BUSY if busy else ResponseCode.SERVICE_NOT_AVAILABLE
         self._due.append(_Due("refuse", times, topic, code=code))
 
@@ -72,7 +72,7 @@ class Faults:
     # ---- asked by the kit
 
     def before_send(self, process: Process, topic: str) -> None:
-        """Raise what refuses the send, if that is due."""
+        """Raise the error of a refused send, if one is due."""
         if self._due and (due := self._take("refuse", topic)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
@@ -83,7 +83,7 @@ class Faults:
             )
 
     def after_send(self, process: Process, topic: str, response: SendResponse) -> None:
-        """Lose or delay the answer, if that is due."""
+        """Lose or delay the answer, if a fault says so."""
         kit = self._kit
         lost = bool(self._due) and self._take("lose", topic) is not None
         if (

@@ -73,7 +73,7 @@ class ProcessDied(BaseException):
 
 
 class ProcessHost(Protocol):
-    """What a process needs of its surroundings; `Kit` is one."""
+    """The surroundings of a process; `Kit` is one."""
 
     broker: Broker
     files: Files
@@ -97,11 +97,11 @@ class ProcessHost(Protocol):
         ...
 
     def noted_pull(self, process: Process, request: PullMessage) -> None:
-        """See a pull."""
+        """Note a pull."""
         ...
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
-        """See what a process's consumers subscribe to."""
+        """Note the subscriptions of a process's consumers."""
         ...
 
     def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
@@ -117,7 +117,7 @@ class ProcessHost(Protocol):
         ...
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Take what became of a call by `Process.background`."""
+        """Let the error of a call by `Process.background` fail the test."""
         ...
 
 

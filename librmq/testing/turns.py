@@ -47,15 +47,15 @@ class TurnObserver(Protocol):
         ...
 
     def died(self, process: Process) -> None:
-        """See to it that a process which died within its own code starts again."""
+        """Start a process again that died within its own code, unless it is to stay dead."""
         ...
 
     def listener_begins(self, work: Work) -> None:
-        """See user code begin."""
+        """Note that user code begins."""
         ...
 
     def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
-        """See user code end."""
+        """Note that user code ends."""
         ...
 
     def fails_fast(self, work: Work) -> bool:
@@ -220,7 +220,7 @@ class KitRunner(ManualRunner):
     # ---- chains: messages each sent by the listener of the one before
 
     def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
-        """See a message stored, by the listener that runs now or by the test."""
+        """Note a stored message, sent by the listener that runs now or by the test."""
         work = _current.get()
         if work is not None and work.about:
             parent = max(work.about, key=lambda address: self._depths.get(address, (0,))[0])

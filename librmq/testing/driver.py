@@ -1,0 +1,134 @@
+"""Time for the kit: takes turns up to a time, and notices what a test in an event loop did not await."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from librmq.errors import NotIdleError
+from librmq.testing.process import LIBRARY
+from librmq.testing.turns import KitRunner
+
+__all__ = ["Driver", "Elapsed", "NotAwaitedError"]
+
+_T = TypeVar("_T")
+
+
+class NotAwaitedError(AssertionError):
+    """The test or a listener did not await what has to be awaited."""
+
+
+@dataclass(frozen=True)
+class Elapsed(Awaitable["Elapsed"]):
+    """The time that has passed. A test in an event loop awaits it."""
+
+    time: timedelta
+    _rest: Callable[[], Awaitable[timedelta]] | None = None
+    place: str = ""
+    """The line of the test that has to await it; empty where nothing is left to await."""
+
+    def __await__(self) -> Generator[Any, None, Elapsed]:
+        if self._rest is None:
+            return self
+        return Elapsed((yield from self._rest().__await__()))
+
+
+class Driver:
+    """Moves a kit's clock and takes its turns; ``start`` is called before, to start what was only declared."""
+
+    def __init__(self, runner: KitRunner, start: Callable[[], None]) -> None:
+        self.runner = runner
+        self.clock = runner.manual_clock
+        self._start = start
+        self._rest_of: Elapsed | None = None
+        self._async_calls: list[tuple[Coroutine[Any, Any, object], str]] = []
+
+    def run(self, until: Callable[[], int], *, again: bool = False) -> Elapsed:
+        """Take all turns up to the time that ``until()`` gives; with ``again``, ask it until time no longer moves."""
+        self._check_rest()
+        begin = self.clock.now_ms()
+        self._start()
+        while True:
+            at = until()
+            self.take_turns(at)
+            if self.runner.has_tasks:
+                rest = partial(self._rest, until, at, begin, again)
+                self._rest_of = Elapsed(timedelta(0), rest, _place_of_caller())
+                return self._rest_of
+            self.clock.move_to(max(at, self.clock.now_ms()))
+            if not again or until() <= self.clock.now_ms():
+                return Elapsed(timedelta(milliseconds=self.clock.now_ms() - begin))
+
+    async def _rest(self, until: Callable[[], int], at: int, begin: int, again: bool) -> timedelta:
+        """Do the rest of `run` in the test's event loop, where coroutines of listeners go on."""
+        self._rest_of = None
+        while True:
+            await self.runner.advance_async(max(0, at - self.clock.now_ms()))
+            self.take_turns(at)
+            if self.runner.has_tasks:
+                continue
+            at = until() if again else at
+            if not again or at <= self.clock.now_ms():
+                return timedelta(milliseconds=self.clock.now_ms() - begin)
+
+    def take_turns(self, until_ms: int) -> None:
+        """Take all turns up to a time; raise what a listener raises, with a traceback of the user's code alone."""
+        __tracebackhide__ = True
+        try:
+            self.runner.take_turns(until_ms)
+        except Exception as error:
+            raise error.with_traceback(_own_traceback(error)) from error.__cause__
+        if not self.runner.has_tasks and (waiting := self.runner.running - self.runner.late):
+            labels = sorted(work.label for work in waiting)
+            raise NotIdleError(f"still running: {', '.join(labels[:5])}")
+
+    def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
+        """Remember a coroutine that the test or a listener has to await, and return it."""
+        self._async_calls = [one for one in self._async_calls if inspect.getcoroutinestate(one[0]) != "CORO_CLOSED"]
+        self._async_calls.append((call, f"{what} at {_place_of_caller()}"))
+        return call
+
+    def check_awaited(self) -> None:
+        """Look for calls that were not awaited.
+
+        Raises:
+            NotAwaitedError: There is one; the message names its line.
+        """
+        self._check_rest()
+        calls, self._async_calls = self._async_calls, []
+        forgotten = [what for call, what in calls if inspect.getcoroutinestate(call) == "CORO_CREATED"]
+        for call, _ in calls:
+            call.close()
+        if forgotten:
+            raise NotAwaitedError(f"nothing was sent by {', '.join(forgotten)}: write `await` before it")
+
+    def _check_rest(self) -> None:
+        elapsed, self._rest_of = self._rest_of, None
+        if elapsed is not None:
+            raise NotAwaitedError(
+                f"the call that moves time at {elapsed.place} was not awaited, so that coroutines of listeners did not "
+                "end: write `await` before it"
+            )
+
+
+def _place_of_caller() -> str:
+    """Return file and line of the user's code that has called."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(LIBRARY) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _own_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the user's code on, or the whole where none of it is in user code."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(LIBRARY):
+        traceback = traceback.tb_next
+    return traceback or error.__traceback__

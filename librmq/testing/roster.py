@@ -1,0 +1,80 @@
+"""The processes of a test: how they are named, which one lives, whose failures are part of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from librmq.runtime.runner import Work
+from librmq.testing.process import Process, ProcessHost
+from librmq.testing.turns import current_work, group_of
+
+__all__ = ["ProcessStateError", "Roster"]
+
+
+class ProcessStateError(RuntimeError):
+    """A process cannot do what the test asks: it has ended, or its own listener asks."""
+
+
+class Roster:
+    """All processes of a test, dead ones too, in the order in which they were made."""
+
+    def __init__(self, host: ProcessHost, choose: Callable[[str, Sequence[str]], str]) -> None:
+        self.processes: list[Process] = []
+        self._host = host
+        self._choose = choose
+        self._tolerated: set[str] = set()
+
+    def make(self, name: str, factory: Callable[[Process], Any], generation: int = 1) -> Process:
+        """Return a new process, with a client id that sorts behind the earlier ones or, if chosen so, before them."""
+        count = len(self.processes)
+        order = "after" if not count else self._choose(f"client ids of {name}", ("after", "before"))
+        host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
+        process = Process(self._host, name, generation, host, factory)
+        self.processes.append(process)
+        return process
+
+    def free_name(self, name: str) -> str:
+        """Return the name, with a number behind it if a process has that name already."""
+        names = {process.name for process in self.processes}
+        number = 1
+        while (free := name if number == 1 else f"{name}-{number}") in names:
+            number += 1
+        return free
+
+    def living(self, process: Process) -> Process:
+        """Return the process, or the one that was started again in its place.
+
+        Raises:
+            ProcessStateError: It has ended for good.
+        """
+        for one in reversed(self.processes):
+            if one.name == process.name and not one.dead:
+                return one
+        raise ProcessStateError(f"{process.name} has ended and was not started again: nothing is left of it to fail")
+
+    def process_of(self, work: Work) -> Process | None:
+        """Return the process whose code this is."""
+        for process in self.processes:
+            if work.owner is process or any(work.owner is client for client in process.clients.values()):
+                return process
+        return None
+
+    def runs_now(self, process: Process) -> bool:
+        """Return whether the code that runs now is the process's own."""
+        work = current_work()
+        return work is not None and self.process_of(work) is process
+
+    def tolerate(self, name: str) -> None:
+        """Let failures of a process or of a group be failed deliveries, as in production."""
+        self._tolerated.add(name)
+
+    def tolerate_like(self, process: Process, other: Process) -> None:
+        """Let failures of ``other`` be what failures of ``process`` are."""
+        if process.name in self._tolerated:
+            self._tolerated.add(other.name)
+
+    def fails_fast(self, work: Work) -> bool:
+        """Return whether what this code raises fails the test."""
+        process = work.label.partition(" ")[0].partition("@")[2].partition("~")[0].partition(".")[0]
+        return group_of(work) not in self._tolerated and process not in self._tolerated
