@@ -1,7 +1,7 @@
-"""From the log to what is derived from it: queue entries and keys, in the order of the log.
+"""Dispatch from the log to queues and index: entries and keys, in the order of the log.
 
-Records are collected and written in batches: one slice of entries a queue, one run of keys; the entries first. A reader
-has them written before it looks. A crash in between loses nothing, since all can be read from the log again. Mirrors
+Records are collected and written in batches, first one slice of entries for each queue, then one run of keys. A reader
+of a queue or of the index has them written first. A crash loses nothing, because both are derived from the log. Mirrors
 4.9.4's ``ReputMessageService``, ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
 """
 
@@ -39,19 +39,19 @@ __all__ = [
 
 
 _FEW: Final = 16
-"""Below so many records a loop is quicker than arrays."""
+"""Number of records below which a loop is faster than arrays."""
 
 BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
-"""From a topic and a message's properties to the bitmap of the filters that match, None where none is registered."""
+"""Function of a topic and a message's properties to the bitmap of matching filters, None if none is registered."""
 
 
 def has_queue_entry(sys_flag: int) -> bool:
-    """Whether a record with ``sys_flag`` gets a queue entry: raw prepared and rollback records do not."""
+    """Return whether a record with ``sys_flag`` gets a queue entry; raw prepared and rollback records get none."""
     return (sys_flag & record_format.TRANSACTION_MASK) in (0, record_format.TRANSACTION_COMMIT)
 
 
 def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
-    """What stands as tags code in a record's queue entry: a delayed record's is its delivery time (ms)."""
+    """Return the tags code of a record's queue entry; for a delayed record it is the delivery time (ms)."""
     properties = message.properties
     if message.topic == SCHEDULE_TOPIC:
         level = parse_level(properties.get(record_format.PROPERTY_DELAY))
@@ -61,12 +61,12 @@ def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
 
 
 def parse_level(text: str | None) -> int:
-    """A delay level as a record says it; 0, none, for what is no number of 32 bits."""
+    """Parse the delay level of a record; 0, no delay, for a text that is no number of 32 bits."""
     return 0 if text is None else java_int(text) or 0
 
 
 def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Sequence[int]:
-    """The index hashes of a record, its unique key first; ``prefix_hash`` is that of ``topic#``."""
+    """Return the index hashes of a record, its unique key first; ``prefix_hash`` is that of ``topic#``."""
     hashes = [_index_hash(hash_append(prefix_hash, unique_key))] if unique_key else []
     if keys:
         hashes += [_index_hash(hash_append(prefix_hash, key)) for key in record_format.split_keys(keys)]
@@ -74,7 +74,7 @@ def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Se
 
 
 def is_indexed(sys_flag: int) -> bool:
-    """Whether the keys of a record with ``sys_flag`` are indexed: those of a rollback are not."""
+    """Return whether the keys of a record with ``sys_flag`` are indexed; those of a rollback are not."""
     return (sys_flag & record_format.TRANSACTION_MASK) != record_format.TRANSACTION_ROLLBACK
 
 
@@ -83,7 +83,7 @@ def _index_hash(value: int) -> int:
 
 
 class Lane:
-    """What appending to one queue needs to know."""
+    """State of appending to one queue."""
 
     __slots__ = (
         "next_queue_offset", "pending", "pending_from", "prefix_hash", "queue", "queue_id", "topic", "topic_field"
@@ -95,15 +95,15 @@ class Lane:
         self.queue = queue
         encoded = topic.encode()
         self.topic_field = bytes((len(encoded),)) + encoded
-        """The topic as it stands in a record, its length before it."""
+        """The topic in a record's form, with its length before it."""
         self.prefix_hash = string_hash(topic + "#")
-        """From which the index hashes of the topic's keys go on."""
+        """Hash of ``topic#``, the start of the index hashes of the topic's keys."""
         self.next_queue_offset = queue.max_offset
-        """What the next record of the queue gets."""
+        """Queue offset of the next record."""
         self.pending: list[bytes] = []
         """Packed entries that are not in the queue yet; the last is that of ``next_queue_offset - 1``."""
         self.pending_from = self.next_queue_offset
-        """The queue offset of the first of them, where there are any."""
+        """Queue offset of the first of them, if there are any."""
 
 
 class Pending(NamedTuple):
@@ -117,41 +117,39 @@ class Pending(NamedTuple):
 
 
 RawPending = tuple[int, int, int, bytes | None, bytes | None]
-"""The fields of `Pending`, the texts as a record has them."""
+"""The fields of `Pending`, with texts in a record's form."""
 
 
 class Dispatcher:
-    """Collects what records lead to and writes it. Not thread-safe: `MessageStore` calls it under its lock.
+    """Collector and writer of queue entries and keys. Not thread-safe: `MessageStore` calls it under its lock.
 
-    ``records`` is public for the store's hot path, which adds to it and to `Lane.pending` by itself and calls `advance`
-    while there are `BATCH`. Call `write_entries` before a queue is read, `drain` before the index is asked.
+    ``records`` is public for the store's hot path, which adds to it and to `Lane.pending` directly and calls `advance`
+    while there are `BATCH`. Call `write_entries` before reading a queue, and `drain` before searching the index.
     """
 
     BATCH: Final = 128
-    """So many records are written together at most; more would make the append that writes them stand out."""
+    """Most records written together; more would make the append that writes them slow."""
 
     def __init__(self, index: KeyIndex, bitmap_of: BitmapOf | None = None) -> None:
         self._index = index
         self.bitmap_of = bitmap_of
         self.lanes: list[Lane] = []
-        """The lanes that have pending entries."""
+        """Lanes with pending entries."""
         self.records: list[tuple[int, int, int, str | None, str | None]] = []
-        """The fields of `Pending`, for each record in the order of the log, with or without keys, that the index does
-        not have yet."""
+        """The fields of `Pending` for each record that is not in the index yet, in log order, with or without keys."""
         self._block: KeyBlock | None = None  # of the first of them
-        self._indexing = False  # true outside of a call: the last one failed
+        self._indexing = False  # true outside of a call if the last one failed
         self.unflushed: set[ConsumeQueue] = set()
-        """The queues that were written since this set was last taken to flush them."""
+        """Queues written since a flush last took this set."""
         self.entries = 0
-        """How many records were dispatched since `unflushed` was last taken."""
+        """Number of records dispatched since `unflushed` was last taken."""
         self.dispatched_timestamp_ms = 0
-        """The store time of the last record whose entry and keys are written."""
+        """Store time of the last record whose entry and keys are written."""
         self.writing_at = -1
-        """The physical offset of the append that runs, -1 for none. Found by the next one, it is that of an append
-        which a signal has interrupted."""
+        """Physical offset of the running append, -1 for none. If the next append finds one, a signal interrupted it."""
 
     def add_unit(self, lane: Lane, tags_code: int, store_timestamp_ms: int, properties: bytes) -> int:
-        """Give a record of a queue with extension its unit; returns the unit's address, its entry's tags code."""
+        """Add the extension unit of a record, and return the unit's address, which is its entry's tags code."""
         assert lane.queue.ext is not None
         bitmap = None
         if self.bitmap_of is not None:
@@ -159,7 +157,7 @@ class Dispatcher:
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
     def add(self, lane: Lane, entry: bytes) -> None:
-        """Collect the packed queue entry of the next record of a queue; appends have this inline."""
+        """Collect the packed queue entry of the next record of a queue. Appends do this inline."""
         if not lane.pending:
             lane.pending_from = lane.next_queue_offset
             self.lanes.append(lane)
@@ -167,9 +165,10 @@ class Dispatcher:
         lane.next_queue_offset += 1
 
     def write_entries(self) -> None:
-        """Write the queue entries that were collected; after an error (a full disk) the next call goes on there.
+        """Write the collected queue entries.
 
-        So it does after a signal that raised: a queue counts what it has.
+        After an error such as a full disk, or a signal that raised, the next call continues there: a queue counts its
+        entries.
         """
         for lane in self.lanes:
             queue, first = lane.queue, max(lane.pending_from, lane.queue.max_offset)
@@ -185,7 +184,7 @@ class Dispatcher:
         self.lanes.clear()
 
     def rewind(self, physical_offset: int, lanes: Iterable[Lane]) -> None:
-        """Forget what was collected of the records from ``physical_offset`` on; ``lanes`` are all there are."""
+        """Drop the collected entries and keys of records from ``physical_offset`` on; ``lanes`` are all lanes."""
         while self.records and self.records[-1][0] >= physical_offset:
             self.records.pop()
         self.lanes.clear()
@@ -200,8 +199,8 @@ class Dispatcher:
                 lane.next_queue_offset = lane.queue.max_offset
 
     def advance(self) -> None:
-        """Do one of two parts of what `drain` does, so that no append waits for all of it; with its errors."""
-        if self._indexing:  # the last call failed, and it is for this one to tell if that is still so
+        """Do one of the two parts of `drain`, so that no append waits for all of it. Raises the same errors."""
+        if self._indexing:  # the last call failed; this one raises if that is still so
             self.drain()
         elif self._block is None:
             self.write_entries()
@@ -211,7 +210,7 @@ class Dispatcher:
                 self._put_block(self._block)
 
     def drain(self) -> None:
-        """Write whatever was collected; after an error (a full disk) the next call goes on where this one ended."""
+        """Write everything collected; after an error such as a full disk the next call continues from there."""
         if self.records:
             with critical:
                 self._drain()
@@ -233,13 +232,13 @@ class Dispatcher:
             self._indexed(len(records))
 
     def _resume(self) -> None:
-        """Go on where an index call has failed: without the records that are indexed, and of one some of its keys."""
+        """Continue after a failed index call, without indexed records and without the indexed keys of a record."""
         last, count = self._index.last_record()
         self.records = records = [record for record in self.records if record[0] >= last]
         if not records:
             return
         left = records
-        if records[0][0] == last and count:  # it stays whole in `records`, should this call fail too
+        if records[0][0] == last and count:  # it stays complete in `records`, in case this call fails too
             _, stored, prefix, unique, keys = records[0]
             texts = [*([unique] if unique else []), *record_format.split_keys(keys)]
             left = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
@@ -251,7 +250,7 @@ class Dispatcher:
         self._indexed(len(block.physical_offsets))
 
     def _indexed(self, count: int) -> None:
-        """Take note that the first ``count`` records have their keys in the index."""
+        """Note that the keys of the first ``count`` records are in the index."""
         records = self.records
         self.entries += count
         self.dispatched_timestamp_ms = records[count - 1][1]
@@ -261,7 +260,7 @@ class Dispatcher:
 
 
 class KeyBlock(NamedTuple):
-    """The keys of many records, as `KeyIndex.append_block` takes them."""
+    """Return the keys of many records as arguments of `KeyIndex.append_block`."""
 
     physical_offsets: NDArray[np.int64]
     timestamps: NDArray[np.int64]
@@ -270,11 +269,11 @@ class KeyBlock(NamedTuple):
 
 
 def key_block(records: Sequence[tuple[int, int, int, str | None, str | None] | RawPending]) -> KeyBlock:
-    """The keys of many records (`Pending`); texts may be as they are stored, in all or in none."""
+    """Return the keys of many records (`Pending`); texts can be in stored form, in all or in none."""
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)
     if all(uniques) and all(keys) and not _has_blank(keys):
-        # The usual records, a unique id and one key each.
+        # Fast path for records with a unique id and one key each.
         record_of_key = np.repeat(np.arange(len(records)), 2)
         hashes = np.empty(len(record_of_key), np.int64)
         hashes[::2] = index_key_hashes(prefix_hashes, uniques)

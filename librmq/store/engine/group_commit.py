@@ -1,9 +1,9 @@
-"""Acknowledge what has reached the device: group commit, acknowledgements that follow, and a sticky failure.
+"""Group commit: one flush for many waiters, acknowledgements that complete later, and a sticky failure.
 
-One flush serves all waiters: the first flushes for all that was appended so far, the others wait for their turn, and
-the first of those whose message came later flushes next. After a failed flush the kernel may have dropped what it could
-not write and call the next flush good, so nothing is acknowledged until the store is reopened. Mirrors 4.9.4's
-``GroupCommitService`` and ``FlushRealTimeService``.
+The first waiter flushes everything appended so far, and the others wait for their turn. The first waiter whose message
+came later flushes next. After a failed flush the kernel can drop the unwritten pages and report success for the next
+flush. So nothing is acknowledged until the store is reopened. Mirrors 4.9.4's ``GroupCommitService`` and
+``FlushRealTimeService``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AT_A_TIME: Final = 8
 
 
 class Flushable(Protocol):
-    """What can be flushed, and has a folder of its own."""
+    """A part of a store that can be flushed and has a folder of its own."""
 
     @property
     def folder(self) -> str: ...
@@ -37,9 +37,9 @@ class Flushable(Protocol):
 
 
 def flush_all(parts: set[_F]) -> None:
-    """Flush all of ``parts`` by folder, some side by side where they are many: the device takes them together.
+    """Flush all of ``parts`` by folder, several at once if they are many, because the device accepts them together.
 
-    Those that are flushed are taken out of ``parts``; raises what the first that fails raises.
+    Flushed parts are removed from ``parts``. The error of the first failure is raised.
     """
 
     def flush(part: _F) -> None:
@@ -50,7 +50,7 @@ def flush_all(parts: set[_F]) -> None:
     if len(ordered) >= _MANY:
         begun: list[Future[None]] = []
         with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
-            with suppress(RuntimeError):  # no thread starts any more once the interpreter calls exit handlers
+            with suppress(RuntimeError):  # the interpreter starts no thread while it calls exit handlers
                 begun.extend(pool.submit(flush, part) for part in ordered)
             for done in begun:
                 done.result()
@@ -60,32 +60,34 @@ def flush_all(parts: set[_F]) -> None:
 
 
 class GroupCommit:
-    """Flushes the log on behalf of many. Thread-safe.
+    """Shared flushes of the log. Thread-safe.
 
-    Waiters queue in FIFO order; the first one flushes and wakes the next. A waiter whose message has been flushed
-    wakes the next in turn. So no waiter is woken too early, and by the time one has to flush, those before it have had
-    the time to append again.
+    Waiters queue in FIFO order; the first one flushes and wakes the next. A waiter whose message has been flushed wakes
+    the next in turn. So no waiter wakes too early. When a waiter has to flush, those before it have had time to append
+    again.
     """
 
     def __init__(self, flush: Callable[[], int], flushed: int, on_failure: Callable[[], None]) -> None:
-        """``flush()`` returns up to which physical offset the log has reached the device; ``flushed`` is where it has.
+        """``flush()`` flushes the log and returns the physical offset up to which it is on the device, now ``flushed``.
 
         ``on_failure()`` is called once, when a flush has failed.
         """
         self.flushed = flushed
-        """Below this physical offset everything has reached the device."""
+        """Physical offset below which everything is on the device."""
         self.failure: StoreIOError | None = None
         """The first flush that failed; nothing unflushed is acknowledged after it."""
         self._flush = flush
         self._on_failure = on_failure
-        self._guard = threading.Lock()  # of what follows
-        self._row: deque[threading.Lock] = deque()  # the places; the first has its turn, the others are held until then
+        self._guard = threading.Lock()  # protects the following fields
+        self._row: deque[threading.Lock] = deque()  # the first has its turn, the others are held
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
-        """Return when everything below ``physical_offset`` has reached the device, flushing unless another caller does.
+        """Wait until everything below ``physical_offset`` is on the device, and flush unless another caller does.
 
-        `FlushFailedError` if that will never be known, `StoreClosedError` after `stop`.
+        Raises:
+            FlushFailedError: a flush has failed.
+            StoreClosedError: `stop` was called.
         """
         if self.flushed >= physical_offset:
             return
@@ -95,7 +97,7 @@ class GroupCommit:
             self.check()
 
     def _lead(self, physical_offset: int) -> None:
-        """Flush, unless a caller before has."""
+        """Flush, unless an earlier caller has."""
         if self.flushed < physical_offset:
             self.check()
             try:
@@ -105,7 +107,7 @@ class GroupCommit:
                 self._on_failure()
 
     def _in_turn(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when it is this caller's turn, in the order of the calls. Ctrl-C waits as long."""
+        """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long."""
         mine = threading.Lock()
         mine.acquire()
         with critical:
@@ -113,50 +115,50 @@ class GroupCommit:
                 self._row.append(mine)
                 is_first = self._row[0] is mine
             if not is_first:
-                mine.acquire()  # until the one before lets go of it
+                mine.acquire()  # until the previous caller releases it
             try:
                 act()
             finally:
                 self._leave()
 
     def _leave(self) -> None:
-        """Give up the first place, and let the next caller have its turn."""
+        """Give up the first place and wake the next caller."""
         with self._guard:
             self._row.popleft()
             if self._row:
                 self._row[0].release()
 
     def check(self) -> None:
-        """`FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
+        """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
         if self.failure is not None:
             raise FlushFailedError(self.failure) from self.failure
         if self._stopped is not None:
             raise StoreClosedError(self._stopped)
 
     def stop(self, why: str) -> None:
-        """Flush no more, since the log is let go: what has not reached the device by now is never said to have.
+        """Flush no more, because the log is released; later nothing is acknowledged that is not on the device now.
 
-        Returns when a flush that is under way has ended.
+        Waits until a running flush has ended.
         """
         self._stopped = why
         self._in_turn(lambda: None)
 
     def forget(self, why: str) -> None:
-        """`stop` in a child process after a fork, where no thread holds what this waits for."""
+        """Stop in a child process after a fork, where no thread releases the locks."""
         self._stopped = why
 
 
 class Acknowledgement(Generic[_T]):
-    """What a pipelined append returns at once: ``result`` is known, its durability follows.
+    """The acknowledgement of a pipelined append: ``result`` is known at once, its durability follows.
 
-    Thread-safe. Acknowledgements come in the order of the appends, since one watermark decides them all.
+    Thread-safe. Acknowledgements come in the order of the appends, because one watermark decides them all.
     """
 
     __slots__ = ("_commit", "_end", "result")
 
     def __init__(self, result: _T, commit: GroupCommit, end: int) -> None:
         self.result = result
-        """Where the message went."""
+        """The place of the message."""
         self._commit = commit
         self._end = end
 
@@ -166,6 +168,10 @@ class Acknowledgement(Generic[_T]):
         return self._commit.flushed >= self._end
 
     def wait(self) -> _T:
-        """Return ``result`` when the message has reached the device; `FlushFailedError` if that will never be known."""
+        """Wait until the message is on the device, and return ``result``.
+
+        Raises:
+            FlushFailedError: a flush has failed.
+        """
         self._commit.reach(self._end)
         return self.result

@@ -1,4 +1,4 @@
-"""Filters as a read of the store takes them: first by queue entry, then by the message itself.
+"""Filters for reads of a store, first by queue entry, then by the message itself.
 
 Mirrors 4.9.4's ``DefaultMessageFilter`` and ``ExpressionMessageFilter``.
 """
@@ -21,10 +21,10 @@ __all__ = ["ByPredicate", "BySql", "ByTags", "message_filter"]
 
 
 class ByTags:
-    """By a tag subscription (``a || b``): the hash in the queue entry, then the tag itself. Thread-safe."""
+    """Filter by a tag subscription (``a || b``): the hash in the queue entry, then the tag itself. Thread-safe."""
 
     def __init__(self, filter_: TagFilter, *, exact: bool = True) -> None:
-        """Without ``exact`` by the hash alone, as a broker does, which leaves the rest to its consumers."""
+        """Without ``exact`` the hash alone decides, as in a broker, whose consumers compare the tag."""
         self._filter = filter_
         self._exact = exact and not filter_.takes_all
         self._codes = np.array(sorted(filter_.codes), np.int32)
@@ -32,32 +32,32 @@ class ByTags:
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
-        """Return which entries may match, by the hashes of their tags."""
+        """Return which entries can match, by the hashes of their tags."""
         if self._filter.takes_all:
             return np.ones(len(tags_codes), np.bool_)
         codes = tags_codes.astype(np.int32)  # 4.9 compares 32 bits, of delivery times too
         return codes == self._codes[0] if len(self._codes) == 1 else np.isin(codes, self._codes)
 
     def match_message(self, message: StoredMessage) -> bool:
-        """Tell whether the tag itself matches."""
+        """Return whether the tag itself matches."""
         return not self._exact or self._filter.matches(message.tags)
 
 
 class BySql:
-    """By an SQL92 expression: the bitmap of the extension unit where a registration knows its bits, then the message.
+    """Filter by an SQL92 expression: the bitmap of the extension unit if a registration has bits, then the message.
 
     Thread-safe.
     """
 
     def __init__(self, filter_: SqlFilter | Registration, registrations: Registrations | None = None) -> None:
-        """A registration's bits are those of ``registrations``, which holds it."""
+        """``registrations`` holds the registration and decides its bits."""
         self._filter = filter_
         self._registrations = registrations
 
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
-        """Return which entries may match, by the bitmaps of their units."""
+        """Return which entries can match, by the bitmaps of their units."""
         may = np.ones(len(tags_codes), np.bool_)
         if units is not None and self._registrations is not None and isinstance(self._filter, Registration):
             bloom = self._registrations.bloom
@@ -68,12 +68,12 @@ class BySql:
         return may
 
     def match_message(self, message: StoredMessage) -> bool:
-        """Tell whether the expression is TRUE for the message."""
+        """Return whether the expression is TRUE for the message."""
         return self._filter.matches(message.properties)
 
 
 class ByPredicate:
-    """By a function of the application's own, watched: its errors and its time are its own. Thread-safe."""
+    """Filter by a function of the application, with its errors and its time watched. Thread-safe."""
 
     def __init__(self, predicate: WatchedPredicate[StoredMessage]) -> None:
         self._predicate = predicate
@@ -81,11 +81,11 @@ class ByPredicate:
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
-        """Return that all may match."""
+        """Return that all entries can match."""
         return np.ones(len(tags_codes), np.bool_)
 
     def match_message(self, message: StoredMessage) -> bool:
-        """Ask the function."""
+        """Return the function's answer."""
         return self._predicate.matches(message, f"physical offset {message.physical_offset}")
 
 
@@ -99,7 +99,7 @@ def message_filter(
     sql_allowed: bool,
     clock: Clock,
 ) -> MessageFilter | None:
-    """See `MessageStore.matching`."""
+    """Make a filter of one argument; see `MessageStore.matching`."""
     if sum(one is not None for one in (tags, sql, registration, predicate)) > 1:
         raise ConfigError("matching: expected one of tags, sql, registration, predicate")
     if tags is not None:

@@ -1,4 +1,4 @@
-"""The opened parts of a store: log, queues, key index, checkpoint, and what is derived from one for another."""
+"""The opened parts of a store: log, queues, key index, checkpoint, and the dispatch between them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ class Parts:
     dispatcher: Dispatcher
     open_queue: OpenQueue
     cuts: list[Damage]
-    """What was found and cut."""
+    """Everything that recovery cut or rewrote."""
     lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """A queue, made when first needed."""
+        """Return a queue, made at its first use."""
         queue = self.queues.find((topic, queue_id))
         if queue is None:
             queue = self.queues[topic, queue_id] = self.open_queue(topic, queue_id)
         return queue
 
     def lane(self, topic: str, queue_id: int) -> Lane:
-        """The lane of a queue, made when first needed."""
+        """Return the lane of a queue, made at its first use."""
         lane = self.lanes.get((topic, queue_id))
         if lane is None:
             lane = self.lanes[topic, queue_id] = Lane(topic, queue_id, self.queue(topic, queue_id))
         return lane
 
     def derive_again(self) -> None:
-        """Repair what an append has left that a signal has interrupted: by what the log has of it.
+        """Repair queues and index from the log after a signal has interrupted an append.
 
-        For the writer, under its lock, within a critical stretch. After an error (a full disk) the next call goes on.
+        Only the writer calls it, under its lock, in a critical block. After an error such as a full disk the next call
+        continues.
         """
         log, dispatcher = self.log, self.dispatcher
         begin = dispatcher.writing_at
@@ -65,7 +66,7 @@ class Parts:
         dispatcher.writing_at = -1
 
     def _derive(self, message: StoredMessage) -> None:
-        """Note what follows from a record of the log: its queue entry and its keys."""
+        """Collect the queue entry and the keys of a record of the log."""
         lane, dispatcher = self.lane(message.topic, message.queue_id), self.dispatcher
         place, properties = message.physical_offset, message.properties
         if has_queue_entry(message.sys_flag):

@@ -1,4 +1,4 @@
-"""Messages by key and by id: what the index knows, checked against the log.
+"""Searches by key and by id: places from the index, checked against the log.
 
 Mirrors 4.9.4's ``DefaultMessageStore.queryMessage`` and ``MQAdminImpl.queryMessage``.
 """
@@ -21,11 +21,11 @@ _EVER: Final = (1 << 63) - 1
 def find_by_key(
     parts: Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
 ) -> list[StoredMessage]:
-    """See `MessageStore.find_by_key`."""
+    """Find messages by key; see `MessageStore.find_by_key`."""
     found = []
     last = -1
     if exact and begin_ms == 0:
-        begin_ms = -_EVER  # a clock may stand before 1970
+        begin_ms = -_EVER  # a clock can be before 1970
     places = parts.index.query(topic, key, begin_ms, end_ms, max_messages)
     if exact and len(places) < max_messages and (begin_ms > 0 or end_ms < _EVER):
         places = _with_those_before_a_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
@@ -45,9 +45,9 @@ def find_by_key(
 def _with_those_before_a_jump(
     parts: Parts, places: list[int], topic: str, key: str, begin_ms: int, end_ms: int
 ) -> list[int]:
-    """Return the places, the newest first, with those of records that the index has at another time.
+    """Return the places, newest first, also of records that the index has at another time.
 
-    An index file knows no time before its first record, which is a later one where the clock was put back meanwhile.
+    An index file has no times before its first record. After the clock was set back, that record can be a later one.
     """
     known, found = set(places), list(places)
     for place in parts.index.query(topic, key, -_EVER, _EVER, _EVER):
@@ -59,7 +59,7 @@ def _with_those_before_a_jump(
 
 
 def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
-    """See `MessageStore.find_by_id`; ``known_topics`` are looked through beside those that have a queue."""
+    """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched beside those with queues."""
     try:
         _, physical_offset = record.parse_offset_message_id(message_id)
     except ValueError:
@@ -68,7 +68,7 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
         try:
             message = parts.log.message(physical_offset)
         except CorruptionError:
-            message = None  # 32 digits may be a unique key too
+            message = None  # 32 digits can be a unique key too
         if message is not None and message.offset_id == message_id.upper():
             return [message]
     found = {
@@ -77,7 +77,7 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
         for message in find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
-    if not found:  # records that no index knows: of a rollback, or of a topic without a queue
+    if not found:  # records that are not indexed: of a rollback, or of a topic without a queue
         found = {
             message.physical_offset: message
             for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))

@@ -1,6 +1,6 @@
-"""Reading a queue: entries, what they point at, and when a read is full.
+"""Reads of a queue: its entries, their messages, and the limits of a read.
 
-Mirrors 4.9.4's ``DefaultMessageStore.getMessage``: the order of its checks decides where a read ends.
+Mirrors 4.9.4's ``DefaultMessageStore.getMessage``, whose order of checks decides where a read ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 
 __all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
 
-_LEAST_LOOKED_AT: Final = 16_000  # bytes of entries that a read looks at, or 20 a wanted message
-_heads: dict[int, bytes] = {}  # what a record of a size begins with
+_LEAST_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
+_heads: dict[int, bytes] = {}  # the first bytes of a record with a given size
 _HEADS_KEPT: Final = 4096
 _UNKNOWN_MEMORY: Final = 8 << 30
 
 
 class GetStatus(enum.Enum):
-    """What a read came to; 4.9.4's ``GetMessageStatus``."""
+    """Status of a read; 4.9.4's ``GetMessageStatus``."""
 
     FOUND = "FOUND"
     NO_MATCHED_MESSAGE = "NO_MATCHED_MESSAGE"
@@ -46,7 +46,7 @@ class GetStatus(enum.Enum):
 
 @dataclass(slots=True)
 class ReadResult:
-    """What a read found; ``next_offset`` is where to go on, whatever the status."""
+    """Result of a read; ``next_offset`` is the offset of the next read, whatever the status."""
 
     status: GetStatus
     messages: list[StoredMessage]
@@ -54,28 +54,28 @@ class ReadResult:
     min_offset: int
     max_offset: int
     total_size: int = 0
-    """Bytes of the records."""
+    """Bytes of the returned records."""
 
 
 class MessageFilter(Protocol):
-    """Decides in two phases which messages a read gives; 4.9.4's ``MessageFilter``."""
+    """A filter of messages in two phases; 4.9.4's ``MessageFilter``."""
 
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
-        """By queue entries alone, the log untouched: true where a message may match.
+        """Return which entries can match, without reading the log.
 
-        ``units`` are the entries' extension units where the queue has any.
+        ``units`` are the entries' extension units, if the queue has any.
         """
         ...
 
     def match_message(self, message: StoredMessage) -> bool:
-        """By the message itself."""
+        """Return whether the message matches."""
         ...
 
 
 class Transfer:
-    """How much one read may give, by whether the messages count as in memory. Immutable."""
+    """Limits of one read, which depend on whether its messages count as in memory. Immutable."""
 
     __slots__ = ("_bytes", "_count", "memory")
 
@@ -86,15 +86,15 @@ class Transfer:
         if hasattr(os, "sysconf"):
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.memory = memory * config.memory_ratio // 100
-        """So many bytes before the log's end a message may begin and counts as in memory."""
+        """A message counts as in memory if it begins at most this many bytes before the log's end."""
 
     def limits(self, log_end: int, physical_offset: int) -> tuple[int, int]:
-        """Messages and bytes for a read that comes to ``physical_offset``."""
+        """Return the most messages and bytes of a read that reaches ``physical_offset``."""
         on_disk = log_end - physical_offset > self.memory
         return self._count[on_disk], self._bytes[on_disk]
 
     def is_on_disk(self, log_end: int, physical_offset: int) -> bool:
-        """Whether a message at ``physical_offset`` counts as on disk."""
+        """Return whether a message at ``physical_offset`` counts as on disk."""
         return log_end - physical_offset > self.memory
 
 
@@ -133,11 +133,11 @@ def read_queue(
 def _read_all(
     log: CommitLog, queue: ConsumeQueue, queue_offset: int, max_messages: int, transfer: Transfer, low: int, high: int
 ) -> ReadResult | None:
-    """Read without a filter; None unless all is as usual: the other way finds it, or an error that says what is there.
+    """Read without a filter on a fast path; None if anything is unusual, for which the caller takes the general path.
 
-    As a rule all entries point into one file, and at records of the usual magic.
+    The fast path needs entries that all point into one file, at records of the usual magic.
     """
-    # The path of every pull: what is done for each message counts.
+    # Hot path of every pull, in which each step for a message counts.
     entries = np.frombuffer(queue.read(queue_offset, max(max_messages, 1)), ENTRY_DTYPE)
     if not len(entries):
         return None
@@ -146,7 +146,7 @@ def _read_all(
     begin = places[0]
     most, most_bytes = transfer.limits(log_end, begin)
     if log_end - begin > transfer.memory >= log_end - places[-1]:
-        return None  # of those that count as in memory others fit
+        return None  # messages in memory have other limits
     most = max(min(most, max_messages), 1)
     if len(places) > most:
         del places[most:], sizes[most:]
@@ -163,9 +163,9 @@ def _read_all(
         return None
     buffer, new, heads = file.buffer, object.__new__, _heads
     messages = []
-    before, head = 0, _head(0)  # as no record begins
+    before, head = 0, _head(0)  # no record begins with this
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
-        if size != before:  # messages of a queue are often alike
+        if size != before:  # messages of a queue often have one size
             before, head = size, heads.get(size) or _head(size)
         at = physical_offset - start
         raw = buffer[at : at + size]
@@ -178,7 +178,7 @@ def _read_all(
 
 
 def _head(size: int) -> bytes:
-    """Size and magic as they stand in a record of ``size`` bytes; if no record has so few, more than that."""
+    """Return the first bytes of a record of ``size`` bytes; more bytes than that if no record is so small."""
     if size < FIXED_SIZE:
         return bytes(FIXED_SIZE)
     if len(_heads) >= _HEADS_KEPT:
@@ -196,7 +196,7 @@ def _read_matching(
     transfer: Transfer,
     result: ReadResult,
 ) -> None:
-    """Read with a filter, or over messages that are gone."""
+    """Read with a filter, or over deleted messages."""
     messages = result.messages
     places, sizes, count = entries["physical_offset"], entries["size"], len(entries)
     skip_below = -1
@@ -206,7 +206,7 @@ def _read_matching(
             most, most_bytes = transfer.limits(log.end, int(places[looked_at]))
             if len(messages) >= min(most, max_messages):
                 break
-            # An entry that does not match still ends the read where it would not fit.
+            # An entry that does not match still ends the read if its message would not fit.
             too_large = sizes[looked_at : at + 1] > most_bytes - result.total_size
             if too_large.any():
                 looked_at += int(too_large.argmax())
@@ -219,7 +219,7 @@ def _read_matching(
         if physical_offset < skip_below or size == HOLE_SIZE:
             continue
         if at + 1 < count and places[at + 1] == physical_offset:
-            continue  # of a message that was lost, too: recovery lets its entry lead to the next one
+            continue  # also for a lost message, whose entry recovery points at the next one
         raw = log.read(physical_offset, size)
         if raw is None:
             if not messages:
@@ -239,7 +239,7 @@ def _read_matching(
 
 
 def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter | None) -> npt.NDArray[np.intp]:
-    """The numbers of the entries that may match."""
+    """Return the numbers of the entries that can match."""
     if matching is None:
         return np.arange(len(entries))
     codes = entries["tags_code"].astype(np.int64)
@@ -252,5 +252,5 @@ def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter |
         if unit is not None:
             codes[at] = unit.tags_code
     may = matching.match_entries(codes, units)
-    may[unknown] = True  # only the message itself can tell
+    may[unknown] = True  # only the message itself decides
     return np.flatnonzero(may)

@@ -1,4 +1,4 @@
-"""The broker's own tables (topics, groups, progress, filters), as the files in a ``config`` folder hold them.
+"""The broker's tables (topics, groups, progress, filters) in the files of a ``config`` folder.
 
 ::
 
@@ -7,11 +7,11 @@
     consumerOffset.json      offsetTable             topic@group -> queue id -> queue offset
     delayOffset.json         offsetTable             delay level -> queue offset in its queue
     consumerFilter.json      filterDataByTopic       topic -> group -> filter
-    *.json.bak               what the file held before it was last written
+    *.json.bak               the former content of the file
 
-Mirrors ``ConfigManager`` and its heirs ``TopicConfigManager``, ``SubscriptionGroupManager``,
-``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. What a file holds beyond
-that is kept as it is.
+Mirrors ``ConfigManager`` and its subclasses ``TopicConfigManager``, ``SubscriptionGroupManager``,
+``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. Other
+content of a file is kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BACKUP: Final = ".bak"
 
 
 class BrokerTables:
-    """The tables, read when they are opened and written by `persist`, all or one by one. Not thread-safe."""
+    """The tables, read by `open` and written by `persist`, all or one by one. Not thread-safe."""
 
     def __init__(self, folder: str, files: Files) -> None:
         self._folder = folder
@@ -58,7 +58,8 @@ class BrokerTables:
     def open(cls, folder: str, *, files: Files | None = None) -> Self:
         """Read the tables in ``folder``, which need not exist. Changes nothing.
 
-        `CorruptionError` if neither a file nor its backup can be read.
+        Raises:
+            CorruptionError: neither a file nor its backup is readable.
         """
         return cls(folder, files or DiskFiles())
 
@@ -66,9 +67,9 @@ class BrokerTables:
         return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files)
 
     def persist(self, now_ms: int) -> None:
-        """Write what has changed since it was read or written; durable when it returns.
+        """Write the tables that have changed; durable when it returns.
 
-        ``now_ms`` becomes the time of the data versions of what has changed.
+        ``now_ms`` becomes the time of their data versions.
         """
         for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
@@ -78,7 +79,7 @@ class BrokerTables:
         self.topics.set(topic, topic_row(topic, read_queues, write_queues, permission))
 
     def make_topic(self, topic: str, *, queues: int = 1, permission: int = 6) -> None:
-        """`set_topic`, unless there is such a topic already."""
+        """Make a topic unless it exists."""
         if topic not in self.topics.rows:
             self.set_topic(topic, read_queues=queues, write_queues=queues, permission=permission)
 
@@ -87,39 +88,43 @@ class BrokerTables:
         self.groups.set(group, group_row(group, retry_max_times))
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
-        """How far a group has come in a queue: the queue offset of its next message, None if never stored."""
+        """Return a group's progress in a queue, the queue offset of its next message; None if never stored."""
         found: int | None = self.offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
         return found
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
-        """Note how far a group has come."""
+        """Set a group's progress in a queue."""
         name = f"{topic}@{group}"
         self.offsets.set(name, {**self.offsets.rows.get(name, {}), queue_id: queue_offset})
 
     def delay_offset(self, level: int) -> int:
-        """How far the delivery of a delay level has come in its queue."""
+        """Return the progress of a delay level's delivery in its queue."""
         found: int = self.delays.rows.get(level, 0)
         return found
 
     def set_delay_offset(self, level: int, queue_offset: int) -> None:
-        """Note how far the delivery of a delay level has come."""
+        """Set the progress of a delay level's delivery."""
         self.delays.set(level, queue_offset)
 
     @property
     def filters(self) -> Mapping[str, Any]:
-        """What consumer groups have registered, by topic, as `librmq.filter.Registrations` reads it."""
+        """Filters registered by consumer groups, by topic, as `librmq.filter.Registrations` reads them."""
         return self.filter_table.rows
 
     def registrations(self, now_ms: int) -> Registrations:
-        """These filters, as a store makes bitmaps of them; `ConfigError` for what is no filter."""
-        from librmq.filter.registrations import Registrations  # a grammar comes with it, which few need
+        """Return these filters for the bitmaps of a store.
+
+        Raises:
+            ConfigError: a filter is malformed.
+        """
+        from librmq.filter.registrations import Registrations  # it loads a grammar, which few callers need
 
         registrations = Registrations()
         registrations.load({"filterDataByTopic": self.filters}, now_ms)
         return registrations
 
     def set_filters(self, filters: Mapping[str, Any]) -> None:
-        """Take these filters in place of all."""
+        """Replace all filters."""
         self.filter_table.rows.clear()
         self.filter_table.rows.update(filters)
 
@@ -127,7 +132,7 @@ class BrokerTables:
 def topic_row(
     topic: str, read_queues: int, write_queues: int, permission: int, *, order: bool = False, sys_flag: int = 0
 ) -> dict[str, object]:
-    """A row of ``topics.json``."""
+    """Make a row of ``topics.json``."""
     return {
         "order": order,
         "perm": permission,
@@ -140,7 +145,7 @@ def topic_row(
 
 
 def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:
-    """A row of ``subscriptionGroup.json``."""
+    """Make a row of ``subscriptionGroup.json``."""
     return {
         "brokerId": 0,
         "consumeBroadcastEnable": True,
@@ -155,7 +160,7 @@ def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:
 
 
 class ConfigTable:
-    """One file: an object with the table as one of its values. Not thread-safe."""
+    """One file, a JSON object with the table as one of its values. Not thread-safe."""
 
     def __init__(self, path: str, name: str, check: Callable[[Rows], Rows], versioned: bool, files: Files) -> None:
         self._path = path
@@ -164,35 +169,35 @@ class ConfigTable:
         self._files = files
         self._changes = 0
         self._versioned = versioned
-        self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows as the file has them
-        self._stored: bytes | None = None  # what the file holds, None where that can't be read
+        self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
+        self._stored: bytes | None = None  # the content of the file, None if it is unreadable
         self._document = self._load()
         self.rows: Rows = self._document[name]
 
     def set(self, key: str | int, row: object) -> None:
-        """Put a row, new or in place of another."""
+        """Add or replace a row."""
         self.rows[key] = row
         self._changes += 1
 
     def remove(self, key: str | int) -> None:
-        """Take a row away, which is there."""
+        """Remove an existing row."""
         del self.rows[key]
         self._written.pop(key, None)
         self._changes += 1
 
     def persist(self, now_ms: int) -> None:
-        """Write the file if it would differ; durable when it returns. ``now_ms`` goes into a changed data version."""
+        """Write the file if its content changes; durable when it returns. ``now_ms`` goes into a new data version."""
         self.write(self.snapshot(now_ms))
 
     def snapshot(self, now_ms: int) -> bytes:
-        """What `persist` would write now."""
+        """Return what `persist` would write now."""
         if self._versioned and self._changes:
             version = self._document[_VERSION]
             version["counter"] += self._changes
             version["timestamp"] = now_ms
         self._changes = 0
         document = self._document
-        if self._versioned:  # whose rows are put in place of one another, never changed
+        if self._versioned:  # its rows are replaced, never changed
             document = {**document, self._name: {key: self._as_written(key, row) for key, row in self.rows.items()}}
         return java_json.dumps(document).encode()
 
@@ -203,9 +208,9 @@ class ConfigTable:
         return known[1]
 
     def write(self, data: bytes) -> None:
-        """Write a snapshot if the file would differ; durable when it returns.
+        """Write a snapshot if the file's content changes; durable when it returns.
 
-        The table may change meanwhile. One call at a time.
+        The table can change meanwhile. Make one call at a time.
         """
         if data == self._stored:
             return
@@ -216,7 +221,7 @@ class ConfigTable:
         self._stored = data
 
     def _load(self) -> dict[str, Any]:
-        """The file's document, else its backup's, else an empty one."""
+        """Return the file's document, or its backup's, or an empty one."""
         damage: CorruptionError | None = None
         for path in (self._path, self._path + _BACKUP):
             if not self._files.size(path):
@@ -235,7 +240,7 @@ class ConfigTable:
         return self._complete({})
 
     def _complete(self, document: object) -> dict[str, Any]:
-        """``document`` with all that is read of it; `MalformedError` for values of a wrong kind."""
+        """Check the values of ``document`` and fill in missing parts; raise `MalformedError` for a wrong kind."""
         found = _object(document, "the file")
         complete: dict[str, Any] = {}
         if self._versioned:
@@ -249,16 +254,16 @@ class ConfigTable:
 
 
 def _written(row: object) -> java_json.Written:
-    """A row as a file has it; many, in all brokers, are the same."""
+    """Return a row in the file's form; many rows of all brokers are equal."""
     if isinstance(row, dict):
-        with suppress(TypeError):  # something in it can't be hashed
+        with suppress(TypeError):  # a value in it has no hash
             return _row_written(tuple(row.items()), tuple(map(type, row.values())))
     return java_json.written(row, 2)
 
 
 @lru_cache(maxsize=256)
 def _row_written(items: tuple[tuple[Any, Any], ...], types: tuple[type, ...]) -> java_json.Written:
-    return java_json.written(dict(items), 2)  # by types too, since 1 and True are equal
+    return java_json.written(dict(items), 2)  # compare types too, because 1 and True are equal
 
 
 def _object(value: object, what: str) -> dict[Any, Any]:
@@ -285,7 +290,7 @@ def _check_groups(rows: Rows) -> Rows:
 
 
 def _check_numbers(rows: Rows, names: tuple[str, ...]) -> Rows:
-    """Objects whose fields ``names``, where given, are numbers of 32 bits."""
+    """Return whether the values are objects whose fields ``names``, if present, are numbers of 32 bits."""
     for key, row in _check_objects(rows).items():
         for name in names:
             value = row.get(name, 0)
@@ -295,7 +300,7 @@ def _check_numbers(rows: Rows, names: tuple[str, ...]) -> Rows:
 
 
 def _check_offsets(rows: Rows) -> Rows:
-    """Whole numbers by whole numbers; the keys may be written as text."""
+    """Return whole numbers by whole numbers; the keys can be texts."""
     checked = {}
     for key, row in rows.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20

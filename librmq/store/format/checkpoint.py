@@ -1,11 +1,11 @@
-"""The checkpoint, which says up to when the files of a store are on the device, and the abort marker.
+"""The checkpoint, with times up to which a store's files are on the device, and the abort marker.
 
 ::
 
     checkpoint   physic 8 | logics 8 | index 8 | zeros (5.x: two more fields)        4096 bytes, big-endian
-                 store times in milliseconds of the last record of which the log, the consume queues and
-                 the key index were flushed
-    abort        no bytes; stands while a store is open for writing, and after a crash
+                 store times in milliseconds of the last records flushed in the log, the consume queues and
+                 the key index
+    abort        empty; exists while a store is open for writing, and after a crash
 
 Mirrors 4.9.4's ``StoreCheckpoint`` and the ``abort`` file of ``DefaultMessageStore``.
 """
@@ -24,12 +24,12 @@ __all__ = ["CHECKPOINT_SIZE", "Checkpoint", "clear_abort", "has_abort", "set_abo
 
 CHECKPOINT_SIZE: Final = 4096
 _TIMES: Final = struct.Struct(">qqq")
-# Records of one moment are flushed in no particular order: recovery looks this much further back.
+# Records of one moment are flushed in no particular order, so recovery starts this much earlier.
 _MARGIN_MS: Final = 3000
 
 
 class Checkpoint:
-    """Three store times, in memory until `flush`. One thread may set and flush them; any may read them."""
+    """Three store times, in memory until `flush`. One thread can set and flush them; any thread can read them."""
 
     def __init__(self, path: str, files: Files, file: File | None, *, writable: bool) -> None:
         self.path = path
@@ -46,9 +46,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, files: Files | None = None, writable: bool = False) -> Self:
-        """Read the checkpoint at ``path``; where there is none, the times are 0; `flush` makes it.
+        """Read the checkpoint at ``path``; without a file the times are 0, and `flush` makes it.
 
-        `CorruptionError` for a file of another length, or with a time before 1970.
+        Raises:
+            CorruptionError: the file has another length, or a time before 1970.
         """
         path, files = os.fspath(path), files or DiskFiles()
         size = files.size(path)
@@ -67,16 +68,16 @@ class Checkpoint:
 
     @property
     def min_timestamp_ms(self) -> int:
-        """Log and queues are whole for records stored up to here."""
+        """Store time up to which log and queues are complete."""
         return max(0, min(self.physic_timestamp_ms, self.logics_timestamp_ms) - _MARGIN_MS)
 
     @property
     def min_index_timestamp_ms(self) -> int:
-        """Log, queues and index are whole for records stored up to here."""
+        """Store time up to which log, queues and index are complete."""
         return min(self.min_timestamp_ms, self.index_timestamp_ms)
 
     def lower(self, now_ms: int) -> None:
-        """Vouch for nothing that is stored from now on, should the clock have gone back; flushed if that changes it."""
+        """Lower the times to now if the clock was set back, so that they do not cover later records; flush a change."""
         times = self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
         if max(times) > now_ms:
             lowered = (min(time_ms, max(now_ms, 0)) for time_ms in times)
@@ -84,7 +85,7 @@ class Checkpoint:
             self.flush()
 
     def forget_index(self) -> None:
-        """Vouch for no file of the index, and return when that is on the device: they are about to be made again."""
+        """Set the index time to 0, before a rebuild of the index; durable when it returns."""
         if self.index_timestamp_ms:
             self.index_timestamp_ms = 0
             self.flush()
@@ -102,7 +103,7 @@ class Checkpoint:
         self._files.flush(self._file)
 
     def close(self) -> None:
-        """Let go of the file; nothing can be written any more."""
+        """Release the file; the checkpoint cannot be written any more."""
         self._file = None
         self._writable = False
 
@@ -112,16 +113,16 @@ def _abort_path(root: str) -> str:
 
 
 def set_abort(files: Files, root: str) -> None:
-    """Mark the store in folder ``root`` as open; returns when the marker has reached the device."""
+    """Mark the store in folder ``root`` as open; durable when it returns."""
     files.write(_abort_path(root), b"")
 
 
 def clear_abort(files: Files, root: str) -> None:
-    """Mark the store as closed; call it last of all."""
+    """Mark the store as closed, as the last step of closing."""
     files.delete(_abort_path(root))
     files.flush_folder(root)
 
 
 def has_abort(files: Files, root: str) -> bool:
-    """Whether the store is open, or was not closed."""
+    """Return whether the store is open, or was not closed."""
     return files.size(_abort_path(root)) is not None

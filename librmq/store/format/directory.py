@@ -1,4 +1,4 @@
-"""What lies where in a store's folder, what kind of store it is, and which settings its files tell.
+"""The layout of a store's folder, the kinds of stores, and the settings that a store's files tell.
 
 ::
 
@@ -6,9 +6,9 @@
     consumequeue/TOPIC/ID/                   entries of one queue
     consumequeue_ext/TOPIC/ID/               extension units of one queue
     index/                times of creation  key index
-    config/               *.json             topics, groups, offsets: the broker's
+    config/               *.json             the broker's tables: topics, groups, offsets
     checkpoint abort lock
-    librmq/               ours               what librmq keeps beside a broker's files; can be deleted without loss
+    librmq/                                  librmq's own files; can be deleted without loss
     timerlog/ timerwheel compaction/ …       5.x
     dledger-ID/data, dledger-ID/index        a log replicated by DLedger, instead of commitlog/
     consumequeue/CURRENT, MANIFEST-*         5.x with its queues in RocksDB
@@ -74,7 +74,7 @@ OWN: Final = "librmq"
 TIMERLOG: Final = "timerlog"
 TIMERWHEEL: Final = "timerwheel"
 
-# Folders and files that only 5.x makes.
+# Folders and files that only 5.x makes
 _MADE_BY_5: Final = (
     TIMERLOG,
     TIMERWHEEL,
@@ -98,12 +98,12 @@ _QUEUE_IDS: Final = 1 << 31
 _LARGEST_FILE: Final = 1 << 31
 _BLANK_SIZE: Final = 8  # that stay behind the last record of a log file
 _MOST_SLOTS: Final = 1 << 29
-# As many queues tell the length of queue files as well as all of them would.
+# This many queues suffice to find the length of queue files.
 _QUEUES_ASKED: Final = 64
 
 
 class StoreKind(Enum):
-    """What a folder holds; the value says it to people."""
+    """The content of a folder; the value is a text for people."""
 
     NEW = "no store yet"
     V4 = "a store of RocketMQ 4"
@@ -112,15 +112,17 @@ class StoreKind(Enum):
 
     @property
     def has_log(self) -> bool:
-        """Whether it has a log that can be read."""
+        """Whether it has a readable log."""
         return self is not StoreKind.NEW
 
 
 def recognise(path: str, files: Files) -> StoreKind:
-    """What kind of store is in folder ``path``; changes nothing.
+    """Return the kind of store in folder ``path``, without changing it.
 
-    `NotAStoreError`, which says so, for a path that is no folder, queues without a log, a log replicated by
-    DLedger, and one part of a log that is spread over several paths.
+    Raises:
+        NotAStoreError: the path is no folder, or holds queues without a log, a log replicated by DLedger, or one part
+        of
+            a log that is spread over several paths.
     """
     if not files.is_folder(path):
         if files.size(path) is not None:
@@ -131,9 +133,7 @@ def recognise(path: str, files: Files) -> StoreKind:
         if name.startswith("dledger-") and entry.is_folder:
             inside = {below.name for below in files.list(os.path.join(path, name)) if below.is_folder}
             if inside & {"data", "index"}:
-                raise NotAStoreError(
-                    f"{path}: its log is replicated by DLedger ({name}); such a log is not read by librmq"
-                )
+                raise NotAStoreError(f"{path}: its log is replicated by DLedger ({name}), which librmq cannot read")
     log = names.get(COMMITLOG)
     if log is None:
         for name in (CONSUMEQUEUE, INDEX):
@@ -155,14 +155,14 @@ def recognise(path: str, files: Files) -> StoreKind:
 
 
 def is_4_with_timers(path: str, files: Files) -> bool:
-    """Whether all that makes the store one of RocketMQ 5 is a timer's."""
+    """Return whether all files of RocketMQ 5 in the store belong to a timer."""
     if recognise(path, files) is not StoreKind.V5:
         return False
     others = set(_MADE_BY_5) - set(_OF_TIMERS)
     return not any(files.is_folder(made) or files.size(made) is not None for made in _paths(path, tuple(others)))
 
 
-# What may lie in a folder in which a store is made: what a killed maker or the broker's tools leave, and a file system.
+# Allowed in the folder of a new store: remains of a killed maker, files of the broker's tools or of a file system.
 _MAY_PRECEDE: Final = {
     *(LOCK, ABORT, f"{ABORT}.tmp", CHECKPOINT),
     *(CONFIG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, OWN),
@@ -171,10 +171,11 @@ _MAY_PRECEDE: Final = {
 
 
 def check_kind(path: str, files: Files, *, writable: bool = False, log_only: bool = False) -> StoreKind:
-    """The kind of the store in folder ``path``, if it can be opened so; changes nothing.
+    """Return the kind of the store in folder ``path`` if it can be opened, without changing it.
 
-    `NotAStoreError`, besides what `recognise` raises it for: where there is no store and none is to be made
-    (``writable``), and for queues in RocksDB, unless ``log_only``.
+    Raises:
+        NotAStoreError: `recognise` raises it, there is no store and ``writable`` is false, or the queues are in RocksDB
+            and ``log_only`` is false.
     """
     kind = recognise(path, files)
     if kind is StoreKind.NEW:
@@ -184,12 +185,12 @@ def check_kind(path: str, files: Files, *, writable: bool = False, log_only: boo
         if foreign:
             raise NotAStoreError(f"{path}: a folder with something else in it ({foreign[0]}): no store is made there")
     if kind is StoreKind.V5_ROCKSDB and not log_only:
-        raise NotAStoreError(f"{path}: {kind.value}, which are not read; only the log of such a store is")
+        raise NotAStoreError(f"{path}: {kind.value}, which librmq cannot read; it reads only the log of such a store")
     return kind
 
 
 def lock_path(path: str) -> str:
-    """The file by whose lock a writer owns the store."""
+    """Return the path of the file whose lock makes a writer the owner of the store."""
     return os.path.join(path, LOCK)
 
 
@@ -198,7 +199,7 @@ def _paths(path: str, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _refuse_part_of_log(path: str, files: Files) -> None:
-    """A log on several paths has every second (third, …) file on each; a gap or two are damage instead."""
+    """Refuse a log on several paths, which has every second (third, …) file on each; a gap or two are damage."""
     folder = os.path.join(path, COMMITLOG)
     found = _sequence(folder, files)
     lengths = {size for _, size in found}
@@ -216,16 +217,17 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
 
 
 def queue_folder(path: str, topic: str, queue_id: int, *, ext: bool = False) -> str:
-    """Where the files of a queue lie (with ``ext``, its extension units)."""
+    """Return the folder of a queue's files, or with ``ext`` of its extension units."""
     return os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, topic, str(queue_id))
 
 
 def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str, int]]:
-    """Topic and id of every queue that has a folder (with ``ext``, one of extension units), sorted.
+    """Return topic and id of every queue with a folder (with ``ext``, a folder of extension units), sorted.
 
-    Plain files among the folders are passed over.
+    Plain files among the folders are ignored.
 
-    `CorruptionError` (kind ``name``) for a folder whose name is no topic or no queue id.
+    Raises:
+        CorruptionError: the name of a folder is no topic or no queue id (kind ``name``).
     """
     queues = []
     for topic, folder in _topics(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, files):
@@ -237,7 +239,7 @@ def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str
 
 
 def known_topics(path: str, files: Files) -> set[str]:
-    """The topics in the broker's ``topics.json``; none where that can't be read."""
+    """Return the topics in the broker's ``topics.json``, none if it is unreadable."""
     config = os.path.join(path, CONFIG, "topics.json")
     if files.size(config):
         with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, CorruptionError):
@@ -270,12 +272,12 @@ def _queue_id(folder: str, entry: FolderEntry) -> int:
 
 
 def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> StoreConfig:
-    """Return ``base`` with the settings that the store's files tell in its place.
+    """Return ``base`` with the settings that the store's files tell.
 
-    Unless given, it is `StoreConfig`'s defaults for a new store, and for one whose log has files of their size; else a
-    4.9 broker's. A store that is there and keeps no retention of its own gets none by age or size: the length of its
-    files says nothing about what its owner wants deleted. Where files of one kind disagree, most are right; opening the
-    others is a `CorruptionError`. Empty files, and lengths that no setting leads to, tell nothing.
+    ``base`` is by default `StoreConfig`'s defaults for a new store and for a log with files of their size, otherwise a
+    4.9 broker's. An existing store without retention of its own gets none by age or size, because its files do not say
+    what its owner wants deleted. If files of one kind disagree, most are right, and opening the others raises
+    `CorruptionError`. Empty files, and lengths that no setting produces, are ignored.
     """
     told = {**read_kept_config(path, files), **_told_by_files(path, files)}
     if base is None:
@@ -286,12 +288,16 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
             base = dataclasses.replace(base, max_total_size=None, file_reserved_hours=None)
     total, file_size = told.get("max_total_size"), told.get("commitlog_file_size", base.commitlog_file_size)
     if total is not None and total < file_size:
-        del told["max_total_size"]  # kept beside files of another size
+        del told["max_total_size"]  # it was kept beside files of another size
     return dataclasses.replace(base, **told)
 
 
 def check_config(path: str, config: StoreConfig, files: Files) -> None:
-    """`ConfigError` if ``config`` disagrees with the files that are there."""
+    """Check ``config`` against the store's files.
+
+    Raises:
+        ConfigError: a setting contradicts a file.
+    """
     told = _told_by_files(path, files)
     slots = told.pop("max_hash_slot_num", None)
     entries = told.pop("max_index_num", None)
@@ -346,7 +352,7 @@ def _sequence(folder: str, files: Files) -> Sequence:
 
 
 def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
-    """The files of some queues (all, if they are few)."""
+    """Return the files of some queues, or of all if they are few."""
     left = _QUEUES_ASKED
     root = os.path.join(path, name)
     for topic in files.list(root):
@@ -362,7 +368,7 @@ def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
 
 
 def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> int | None:
-    """What most files say of their length: by how far their names are apart, and by being that long."""
+    """Return the length of most files, which is also the distance between their names."""
     votes: Counter[int] = Counter()
     for sequence in sequences:
         for start, length in sequence:
@@ -375,9 +381,10 @@ def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> 
 
 
 def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
-    """Slots and entries of most index files: those that the store keeps, if they lead to the files' length.
+    """Return slots and entries of most index files.
 
-    Else what the oldest file of that length tells.
+    They are those that the store keeps, if these give the files' length, otherwise those of the oldest file of that
+    length.
     """
     folder = os.path.join(path, INDEX)
     found = [entry for entry in files.list(folder) if entry.name.isdigit() and entry.size and not entry.is_folder]
@@ -392,9 +399,9 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
     try:
         told = find_geometry(files.open(os.path.join(folder, name)))
     except CorruptionError:
-        return None  # opening the index says what is wrong
+        return None  # opening the index names the damage
     except StoreIOError as error:
-        if error.errno != errno.ENOENT:  # the writer may delete a file meanwhile
+        if error.errno != errno.ENOENT:  # the writer can delete a file meanwhile
             raise
         return None
     return told if told and told[0] <= _MOST_SLOTS else geometry(length)
@@ -404,7 +411,7 @@ def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
 
 
 def broker_conf(path: str, config: StoreConfig) -> str:
-    """The properties with which a 4.9 broker opens the store in folder ``path`` with settings ``config``."""
+    """Return the properties with which a 4.9 broker opens the store in folder ``path`` with settings ``config``."""
     root = os.path.abspath(path)
     if any(unicodedata.category(character) == "Cc" for character in root):
         raise ConfigError(f"{root!r}: expected a path without control characters: move the store elsewhere")
@@ -430,7 +437,7 @@ def broker_conf(path: str, config: StoreConfig) -> str:
 
 
 def _property(value: str) -> str:
-    """A value as ``java.util.Properties`` reads it back: in Latin-1, with escapes."""
+    """Return a value in the form that ``java.util.Properties`` reads: in Latin-1, with escapes."""
     escaped = []
     for character in value:
         if character == "\\":

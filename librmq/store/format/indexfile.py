@@ -22,8 +22,8 @@
 A file's begin and end start as the end of the file before it, until its first entry brings its own. Mirrors
 4.9.4's ``IndexFile``, ``IndexHeader`` and ``IndexService``.
 
-Entries are written before the slots that lead to them, the header last: a batch counts when its header is
-there. What one left that died before that is taken back when the file is next opened for writing.
+A writer writes entries before the slots that lead to them, and the header last. A batch counts when its header is
+there. If the writer dies before that, the next opening for writing takes back the rest of the batch.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ SLOT_SIZE: Final = 4
 ENTRY_SIZE: Final = 20
 
 ENTRY_DTYPE: Final = np.dtype([("hash", "i4"), ("physical", "i8"), ("time_diff", "i4"), ("previous", "i4")])
-"""What `IndexFile.entries` gives."""
+"""Type of `IndexFile.entries`."""
 SLOT_DTYPE: Final = np.dtype([("slot", "i4"), ("number", "i4")])
-"""What `IndexFile.slots` gives."""
+"""Type of `IndexFile.slots`."""
 
 _STORED_ENTRY: Final = ENTRY_DTYPE.newbyteorder(">")
 _HEADER: Final = struct.Struct(">qqqqii")
@@ -79,21 +79,21 @@ _LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
 
 
 def file_length(slots: int, entries: int) -> int:
-    """How long a file with this geometry is, in bytes."""
+    """Return the length in bytes of a file with this geometry."""
     return HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * entries
 
 
 def geometry(length: int) -> tuple[int, int] | None:
-    """Slots and entries of a file of ``length`` bytes, as 1 to 4; None if those are no whole numbers."""
+    """Return slots and entries of a file of ``length`` bytes with four entries to a slot, None if impossible."""
     slots, rest = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
     return (slots, 4 * slots) if slots > 0 and not rest else None
 
 
 def find_geometry(file: File) -> tuple[int, int] | None:
-    """Return slots and entries of a file by its header and length; None where they do not tell.
+    """Return slots and entries of a file by its header and length, None if they are ambiguous.
 
     The newest entry names the header's last record, and its slot leads to it. Four entries to a slot, 4.9's default,
-    come first, and are taken where the file has no entry.
+    are tried first, and count if the file has no entry.
     """
     usual, room = geometry(file.size), file.size - HEADER_SIZE
     if room < SLOT_SIZE + 2 * ENTRY_SIZE or room % SLOT_SIZE:
@@ -104,7 +104,7 @@ def find_geometry(file: File) -> tuple[int, int] | None:
         return usual
 
     def leads(slots: int) -> bool:
-        """Whether the newest entry is where it would be with so many slots."""
+        """Return whether the newest entry is where it would be with this many slots."""
         at = HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * number
         value, physical_offset, _, _ = _unpack_entry(file.buffer, at)
         if value < 0 or physical_offset != header.end_physical_offset:
@@ -144,13 +144,13 @@ class IndexHeader(NamedTuple):
     """The number of the next entry: one more than there are."""
 
     def overlaps(self, begin_ms: int, end_ms: int) -> bool:
-        """Whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
+        """Return whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
         first, last = self.begin_timestamp_ms, self.end_timestamp_ms
         return (begin_ms < first and end_ms > last) or first <= begin_ms <= last or first <= end_ms <= last
 
     @property
     def follower(self) -> IndexHeader:
-        """The header with which an empty file follows one with this."""
+        """Return the header of an empty file that follows a file with this header."""
         timestamp, physical = max(self.end_timestamp_ms, 0), max(self.end_physical_offset, 0)
         return IndexHeader(timestamp, timestamp, physical, physical, 0, 1)
 
@@ -159,7 +159,7 @@ FRESH: Final = IndexHeader(0, 0, 0, 0, 0, 1)
 
 
 def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
-    """The time of an entry as it is stored, in Java's arithmetic of 64 bits."""
+    """Return the stored time of an entry, in Java's 64-bit arithmetic."""
     if begin_timestamp_ms <= 0:
         return 0
     difference = timestamp_ms - begin_timestamp_ms
@@ -169,9 +169,9 @@ def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
 
 
 class IndexFile:
-    """One index file. Works alone.
+    """One index file, usable alone.
 
-    One thread may write while any number query. Writing wants records in log order; hashes are those of
+    One thread can write while any number of threads query. Write records in log order. Hashes are those of
     `librmq.java.hashing.index_key_hash`.
     """
 
@@ -207,7 +207,7 @@ class IndexFile:
         files: Files,
         on_map: Callable[[IndexFile], None] | None = None,
     ) -> None:
-        """Take a mapped file; use `create` or `open`. ``on_map`` is told of every mapping."""
+        """Take a mapped file; call `create` or `open` instead. ``on_map`` is called with every mapping."""
         if slots is None or entries is None:
             found = geometry(file.size)
             if found is None:
@@ -218,14 +218,14 @@ class IndexFile:
         self.writable = file.writable
         self.max_slots = slots
         self.max_entries = entries
-        """A file holds one entry less: the first is not used."""
+        """A file holds one entry less, because the first is unused."""
         self._files = files
         self._file: File | None = None
         self._on_map = on_map
         self._closed = False
         self._dirty = False
-        self._reserved = 0  # there are blocks behind entries below this number; 0: nothing is known
-        self._announced = 0  # slots may lead to entries below this number though the header does not tell yet
+        self._reserved = 0  # entries below this number have blocks; 0 means unknown
+        self._announced = 0  # slots can lead to entries below this number before the header counts them
         self._take(file)
         self._load()
 
@@ -267,9 +267,10 @@ class IndexFile:
         writable: bool = False,
         on_map: Callable[[IndexFile], None] | None = None,
     ) -> IndexFile:
-        """Open a file; unless given, slots to entries are taken as 1 to 4 of its length.
+        """Open a file; by default it has four entries to a slot.
 
-        `CorruptionError` for a wrong length or a header that can't be.
+        Raises:
+            CorruptionError: the length is wrong or the header impossible.
         """
         files = files or DiskFiles()
         return cls(files.open(os.fspath(path), writable=writable), slots, entries, files, on_map)
@@ -306,14 +307,18 @@ class IndexFile:
             self._on_map(self)
 
     def release(self) -> None:
-        """Let the mapping go; the next use maps the file again."""
+        """Release the mapping; the next use maps the file again."""
         self._file = None
 
     # ------------------------------------------------------------------------------------------------ reading
 
     @property
     def header(self) -> IndexHeader:
-        """The header as it stands in the file; `CorruptionError` if it can't be."""
+        """The header in the file.
+
+        Raises:
+            CorruptionError: the header is impossible.
+        """
         header = IndexHeader(*_HEADER.unpack(self.file.buffer[:HEADER_SIZE]))
         _, _, begin_physical, end_physical, slot_count, count = header
         if not 0 <= count <= self.max_entries:
@@ -326,11 +331,11 @@ class IndexFile:
 
     @property
     def full(self) -> bool:
-        """Whether it has no room for another entry."""
+        """Whether there is no room for another entry."""
         return self.header.index_count >= self.max_entries
 
     def entries(self, begin: int = 1, end: int | None = None) -> NDArray[np.void]:
-        """A copy of the entries numbered ``begin`` to below ``end`` (all of them), as `ENTRY_DTYPE`."""
+        """Return a copy of the entries from number ``begin`` to below ``end``, by default all, as `ENTRY_DTYPE`."""
         count = self.header.index_count
         end = count if end is None else min(end, count)
         begin = min(max(begin, 0), count)
@@ -339,7 +344,7 @@ class IndexFile:
         return stored.astype(ENTRY_DTYPE)
 
     def slots(self) -> NDArray[np.void]:
-        """The slots that are not zero, ascending, as `SLOT_DTYPE`."""
+        """Return the slots that are not zero, ascending, as `SLOT_DTYPE`."""
         table = np.frombuffer(self.file.buffer, ">i4", self.max_slots, HEADER_SIZE)
         used = np.flatnonzero(table)
         found = np.empty(len(used), SLOT_DTYPE)
@@ -348,13 +353,13 @@ class IndexFile:
         return found
 
     def entry_position(self, number: int) -> int:
-        """Return where an entry begins in the file."""
+        """Return the position of an entry in the file."""
         return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number
 
     def check(self) -> tuple[int, str] | None:
-        """Hold header, entries and slots against each other: where in the file the first flaw is, and what.
+        """Check header, entries and slots against each other, and return position and description of the first flaw.
 
-        What the entries say of the log is not known here.
+        This does not compare the entries with the log.
         """
         header, entries = self.header, self.entries()
         count = len(entries)
@@ -394,7 +399,7 @@ class IndexFile:
         return None
 
     def _first_byte(self, begin: int, end: int) -> int | None:
-        """Where the first byte is that is not zero."""
+        """Return the position of the first byte that is not zero."""
         for at in range(begin, end, _LARGEST_STEP * ENTRY_SIZE):
             block = self.file.buffer[at : min(end, at + _LARGEST_STEP * ENTRY_SIZE)]
             rest = block.lstrip(b"\0")
@@ -405,14 +410,16 @@ class IndexFile:
     def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, found: list[int]) -> None:
         """Append to ``found`` the physical offsets of a hash, the newest first, until it has ``max_results``.
 
-        An entry's time is known to the second. A chain ends behind its first entry before ``begin_ms``, and
-        where 4.9's search ends in a damaged one; `CorruptionError` if it goes in a circle. Thread-safe.
+        An entry's time is exact to the second. A chain ends behind its first entry before ``begin_ms``, and in a
+        damaged file where 4.9's search ends. Thread-safe.
+
+        Raises:
+            CorruptionError: the chain is a circle.
         """
         buffer = self.file.buffer
         slot = HEADER_SIZE + SLOT_SIZE * (key_hash % self.max_slots)
         (number,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
-        # Slot, what is announced, header: what a write sets in turn is looked at in the same order, so that one that
-        # ends in between leaves no slot ahead of both counts.
+        # Read slot, announced number and header in the order of the writer, so that no slot is ahead of both counts.
         announced = self._announced
         header = self.header
         count = max(header.index_count, announced)
@@ -430,7 +437,7 @@ class IndexFile:
                 found.append(physical)
             if not 0 < previous <= count or previous == number or timestamp < begin_ms:
                 return
-            if previous > number:  # chains lead backwards; where one does not, it may be a circle
+            if previous > number:  # chains lead backwards; one that does not can be a circle
                 if number in forward:
                     raise CorruptionError(self.path, position, "entry", "a chain of entries goes in a circle")
                 forward.add(number)
@@ -439,12 +446,16 @@ class IndexFile:
     # ------------------------------------------------------------------------------------------------ writing
 
     def begin_after(self, header: IndexHeader) -> None:
-        """Let an empty file begin where one with this header ends; no flush need know, since it can be done again."""
+        """Begin an empty file at the end of one with this header; it needs no flush, because it can be repeated."""
         self.file.buffer[:HEADER_SIZE] = _pack_header(*header.follower._replace(index_count=0))
         self._load()
 
     def put(self, key_hash: int, physical_offset: int, store_timestamp_ms: int) -> bool:
-        """Add one entry; False if the file is full. ``ValueError`` for a place before the last entry's."""
+        """Add one entry, and return False if the file is full.
+
+        Raises:
+            ValueError: the place is before that of the last entry.
+        """
         if not self.writable:
             raise ReadOnlyError(f"{self.path} is open for reading only")
         if self.count >= self.max_entries:
@@ -455,8 +466,8 @@ class IndexFile:
         return True
 
     def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:  # noqa: C901 (the hot path of appending keys)
-        """Add all keys of records, which have room; a record before that of the last entry is passed over."""
-        # The path of every append: literal sizes and locals, and no call that can be saved.
+        """Add all keys of records, for which there is room; skip records before that of the last entry."""
+        # Hot path of every append: literal sizes, locals, and no avoidable call.
         number = start = self.count
         if number + keys > self._reserved:
             self._reserve(number + keys)
@@ -478,13 +489,13 @@ class IndexFile:
                     if not 0 <= seconds <= _MAX_INT:
                         seconds = entry_seconds(timestamp, begin_timestamp)
                 if len(hashes) == 2 and number > 1:
-                    # The usual record, a unique id and a key: both entries in one write.
+                    # Fast path for a unique id and one key: both entries in one write.
                     first, second = hashes
                     first_slot, second_slot = first % max_slots * 4 + 40, second % max_slots * 4 + 40
                     first_number, second_number = _pack_int(number), _pack_int(number + 1)
                     first_previous = buffer[first_slot : first_slot + 4]
                     second_previous = buffer[second_slot : second_slot + 4]
-                    # Packed numbers compare as numbers do, the negative ones behind all others.
+                    # Packed numbers compare like numbers, with negative ones after all others.
                     if not _NO_ENTRY < first_previous <= first_number:
                         first_previous = _NO_ENTRY
                         slot_count += 1
@@ -530,7 +541,7 @@ class IndexFile:
             raise
 
     def put_block(self, physical: NDArray[np.int64], timestamps: NDArray[np.int64], hashes: NDArray[np.int64]) -> None:
-        """Add one entry for each place of the arrays, none before the last entry's; there is room for all."""
+        """Add an entry for each place of the arrays, none before the last entry's; there is room for all."""
         keys, number = len(hashes), self.count
         if number + keys > self._reserved:
             self._reserve(number + keys)
@@ -539,7 +550,7 @@ class IndexFile:
         numbers = np.arange(number, number + keys)
         before = np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots].astype(np.int64)
         previous = np.where((before > 0) & (before <= numbers), before, 0)
-        # Keys by slot, those of a slot in order: pairs sorted as single numbers are the quickest stable sort.
+        # Sort keys by slot, stably. Sorting pairs as single numbers is fastest.
         shift = keys.bit_length()
         pairs = np.sort(slots << shift | np.arange(keys))
         ordered = pairs >> shift
@@ -585,7 +596,7 @@ class IndexFile:
             raise
 
     def _write_slots(self, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Set slots, all from ``first`` to ``last``, in one piece where they lie close together."""
+        """Set slots from ``first`` to ``last``, in one piece if they are close together."""
         buffer = self.file.buffer
         if last - first < 16 * len(slots):
             begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
@@ -596,13 +607,13 @@ class IndexFile:
         if type(buffer) is mmap.mmap:
             np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots] = numbers
             return
-        # One that tells of its writes, or copies at the first, is to see each.
+        # A file that records its writes, or copies at the first, must see each write.
         packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
         for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
             buffer[position : position + 4] = number
 
     def _reserve(self, upto: int) -> None:
-        """Make sure of blocks behind the entries below number ``upto`` and a growing number of others."""
+        """Reserve blocks for the entries below number ``upto`` and for a growing number of further ones."""
         file = self.file
         if not self._reserved:
             self._files.reserve(file, 0, HEADER_SIZE + SLOT_SIZE * self.max_slots)
@@ -613,7 +624,7 @@ class IndexFile:
         self._reserved = target
 
     def _load(self) -> None:
-        """Take over what the header says, and take back what a write left that did not come to its header."""
+        """Read the header, and take back the remains of a write that did not reach its header."""
         header = self.header
         self._begin_timestamp, self._begin_physical = header.begin_timestamp_ms, header.begin_physical_offset
         self.end_physical = header.end_physical_offset
@@ -623,16 +634,16 @@ class IndexFile:
         self._announced = 0
 
     def _take_back(self) -> None:
-        """Undo what is not counted: a slot that leads there gets back what the entry says it held."""
+        """Undo uncounted entries: a slot that leads to one gets the entry's previous number."""
         buffer, start = self.file.buffer, self.count
         position, restore = self.entry_position(start), []
         for number in range(start, self.max_entries):
             entry_hash, physical, seconds, previous = _unpack_entry(buffer, position)
             if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
-                break  # nothing that a write leaves
+                break  # no remains of a write
             slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)
             if not (entry_hash or physical or seconds or previous):
-                # Nothing, or the entry of hash 0 at the start of the log, which its slot tells.
+                # Nothing, or the entry of hash 0 at the start of the log; its slot decides.
                 (newest,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
                 if newest < number:
                     break
@@ -647,7 +658,7 @@ class IndexFile:
             self._dirty = True
 
     def write_again(self) -> None:
-        """Write all that the file holds once more for `flush`: the writer may have died before its own."""
+        """Write the whole content again for `flush`, because the writer can have died before its own flush."""
         file = self.file
         for at in range(0, file.size, _CHUNK):
             data = file.buffer[at : at + _CHUNK]
@@ -657,11 +668,11 @@ class IndexFile:
         self._dirty = True
 
     def flush(self) -> None:
-        """Return when whatever was written before the call has reached the device."""
+        """Flush everything written before the call to the device."""
         if self._dirty:
             self._dirty = False
             file = self.file
-            self._files.unmap(file, 0, file.size)  # any page of the slots may have been written
+            self._files.unmap(file, 0, file.size)  # any page of the slots can have been written
             try:
                 self._files.flush(file)
             except BaseException:
@@ -669,7 +680,7 @@ class IndexFile:
                 raise
 
     def close(self) -> None:
-        """Flush, and let the file go."""
+        """Flush and release the file."""
         if not self._closed:
             self.flush()
             self._closed = True

@@ -1,4 +1,4 @@
-"""What a store remembers of Spark jobs that wrote to it, so that a job committed again writes nothing twice.
+"""Notes about Spark jobs that wrote to a store, so that a job committed again writes nothing twice.
 
 ::
 
@@ -35,7 +35,7 @@ def note_path(path: str, job: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobNote:
-    """Where the records of a job begin and end in the log, how the first one begins, and whether all is done."""
+    """Begin and end of a job's records in the log, the first bytes of the first one, and whether the job is done."""
 
     begin: int
     end: int
@@ -63,7 +63,7 @@ class JobNote:
 
     def is_committed(self, log_begin: int, log_end: int, data_at: Callable[[int, int], object]) -> bool:
         """Return whether a log holds the job's records, or held them; ``data_at`` reads bytes of it."""
-        if self.begin < log_begin:  # files of the log that have gone since held the records, if there were any
+        if self.begin < log_begin:  # the records were in log files that are deleted now
             return self.done
         return not self.records or (self.begin < log_end and data_at(self.begin, len(self.first)) == self.first)
 
@@ -75,7 +75,7 @@ def jobs(path: str, files: Files) -> list[str]:
 
 
 class MovedJobs:
-    """The jobs of a store whose records are copied one by one to other places.
+    """The jobs of a store while its records are copied one by one to other places.
 
     A job whose first record is copied stays committed. So does a job that was done and of which any record is copied,
     and one whose records retention had deleted. Every other job can run again.
@@ -93,7 +93,7 @@ class MovedJobs:
         """Note that a record was copied; records come in the order of the log, those of cuts behind them."""
         if self._lowest is None:
             self._lowest = physical_offset
-        if self._at and physical_offset < self._notes[self._at - 1][1].begin:  # a cut: look at all jobs again
+        if self._at and physical_offset < self._notes[self._at - 1][1].begin:  # a cut: check all jobs again
             self._at, self._open = 0, []
         while self._at < len(self._notes) and self._notes[self._at][1].begin <= physical_offset:
             self._open.append(self._notes[self._at])

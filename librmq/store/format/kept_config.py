@@ -1,11 +1,11 @@
-"""What a store's files do not tell of its configuration, kept in a file of librmq's own.
+"""The settings of a store that its files do not tell, in a file of librmq's own.
 
 ::
 
     librmq/config.json    {"version": 1, "commitlog_file_size", …, "message_delay_level", "max_total_size", …}
 
-The broker ignores the file, and it may be deleted. Then sizes are found in the files, as far as there are any, the
-delay levels are 4.9's, and nothing is deleted for its age or the log's size.
+The broker ignores the file, and it can be deleted. Then sizes come from the store's files, the delay levels are 4.9's,
+and retention deletes nothing by age or size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SMALLEST_LOG_FILE: Final = 256  # below any total size
 
 
 def read_kept_config(path: str, files: Files) -> dict[str, Any]:
-    """Return the settings that the store in ``path`` keeps; none where the file is missing or can't be read."""
+    """Return the settings that the store in ``path`` keeps, none if the file is missing or unreadable."""
     place = os.path.join(path, FILE)
     if not files.size(place):
         return {}
@@ -51,9 +51,9 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
 
 
 def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
-    """Keep the settings of the store in ``path``, if they are others than before; durable when it returns.
+    """Keep the settings of the store in ``path`` if they have changed; durable when it returns.
 
-    A full disk is no reason not to open the store: the next open tries again.
+    A full disk does not prevent opening the store; the next opening tries again.
     """
     found = {name: getattr(config, name) for name in _KEPT}
     if found == read_kept_config(path, files):

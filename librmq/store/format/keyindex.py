@@ -1,4 +1,4 @@
-"""The index files of a folder as one: which is written, which are asked. Mirrors 4.9.4's ``IndexService``."""
+"""The index files of a folder as one index: the newest is written, all are searched. Mirrors ``IndexService``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file
 __all__ = ["KeyIndex"]
 
 _BLOCK = 80
-"""From how many keys on arrays are quicker than a loop."""
+"""Number of keys from which arrays are faster than a loop."""
 _MAPPED: Final = 32
-"""How many files of a folder are kept mapped."""
+"""Number of files of a folder that stay mapped."""
 _MAX_TIMESTAMP: Final = (1 << 63) - 1
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST_MOMENT: Final = (datetime(9999, 12, 31, 23, 59, 59, 999000, UTC) - _EPOCH) // timedelta(milliseconds=1)
@@ -37,7 +37,7 @@ def _name(timestamp_ms: int) -> str:
 
 
 def _moment(name: str) -> int | None:
-    """The time (ms) that a file is named by, None for what is no such name."""
+    """Return the time (ms) in a file's name, None for any other name."""
     if len(name) != 17 or not (name.isascii() and name.isdigit()):
         return None
     try:
@@ -48,9 +48,9 @@ def _moment(name: str) -> int | None:
 
 
 class KeyIndex:
-    """The index files of a folder. Works alone.
+    """The index files of a folder, usable alone.
 
-    One thread may append and delete while any number query; any may flush. Few files are mapped at a time.
+    One thread can append and delete while others query. Any thread can flush. Only few files are mapped at a time.
     """
 
     def __init__(
@@ -87,10 +87,12 @@ class KeyIndex:
         now_ms: Callable[[], int] | None = None,
         writable: bool = True,
     ) -> KeyIndex:
-        """Open the files of a folder, which need not exist yet; ``now_ms`` names those to come (the system's clock).
+        """Open the files of a folder, which need not exist yet. ``now_ms`` (the system's clock) names new files.
 
-        Names that are no numbers are passed over, as 4.9 does. `CorruptionError` for a number that is no
-        time, a file of another length, a header that can't be.
+        As in 4.9, names that are no numbers are ignored.
+
+        Raises:
+            CorruptionError: a number is no time, a file has another length, or a header is impossible.
         """
         check_geometry(slots, entries)
         return cls(os.fspath(folder), slots, entries, files or DiskFiles(), now_ms or SystemClock().now_ms, writable)
@@ -109,7 +111,7 @@ class KeyIndex:
                 )
             found.append(self._open_file(path))
         if self.writable and len(found) > 1 and found[-1].header == FRESH:
-            found[-1].begin_after(found[-2].header)  # the process that made it died before it could
+            found[-1].begin_after(found[-2].header)  # the process that made it died before it gave it a length
         return found
 
     def _listed(self) -> list[FolderEntry]:
@@ -138,28 +140,28 @@ class KeyIndex:
 
     @property
     def end_physical_offset(self) -> int:
-        """The place of the last record that is indexed: the newest file's end, 0 where there is none."""
+        """The place of the last indexed record, which is the newest file's end; 0 without files."""
         files = self._list
         return files[-1].header.end_physical_offset if files else 0
 
     @property
     def end_timestamp_ms(self) -> int:
-        """The store time of the last record that is indexed: the newest file's end, 0 where there is none."""
+        """The store time of the last indexed record, which is the newest file's end; 0 without files."""
         files = self._list
         return files[-1].header.end_timestamp_ms if files else 0
 
     @property
     def full_timestamp_ms(self) -> int:
-        """The end of the newest full file, 0 for none: after a flush, the checkpoint's time of the index."""
+        """The end time of the newest full file, 0 for none; after a flush it is the checkpoint's time of the index."""
         for file in reversed(self._list):
             if file.full:
                 return file.header.end_timestamp_ms
         return 0
 
     def last_record(self) -> tuple[int, int]:
-        """The place of the last record that is indexed, and how many of the newest entries are its.
+        """Return the place of the last indexed record, and the number of its entries.
 
-        Appending goes on without indexing a key twice from that record on, with so many of its keys left out.
+        Appending continues from that record without indexing a key twice, if that many of its keys are left out.
         """
         physical, keys = self.end_physical_offset, 0
         for file in reversed(self._list):
@@ -176,10 +178,10 @@ class KeyIndex:
     def query(
         self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
     ) -> list[int]:
-        """Physical offsets of a topic's records with a key, stored from ``begin_ms`` to ``end_ms``.
+        """Return physical offsets of a topic's records with a key, stored from ``begin_ms`` to ``end_ms``.
 
-        At most ``max_results``, the newest first, as 4.9 finds them: with records of other keys of the same
-        hash, and with one twice that was indexed twice. The search ends at the newest file that begins before
+        The newest come first, at most ``max_results``. As in 4.9, records of other keys with the same hash are among
+        them, and a record that was indexed twice occurs twice. The search ends at the newest file that begins before
         ``begin_ms``. Thread-safe.
         """
         self._check_open()
@@ -201,9 +203,9 @@ class KeyIndex:
     # ------------------------------------------------------------------------------------------- the writer's
 
     def append(self, physical_offset: int, store_timestamp_ms: int, key_hashes: Sequence[int]) -> None:
-        """Add one record, all its keys in order; call it for those without keys too: it may add a file.
+        """Add one record with all its keys in order. Call it for records without keys too, because it can add a file.
 
-        A record before the last one indexed is passed over.
+        A record before the last indexed one is skipped.
         """
         tail, keys = self._tail, len(key_hashes)
         if tail is not None and tail.count + keys < tail.max_entries and keys < _BLOCK:
@@ -213,7 +215,7 @@ class KeyIndex:
             self._append_arrays(((physical_offset, store_timestamp_ms, key_hashes),))
 
     def append_many(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """`append` for records in log order: tuples of physical offset, store time (ms) and key hashes."""
+        """Add records in log order: tuples of physical offset, store time (ms) and key hashes."""
         if not records:
             return
         tail, keys = self._tail or self._room(), sum([len(record[2]) for record in records])
@@ -239,7 +241,7 @@ class KeyIndex:
         record_of_key: NDArray[np.int64],
         key_hashes: NDArray[np.int64],
     ) -> None:
-        """`append` for many records at once, in log order.
+        """Add many records at once, in log order.
 
         ``physical_offsets`` and ``timestamps`` (ms) have a place for each record, with or without keys;
         ``key_hashes`` and ``record_of_key`` (ascending places in the other two) one for each key.
@@ -264,10 +266,10 @@ class KeyIndex:
             tail.put_block(physical[begin:end], times[begin:end], hashes[begin:end])
             begin = end
         if keys and record_of_key[-1] < records - 1:
-            self._room()  # the record behind the last key finds a full file, if it is full now
+            self._room()  # if the file is full now, the record behind the last key needs a new one
 
     def _room(self) -> IndexFile:
-        """The newest file, or a new one behind it if it is full."""
+        """Return the newest file, or a new one if it is full."""
         self._check_writable()
         tail = self._tail
         if tail is not None and tail.count < tail.max_entries:
@@ -275,7 +277,7 @@ class KeyIndex:
         moment = min(max(self._now_ms(), 0), _LAST_MOMENT)
         if tail is None:
             make_folders(self._files, self.folder)
-        else:  # never before the others: by their names they are ordered
+        else:  # never before the others, because names define their order
             moment = max(moment, (_moment(tail.name) or 0) + 1)
             if moment > _LAST_MOMENT:
                 raise CorruptionError(tail.path, 0, "name", "there is no name for a file behind it")
@@ -294,7 +296,7 @@ class KeyIndex:
         return tail
 
     def delete_before(self, physical_offset: int) -> list[str]:
-        """Delete files that end before ``physical_offset``, never the newest; returns their paths."""
+        """Delete files that end before ``physical_offset``, except the newest, and return their paths."""
         self._check_writable()
         gone = []
         for file in self._list[:-1]:
@@ -304,16 +306,20 @@ class KeyIndex:
         return gone
 
     def delete_newer_than(self, timestamp_ms: int) -> list[str]:
-        """Delete the files whose last record was stored after ``timestamp_ms``; returns their paths.
+        """Delete the files whose last record was stored after ``timestamp_ms``, and return their paths.
 
-        After an unclean exit, with the checkpoint's time of the index.
+        Recovery calls it after an unclean exit, with the checkpoint's time of the index.
         """
         self._check_writable()
         newer = [file for file in self._list if file.header.end_timestamp_ms > timestamp_ms]
         return [self._delete(file) for file in reversed(newer)]
 
     def drop(self, name: str) -> str:
-        """Delete the file of this name; returns its path. ``ValueError`` if there is none."""
+        """Delete the file of this name, and return its path.
+
+        Raises:
+            ValueError: there is no such file.
+        """
         self._check_writable()
         for file in self._list:
             if file.name == name:
@@ -324,13 +330,13 @@ class KeyIndex:
         self._list = [other for other in self._list if other is not file]
         self._tail = self._list[-1] if self._list else None
         self._files.delete(file.path)
-        file.release()  # its blocks are free when the last reader is through
+        file.release()  # its blocks are free when the last reader has finished
         with self._guard:
             self._folder_dirty = True
         return file.path
 
     def flush(self) -> None:
-        """Return when whatever was written before the call has reached the device."""
+        """Flush everything written before the call to the device."""
         for file in self._list:
             try:
                 file.flush()
@@ -348,7 +354,7 @@ class KeyIndex:
                 raise
 
     def close(self) -> None:
-        """Flush, and let the files go."""
+        """Flush and release the files."""
         if self._closed:
             return
         self.flush()

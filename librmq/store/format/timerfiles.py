@@ -1,4 +1,4 @@
-"""The files of 5.x's timer: a wheel of slots, a log of what is in them, and a checkpoint.
+"""The files of 5.x's timer: a wheel of slots, a log of the messages in them, and a checkpoint.
 
 ::
 
@@ -10,15 +10,15 @@
 
     timerlog/<start>   unit  size            4   52
                              previous        8   position of the unit before it in its slot, -1 for none
-                             magic           4   1, plus 2: put there to be put on, plus 4: it deletes another
+                             magic           4   1; plus 2: it moves to a later slot; plus 4: it deletes another
                              write time      8   the wheel's time (ms) when it was written
-                             delay           4   from there to the slot's time (ms)
+                             delay           4   from the write time to the slot's time (ms)
                              physicalOffset  8   of the message, in topic rmq_sys_wheel_timer
                              size            4   of the message
                              topic hash      4   Java's hashCode of the message's own topic
                              reserved        8   0
-                       blank size 4 | 0 8 | magic cbd43194 4, up to the end of the file: where a unit and 16 bytes do
-                             not fit
+                       blank size 4 | 0 8 | magic cbd43194 4, up to the end of the file, if a unit and 16 bytes do not
+                             fit
 
     config/timercheck  read time 8 | log position 8 | queue offset 8 | master's queue offset 8 |
                        data version: state 8, time 8, counter 8 | zeros                         4096 bytes
@@ -119,13 +119,13 @@ class Slot(NamedTuple):
 
 
 class TimerWheel:
-    """The slots, in a file that is mapped whole. One writer; not thread-safe."""
+    """The slots, in one mapped file. One writer; not thread-safe."""
 
     def __init__(self, path: str, files: Files, slots: int, file: File) -> None:
         self.path = path
         self._files = files
         self.slots = slots
-        """How many slots there are in the file: twice as many as a turn has."""
+        """The number of slots in the file, twice that of a turn."""
         self._file = file
         self._dirty = False
         self._reserved: set[int] = set()  # pages that have blocks behind them
@@ -137,7 +137,11 @@ class TimerWheel:
 
     @classmethod
     def open(cls, store: str, slots: int, *, files: Files | None = None) -> Self | None:
-        """Open the wheel of a store for writing, None where there is none; `CorruptionError` for another size."""
+        """Open the wheel of a store for writing, None if there is none.
+
+        Raises:
+            CorruptionError: the file has another size.
+        """
         files, path = files or DiskFiles(), cls.path_in(store)
         size = files.size(path)
         if not size:
@@ -158,7 +162,7 @@ class TimerWheel:
         return cls(path, files, slots, file)
 
     def slot(self, time: int) -> Slot | None:
-        """The slot for a time in units of the precision, None if it was last used for another time."""
+        """Return the slot for a time in units of the precision, None if it was last used for another time."""
         slot = Slot._make(_SLOT.unpack_from(self._file.buffer, time % self.slots * SLOT_SIZE))
         return slot if slot.time == time and (slot.first or slot.last or slot.messages or slot.time) else None
 
@@ -180,14 +184,14 @@ class TimerWheel:
         self._dirty = True
 
     def times(self) -> npt.NDArray[np.int64]:
-        """The time of each slot, a copy."""
+        """Return a copy of the time of each slot."""
         slots = np.frombuffer(self._file.buffer, np.dtype([("time", ">i8"), ("rest", "V24")]))
         return slots["time"].astype(np.int64)
 
     def flush(self) -> None:
-        """Return when the slots have reached the device. Others may be written meanwhile."""
+        """Flush the slots to the device; others can be written meanwhile."""
         if self._dirty:
-            self._dirty = False  # before the flush: what is written meanwhile is for the next
+            self._dirty = False  # read before the flush, so that later writes belong to the next flush
             try:
                 self._files.flush(self._file)
             except BaseException:
@@ -196,9 +200,10 @@ class TimerWheel:
 
 
 def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
-    """The slots of a store's wheel that were ever used, with their numbers; of ``timerwheel.gz`` where that is there.
+    """Yield the used slots of a store's wheel with their numbers, from ``timerwheel.gz`` if that exists.
 
-    `CorruptionError` for a file that is no wheel.
+    Raises:
+        CorruptionError: the file is no wheel.
     """
     path = TimerWheel.path_in(store)
     packed = f"{path}.gz"
@@ -227,9 +232,10 @@ class TimerLog:
     """The log of units. One writer; not thread-safe."""
 
     def __init__(self, store: str, file_size: int, *, files: Files | None = None, writable: bool = True) -> None:
-        """List the files; `CorruptionError` for names and lengths that can't be.
+        """List the files; a writer removes those of length zero, which a crash leaves.
 
-        A writer removes those of length zero, which a crash leaves.
+        Raises:
+            CorruptionError: a name or a length is impossible.
         """
         folder, files = os.path.join(store, TIMERLOG), files or DiskFiles()
         if writable:
@@ -238,15 +244,15 @@ class TimerLog:
                     files.delete(os.path.join(folder, entry.name))
         self._files = MappedFileQueue(folder, file_size, files, MappingPool(4), writable=writable, durable=writable)
         self.end = self._files.begin
-        """Where the next unit goes; set by `resume`."""
+        """Position of the next unit; set by `resume`."""
 
     @property
     def begin(self) -> int:
-        """Where the first file starts."""
+        """Start of the first file."""
         return self._files.begin
 
     def resume(self, end: int) -> bool:
-        """Go on at ``end``; what lies behind it is cleared. True if there was anything."""
+        """Continue at ``end``, clear everything behind it, and return whether there was anything."""
         files = self._files
         self.end = max(files.begin, min(end, files.end))
         start = files.start_of(self.end)
@@ -258,7 +264,7 @@ class TimerLog:
         return behind
 
     def append(self, unit: Unit) -> int:
-        """Write a unit; returns its position."""
+        """Write a unit and return its position."""
         files, size = self._files, self._files.file_size
         if self.end >= files.end:
             files.create(self.end)
@@ -279,7 +285,7 @@ class TimerLog:
         self._files.mark_dirty(start)
 
     def unit(self, position: int) -> Unit | None:
-        """The unit at ``position``, None where there is none."""
+        """Return the unit at ``position``, None if there is none."""
         file = self._files.file_at(position)
         if file is None:
             return None
@@ -290,7 +296,7 @@ class TimerLog:
         return unit if _is_unit(unit) else None
 
     def items(self) -> Iterator[tuple[int, Unit | int]]:
-        """Every unit with its position, and the size of every blank; up to the first place that has neither."""
+        """Yield every unit with its position, and the size of every blank, up to the first place with neither."""
         for start in list(self._files.starts):
             buffer, at = self._files.file(start).buffer, 0
             while at + _BLANK.size <= len(buffer):
@@ -306,7 +312,7 @@ class TimerLog:
                 break
 
     def blocks(self, end: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """The units below ``end``, many at a time: ``(position of the first, array of UNIT_DTYPE)``, copies."""
+        """Yield copies of the units below ``end``, many at a time: ``(position of the first, array of UNIT_DTYPE)``."""
         for start in list(self._files.starts):
             upto = min(end - start, self._files.file_size)
             buffer, at = self._files.file(start).buffer, 0
@@ -323,9 +329,9 @@ class TimerLog:
                 at += count * UNIT_SIZE
 
     def trim(self, physical_offset: int) -> None:
-        """Delete the files, but the last, whose units all name messages below a physical offset.
+        """Delete the files, except the last, whose units all name messages below a physical offset.
 
-        As 5.3.3: a file stays until the commit log's begin has passed what it names.
+        As in 5.3.3, a file stays until the commit log's beginning has passed the messages that it names.
         """
         size = self._files.file_size
         while len(self._files.starts) > 1:
@@ -337,7 +343,7 @@ class TimerLog:
             self._files.delete_before(start + size)
 
     def flush(self) -> None:
-        """Return when all units have reached the device."""
+        """Flush all units to the device."""
         self._files.flush()
 
 
@@ -346,21 +352,21 @@ def _is_unit(unit: Unit) -> bool:
 
 
 def timer_log_size(store: str, files: Files) -> int | None:
-    """The length of the timer log's files, None where there are none."""
+    """Return the length of the timer log's files, None if there are none."""
     sizes = (entry.size for entry in files.list(os.path.join(store, TIMERLOG)) if not entry.is_folder)
     return next(filter(None, sizes), None)
 
 
 @dataclass(slots=True)
 class TimerCheckpoint:
-    """How far the timer has come."""
+    """Progress of a timer."""
 
     read_time_ms: int = 0
-    """The next slot to be emptied."""
+    """Time of the next slot to empty."""
     log_position: int = 0
-    """The timer log has reached the device up to here."""
+    """Position up to which the timer log is on the device."""
     queue_offset: int = 0
-    """The next message of the timer topic to be put into the wheel."""
+    """Queue offset of the timer topic's next message for the wheel."""
     master_queue_offset: int = 0
     state_version: int = 0
     version_timestamp_ms: int = 0
@@ -373,7 +379,11 @@ class TimerCheckpoint:
 
     @classmethod
     def read(cls, store: str, files: Files) -> Self | None:
-        """The checkpoint of a store, None where there is none; `CorruptionError` for a file of another length."""
+        """Read the checkpoint of a store, None if there is none.
+
+        Raises:
+            CorruptionError: the file has another length.
+        """
         path = cls.path_in(store)
         size = files.size(path)
         if not size:
@@ -383,7 +393,7 @@ class TimerCheckpoint:
         return cls(*_CHECKPOINT.unpack_from(files.read(path)))
 
     def write(self, store: str, files: Files) -> None:
-        """Write it at once; durable when it returns."""
+        """Write the checkpoint; durable when it returns."""
         path = self.path_in(store)
         make_folders(files, os.path.dirname(path))
         data = _CHECKPOINT.pack(
