@@ -36,14 +36,12 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import itemgetter
 from typing import Final
 
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
-from librmq.java.hashing import hash_map_order, java_decode, string_hash
+from librmq.java.hashing import java_decode
 from librmq.java.numbers import java_int
 from librmq.message.compression import COMPRESSED as COMPRESSED
 from librmq.message.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4
@@ -60,6 +58,38 @@ from librmq.message.hosts import format_host as format_host
 from librmq.message.hosts import offset_message_id as offset_message_id
 from librmq.message.hosts import parse_host as parse_host
 from librmq.message.hosts import parse_offset_message_id as parse_offset_message_id
+from librmq.message.properties import PROPERTY_CHECK_IMMUNITY_TIME as PROPERTY_CHECK_IMMUNITY_TIME
+from librmq.message.properties import PROPERTY_CLUSTER as PROPERTY_CLUSTER
+from librmq.message.properties import PROPERTY_CONSUME_START_TIME as PROPERTY_CONSUME_START_TIME
+from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE as PROPERTY_DEAD_LETTER_CAUSE
+from librmq.message.properties import PROPERTY_DELAY as PROPERTY_DELAY
+from librmq.message.properties import PROPERTY_KEYS as PROPERTY_KEYS
+from librmq.message.properties import PROPERTY_MAX_OFFSET as PROPERTY_MAX_OFFSET
+from librmq.message.properties import PROPERTY_MAX_RECONSUME_TIMES as PROPERTY_MAX_RECONSUME_TIMES
+from librmq.message.properties import PROPERTY_MIN_OFFSET as PROPERTY_MIN_OFFSET
+from librmq.message.properties import PROPERTY_ORIGIN_MESSAGE_ID as PROPERTY_ORIGIN_MESSAGE_ID
+from librmq.message.properties import PROPERTY_PRODUCER_GROUP as PROPERTY_PRODUCER_GROUP
+from librmq.message.properties import PROPERTY_REAL_QUEUE_ID as PROPERTY_REAL_QUEUE_ID
+from librmq.message.properties import PROPERTY_REAL_TOPIC as PROPERTY_REAL_TOPIC
+from librmq.message.properties import PROPERTY_RECONSUME_TIME as PROPERTY_RECONSUME_TIME
+from librmq.message.properties import PROPERTY_RETRY_TOPIC as PROPERTY_RETRY_TOPIC
+from librmq.message.properties import PROPERTY_TAGS as PROPERTY_TAGS
+from librmq.message.properties import PROPERTY_TRANSACTION_CHECK_TIMES as PROPERTY_TRANSACTION_CHECK_TIMES
+from librmq.message.properties import PROPERTY_TRANSACTION_PREPARED as PROPERTY_TRANSACTION_PREPARED
+from librmq.message.properties import (
+    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET as PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+)
+from librmq.message.properties import PROPERTY_UNIQUE_KEY as PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PROPERTY_WAIT as PROPERTY_WAIT
+from librmq.message.properties import RESERVED_PROPERTIES as RESERVED_PROPERTIES
+from librmq.message.properties import decode_properties as decode_properties
+from librmq.message.properties import encode_properties as encode_properties
+from librmq.message.properties import find_keys_and_tags as find_keys_and_tags
+from librmq.message.properties import find_property as find_property
+from librmq.message.properties import is_encoding_of as is_encoding_of
+from librmq.message.properties import join_properties as join_properties
+from librmq.message.properties import split_keys as split_keys
+from librmq.message.properties import tags_code as tags_code
 
 Raw = bytes | bytearray | memoryview | mmap.mmap
 
@@ -155,56 +185,11 @@ BORN_HOST_V6: Final = 16
 STORE_HOST_V6: Final = 32
 HOSTS_V6: Final = BORN_HOST_V6 | STORE_HOST_V6
 
-PROPERTY_KEYS: Final = "KEYS"
-PROPERTY_TAGS: Final = "TAGS"
-PROPERTY_WAIT: Final = "WAIT"
-PROPERTY_DELAY: Final = "DELAY"
-PROPERTY_RETRY_TOPIC: Final = "RETRY_TOPIC"
-PROPERTY_REAL_TOPIC: Final = "REAL_TOPIC"
-PROPERTY_REAL_QUEUE_ID: Final = "REAL_QID"
-PROPERTY_TRANSACTION_PREPARED: Final = "TRAN_MSG"
-PROPERTY_PRODUCER_GROUP: Final = "PGROUP"
-PROPERTY_MIN_OFFSET: Final = "MIN_OFFSET"
-PROPERTY_MAX_OFFSET: Final = "MAX_OFFSET"
-PROPERTY_BUYER_ID: Final = "BUYER_ID"
-PROPERTY_ORIGIN_MESSAGE_ID: Final = "ORIGIN_MESSAGE_ID"
-PROPERTY_TRANSFER_FLAG: Final = "TRANSFER_FLAG"
-PROPERTY_CORRECTION_FLAG: Final = "CORRECTION_FLAG"
-PROPERTY_MQ2_FLAG: Final = "MQ2_FLAG"
-PROPERTY_RECONSUME_TIME: Final = "RECONSUME_TIME"
-PROPERTY_MSG_REGION: Final = "MSG_REGION"
-PROPERTY_TRACE_SWITCH: Final = "TRACE_ON"
-PROPERTY_UNIQUE_KEY: Final = "UNIQ_KEY"
-PROPERTY_MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
-PROPERTY_DEAD_LETTER_CAUSE: Final = "DEAD_LETTER_CAUSE"
-"""Librmq's own: the exception for which a consumer gave a message up."""
-PROPERTY_CONSUME_START_TIME: Final = "CONSUME_START_TIME"
-PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET: Final = "TRAN_PREPARED_QUEUE_OFFSET"
-PROPERTY_TRANSACTION_CHECK_TIMES: Final = "TRANSACTION_CHECK_TIMES"
-PROPERTY_CHECK_IMMUNITY_TIME: Final = "CHECK_IMMUNITY_TIME_IN_SECONDS"
-PROPERTY_INSTANCE_ID: Final = "INSTANCE_ID"
-PROPERTY_CORRELATION_ID: Final = "CORRELATION_ID"
-PROPERTY_REPLY_TO_CLIENT: Final = "REPLY_TO_CLIENT"
-PROPERTY_TTL: Final = "TTL"
-PROPERTY_ARRIVE_TIME: Final = "ARRIVE_TIME"
-PROPERTY_PUSH_REPLY_TIME: Final = "PUSH_REPLY_TIME"
-PROPERTY_CLUSTER: Final = "CLUSTER"
-PROPERTY_MESSAGE_TYPE: Final = "MSG_TYPE"
-PROPERTY_INNER_MULTI_DISPATCH: Final = "INNER_MULTI_DISPATCH"
-PROPERTY_INNER_MULTI_QUEUE_OFFSET: Final = "INNER_MULTI_QUEUE_OFFSET"
-
-# fmt: off
-RESERVED_PROPERTIES: Final = frozenset((
-    PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_WAIT, PROPERTY_DELAY, PROPERTY_RETRY_TOPIC, PROPERTY_REAL_TOPIC,
-    PROPERTY_REAL_QUEUE_ID, PROPERTY_TRANSACTION_PREPARED, PROPERTY_PRODUCER_GROUP, PROPERTY_MIN_OFFSET,
-    PROPERTY_MAX_OFFSET, PROPERTY_BUYER_ID, PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_TRANSFER_FLAG,
-    PROPERTY_CORRECTION_FLAG, PROPERTY_MQ2_FLAG, PROPERTY_RECONSUME_TIME, PROPERTY_MSG_REGION,
-    PROPERTY_TRACE_SWITCH, PROPERTY_UNIQUE_KEY, PROPERTY_MAX_RECONSUME_TIMES, PROPERTY_CONSUME_START_TIME,
-    PROPERTY_INSTANCE_ID, PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL, PROPERTY_ARRIVE_TIME,
-    PROPERTY_PUSH_REPLY_TIME, PROPERTY_CLUSTER, PROPERTY_MESSAGE_TYPE, PROPERTY_INNER_MULTI_QUEUE_OFFSET,
-))
-# fmt: on
-"""The names that a user's properties may not have."""
+HEADERS: Final = {
+    hosts: header_struct(sys_flag=hosts, unsigned=("size", "magic", "body_crc"))
+    for hosts in (0, BORN_HOST_V6, STORE_HOST_V6, HOSTS_V6)
+}
+"""A record up to its body, by the two bits of the sys flag that say which hosts have 16 bytes."""
 
 _CHECK: Final = header_struct("size", "magic", "body_crc", "sys_flag", "body_length")
 _unpack_check = _CHECK.unpack_from
@@ -219,186 +204,6 @@ _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
 _SCHEDULE_TOPIC_BYTES: Final = SCHEDULE_TOPIC.encode()
 _SCHEDULE_TOPIC_SIZE: Final = len(SCHEDULE_TOPIC)
 _DELAY_BYTES: Final = PROPERTY_DELAY.encode()
-
-
-# ------------------------------------------------------------------------------------------------- properties
-
-
-def encode_properties(properties: Mapping[str, str]) -> bytes:
-    """Return properties as they are stored: in the order of a Java map that was filled in that of ``properties``.
-
-    The length is not judged here. A value may contain 01, which is read back as part of it.
-
-    Raises:
-        MessageIllegalError: a name contains 01 or 02, a value 02, one of them is no text, or has no UTF-8 (half a
-            surrogate pair).
-    """
-    if not properties:
-        return b""
-    names = tuple(properties)
-    try:
-        parts, pick, separators = _shapes[names]
-    except KeyError:
-        parts, pick, separators = _property_shape(names)
-    parts = parts.copy()
-    try:
-        parts[_VALUES] = pick(properties)
-        text = _join(parts)
-    except TypeError:
-        raise _unwritable(properties) from None
-    if text.count("\2") != separators:  # what stands behind it would be read as another property
-        raise _unwritable(properties)
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise MessageIllegalError(f"a property cannot be written as UTF-8: {error.reason}") from None
-
-
-def _unwritable(properties: Mapping[str, str]) -> MessageIllegalError:
-    """Say which property can't be stored."""
-    for name, value in properties.items():
-        for text in (name, value):
-            if not isinstance(text, str):
-                return MessageIllegalError(f"property {name!r:.80}: expected text, found {text!r:.80}")
-        if "\1" in name or "\2" in name + value:
-            return MessageIllegalError(f"property {name!r:.80}: 01 and 02 separate properties in a record")
-    raise AssertionError("all properties can be stored")
-
-
-def is_encoding_of(raw: bytes, properties: Mapping[str, str]) -> bool:
-    """Whether ``raw``, of which ``properties`` were decoded, is also what they are encoded as; False if in doubt."""
-    names = tuple(properties)
-    return raw.isascii() and raw.count(b"\2") == len(names) - 1 and _is_in_order(names)
-
-
-@lru_cache(maxsize=1024)
-def _is_in_order(names: tuple[str, ...]) -> bool:
-    return hash_map_order(names) == tuple(range(len(names)))
-
-
-_Shape = tuple[list[str], Callable[[Mapping[str, str]], Iterable[str]], int]
-# For one set of names in one order: what stands before each value, with room for the values between, what takes
-# the values in the order in which they are stored, and the number of 02 between properties. An application has few;
-# names that are made up empty the cache.
-_shapes: dict[tuple[str, ...], _Shape] = {}
-_SHAPES_KEPT: Final = 1024
-_VALUES: Final = slice(1, None, 2)
-_join = "".join
-_LARGEST_SHAPE_KEPT: Final = 64
-
-
-def _property_shape(names: tuple[str, ...]) -> _Shape:
-    try:
-        text = "".join(names)
-    except TypeError:
-        raise _unwritable(dict.fromkeys(names, "")) from None
-    if "\1" in text or "\2" in text:
-        raise _unwritable(dict.fromkeys(names, ""))
-    ordered = [names[at] for at in hash_map_order(names)]
-    parts = [""] * (2 * len(ordered))
-    parts[::2] = [
-        f"{separator}{name}\1" for separator, name in zip(["", *["\2"] * len(ordered)], ordered, strict=False)
-    ]
-    if len(ordered) > 1:
-        pick: Callable[[Mapping[str, str]], Iterable[str]] = itemgetter(*ordered)
-    else:  # an itemgetter of one name gives no tuple
-
-        def pick(properties: Mapping[str, str]) -> Iterable[str]:
-            return tuple(properties.values())
-
-    separators = max(len(names) - 1, 0)
-    if len(names) <= _LARGEST_SHAPE_KEPT:
-        if len(_shapes) >= _SHAPES_KEPT:
-            _shapes.clear()
-        _shapes[names] = parts, pick, separators
-    return parts, pick, separators
-
-
-HEADERS: Final = {
-    hosts: header_struct(sys_flag=hosts, unsigned=("size", "magic", "body_crc"))
-    for hosts in (0, BORN_HOST_V6, STORE_HOST_V6, HOSTS_V6)
-}
-"""A record up to its body, by the two bits of the sys flag that say which hosts have 16 bytes."""
-
-
-def decode_properties(raw: bytes | str) -> dict[str, str]:
-    """Stored properties as a dict, in stored order. Never raises.
-
-    Parts without 01 and those with an empty name or value are dropped; a value may contain 01; of properties
-    with the same name the last wins.
-    """
-    text = raw if isinstance(raw, str) else java_decode(raw)
-    properties = {}
-    for part in text.split("\2"):
-        name, _, value = part.partition("\1")
-        if name and value:
-            properties[name] = value
-    return properties
-
-
-def find_property(raw: bytes, name: bytes) -> bytes | None:
-    """The value that `decode_properties` finds for ``name``, as stored, without looking at the others."""
-    needle = _property_needle(name)
-    if not needle:
-        return None
-    at = raw.rfind(needle)
-    while at >= 0:
-        value_at = at + len(needle)
-        value_end = raw.find(b"\2", value_at)
-        if value := raw[value_at:] if value_end < 0 else raw[value_at:value_end]:
-            return value
-        at = raw.rfind(needle, 0, at)  # an empty one counts as absent: an earlier one may do
-    if raw.startswith(needle[1:]):
-        return raw[len(needle) - 1 :].split(b"\2", 1)[0] or None
-    return None
-
-
-def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | None]:
-    """What `find_property` finds for UNIQ_KEY, KEYS and TAGS, in one call: what every record is filed under."""
-    last, following = raw.rfind, raw.find
-    unique = keys = tags = b""
-    begin = last(b"\2UNIQ_KEY\1") + 10
-    if begin > 9:
-        upto = following(b"\2", begin)
-        unique = raw[begin:upto] if upto > 0 else raw[begin:]
-    begin = last(b"\2KEYS\1") + 6
-    if begin > 5:
-        upto = following(b"\2", begin)
-        keys = raw[begin:upto] if upto > 0 else raw[begin:]
-    begin = last(b"\2TAGS\1") + 6
-    if begin > 5:
-        upto = following(b"\2", begin)
-        tags = raw[begin:upto] if upto > 0 else raw[begin:]
-    # One that stands first, or is not there, or is there and empty, is looked for with care.
-    return (
-        unique or find_property(raw, b"UNIQ_KEY"),
-        keys or find_property(raw, b"KEYS"),
-        tags or find_property(raw, b"TAGS"),
-    )
-
-
-@lru_cache(maxsize=256)
-def _property_needle(name: bytes) -> bytes:
-    """What stands before the value of ``name``; empty for a name that cannot be."""
-    return b"" if not name or b"\1" in name or b"\2" in name else b"\2" + name + b"\1"
-
-
-def join_properties(own: bytes, batch: bytes) -> bytes:
-    """The stored properties of a message in a batch: its own, and behind them those of the batch."""
-    if own and batch and own[-1] != 2:
-        return own + b"\2" + batch
-    return own + batch
-
-
-@lru_cache(maxsize=256)
-def tags_code(tags: str | None) -> int:
-    """What a queue entry keeps of a message's tags (all of them as one text), 0 without any."""
-    return string_hash(tags) if tags else 0
-
-
-def split_keys(keys: str | None) -> list[str]:
-    """The keys of a message as the index takes them: between single spaces, empty ones left out."""
-    return [key for key in keys.split(" ") if key] if keys else []
 
 
 # ---------------------------------------------------------------------------------------------------- records

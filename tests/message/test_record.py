@@ -18,6 +18,7 @@ from librmq.errors import (
     MissingExtraError,
     RecordError,
 )
+from librmq.message import properties as property_names
 from librmq.message import record as record_format
 from librmq.message.compression import compression_type
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -395,7 +396,7 @@ def test_tags_and_keys() -> None:
 
 
 def test_reserved_names_are_all_but_four_that_users_may_set() -> None:
-    names = {value for name, value in vars(record_format).items() if name.startswith("PROPERTY_")}
+    names = {value for name, value in vars(property_names).items() if name.startswith("PROPERTY_")}
     assert names - record_format.RESERVED_PROPERTIES == {
         "TRAN_PREPARED_QUEUE_OFFSET",
         "TRANSACTION_CHECK_TIMES",
