@@ -9,32 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.client.identity import Client, LifeCycle, State, check_route
-from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
-from librmq.config import Between, Config, Seconds, to_seconds
+from librmq.client.producer_config import ProducerConfig, ProducerSettings
+from librmq.client.publish_routes import PublishRoutes, TopicQueues
+from librmq.client.queue_selectors import BrokerLatencies, QueueSelector
+from librmq.client.send_result import SendContext, SendHook, SendResult
+from librmq.config import to_seconds
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
     BrokerUnreachableError,
     ClientStateError,
     MessageIllegalError,
-    NoRouteError,
     SendTimeoutError,
 )
 from librmq.message import record
 from librmq.message.batch import check_batch, encoded_size
-from librmq.message.message import Message, MessageQueue, validate_client_topic
-from librmq.message.message import MessageFields as MessageFields
-from librmq.message.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_group
+from librmq.message.message import Message, MessageFields, MessageQueue, validate_client_topic
+from librmq.message.topics import NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
-    PERM_WRITE,
     ConsumerData,
-    Endpoint,
     Request,
     ResponseCode,
     Route,
@@ -44,7 +42,16 @@ from librmq.protocol import (
     SendStatus,
 )
 
-__all__ = ["Producer", "ProducerConfig", "QueueSelector", "SendHook", "SendResult"]
+__all__ = [
+    "MessageFields",
+    "Producer",
+    "ProducerConfig",
+    "ProducerSettings",
+    "QueueSelector",
+    "SendContext",
+    "SendHook",
+    "SendResult",
+]
 
 R = TypeVar("R")
 _log = logging.getLogger("librmq.producer")
@@ -65,78 +72,11 @@ _OK: Final = SendStatus.SEND_OK  # a member of an enum is found in twice the tim
 _RUNNING: Final = State.RUNNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerConfig(Config):
-    """Settings of a producer; the defaults are 4.9's. Durations are seconds, or a `timedelta` as keywords."""
-
-    timeout: Annotated[float, Seconds()] = 3.0
-    """Time for all tries of a send."""
-    retries: Annotated[int, Between(0)] = 2
-    """Further tries of `Producer.send` and `Producer.send_async`."""
-    retry_another_broker_when_not_ok: bool = False
-    """Try elsewhere when a message was stored, but not as well as asked (`SendStatus`)."""
-    compress_from: Annotated[int, Between(0)] = 4096
-    """Bodies of this many bytes and more are compressed."""
-    max_message_size: Annotated[int, Between(0)] = 4 << 20
-    """The longest body, in bytes."""
-    default_topic_queues: Annotated[int, Between(0)] = 4
-    """Queues of a topic that is made by the first send."""
-    avoid_slow_brokers: bool = False
-    """Keep away, for a while, from brokers that failed or were slow (`librmq.client.queue_selectors`)."""
-
-
-class ProducerSettings(TypedDict, total=False):
-    """Keywords of a `Producer`: the settings of `ProducerConfig`, for type checkers."""
-
-    timeout: float | timedelta
-    retries: int
-    retry_another_broker_when_not_ok: bool
-    compress_from: int
-    max_message_size: int
-    default_topic_queues: int
-    avoid_slow_brokers: bool
+_new_result = tuple.__new__  # in half the time
 
 
 Body = bytes | bytearray | memoryview | str
 """What a body is given as; text is sent as UTF-8."""
-
-
-class SendResult(NamedTuple):
-    """Where a message, or a batch, went."""
-
-    status: SendStatus
-    message_id: str
-    """The unique id; those of a batch joined by commas."""
-    offset_id: str
-    """The broker's id; those of a batch joined by commas."""
-    queue: MessageQueue
-    queue_offset: int
-    """The first message's."""
-    transaction_id: str | None = None
-
-
-_new_result = tuple.__new__  # in half the time
-
-
-class SendContext(NamedTuple):
-    """What a hook sees of a send."""
-
-    group: str
-    message: Message
-    queue: MessageQueue
-    attempt: int
-    """Counts from 0."""
-
-
-SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]
-"""Called before each try; what it returns is called after it, with the result or the error."""
-
-
-class _TopicQueues(NamedTuple):
-    """The queues that a topic can be sent to, and whose turn it is."""
-
-    queues: tuple[MessageQueue, ...]
-    turns: RoundRobin
 
 
 class Producer:
@@ -190,10 +130,8 @@ class Producer:
         self._latencies = BrokerLatencies(route.runner.now_ms) if self.config.avoid_slow_brokers else None
         self._runner = route.runner
         self._now_ms = route.runner.now_ms
-        self._route_version = 0
-        self._topics: dict[str, _TopicQueues] = {}
-        self._topics_before: dict[str, _TopicQueues] = {}  # of a route that may have changed since
-        self._endpoints: dict[str, Endpoint] = {}
+        self._routes = PublishRoutes(self.client, group, self.config.default_topic_queues)
+        self._topics, self._endpoints = self._routes.topics, self._routes.endpoints  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
         self._unwatch: Callable[[], None] | None = None
 
@@ -212,7 +150,7 @@ class Producer:
 
     def _join(self) -> None:
         self.client.join(self)
-        self._unwatch = self.route.watch(self._route_changed)
+        self._unwatch = self.route.watch(self._routes.changed)
 
     def shutdown(self) -> bool:
         """Leave the group; a later send is a `ClientStateError`. Doing so again does nothing.
@@ -245,11 +183,6 @@ class Producer:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"
-
-    def _route_changed(self) -> None:
-        self._topics_before.update(self._topics)
-        self._topics.clear()
-        self._endpoints.clear()
 
     def consumer_data(self) -> ConsumerData | None:
         """Return None: this is no consumer."""
@@ -299,7 +232,7 @@ class Producer:
         if queue is not None:
             if selector is not None:
                 raise _both_queue_and_selector(made.topic)
-            return self._send_to(made, self._given(made.topic, queue), timeout_ms)
+            return self._send_to(made, self._routes.given(made.topic, queue), timeout_ms)
         if selector is not None:
             return self._send_to(made, self._selected(made, selector, arg), timeout_ms)
         return self._send_in_turn(made, timeout_ms)
@@ -314,7 +247,7 @@ class Producer:
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._send_to(batch[0], self._given(batch[0].topic, queue), self._usual_timeout_ms, batch)
+            return self._send_to(batch[0], self._routes.given(batch[0].topic, queue), self._usual_timeout_ms, batch)
         return self._send_in_turn(batch[0], self._usual_timeout_ms, batch)
 
     def send_oneway(
@@ -336,8 +269,10 @@ class Producer:
             raise _both_queue_and_selector(made.topic)
         if selector is not None:
             chosen = self._selected(made, selector, arg)
+        elif queue is not None:
+            chosen = self._routes.given(made.topic, queue)
         else:
-            chosen = self._next(self._queues(made.topic), None) if queue is None else self._given(made.topic, queue)
+            chosen = self._next(self._queues(made.topic), None)
         try:
             self._send_to(made, chosen, self._usual_timeout_ms)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
@@ -434,7 +369,7 @@ class Producer:
         assert failure is not None
         raise failure
 
-    def _next(self, queues: _TopicQueues, last_broker: str | None) -> MessageQueue:
+    def _next(self, queues: TopicQueues, last_broker: str | None) -> MessageQueue:
         if self._latencies is not None:
             return self._latencies.choose(queues.queues, queues.turns)
         return queues.turns.choose(queues.queues, last_broker)
@@ -470,7 +405,7 @@ class Producer:
             context = SendContext(self.group, message, queue, attempt)
             after = [then for hook in self.hooks if (then := hook(context)) is not None]
         try:
-            endpoint = self._endpoints.get(queue.broker_name) or self._endpoint(queue.broker_name)
+            endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
             response: SendResponse = endpoint.call(request)
             took_ms = self._now_ms() - request.born_timestamp_ms
             if took_ms > timeout_ms:
@@ -538,69 +473,18 @@ class Producer:
                 self._life.start(self._join)
         self._life.check_running("send")
 
-    def _endpoint(self, broker_name: str) -> Endpoint:
-        version = self._route_version
-        endpoint = self.route.endpoint(broker_name)
-        with self._runner.lock:
-            if version == self._route_version:  # else it may be an old one
-                self._endpoints[broker_name] = endpoint
-        return endpoint
-
-    def _queues(self, topic: str) -> _TopicQueues:
+    def _queues(self, topic: str) -> TopicQueues:
         found = self._topics.get(topic)
         if found is not None:
             return found
         if not self._life.is_running:
             self._start_or_refuse()
-        version = self._route_version
-        data = self.route.topic_route(topic)
-        is_new = not data
-        if is_new:
-            data = self.route.topic_route(AUTO_CREATE_TOPIC)
-        queues = []
-        for broker in sorted(data, key=lambda of: of.broker_name):
-            if broker.permission & PERM_WRITE:
-                count = broker.write_queues
-                if is_new:
-                    count = min(count, self.config.default_topic_queues)
-                queues += [MessageQueue(topic, broker.broker_name, number) for number in range(count)]
-        if not queues:
-            known = ", ".join(self.route.broker_names()) or "none"
-            why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
-            raise NoRouteError(f"topic {topic!r}, asked for by producer group {self.group!r}: {why} (brokers: {known})")
-        before = self._topics_before.pop(topic, None)
-        if before is not None and before.queues == tuple(queues):
-            found = before  # another topic has changed: this one's turns go on
-        else:
-            count, random = len(queues), self.client.random
-            begin = 0 if random is None else random.randrange(count)
-            first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
-            found = _TopicQueues(tuple(queues), RoundRobin(first))
-        with self._runner.lock:
-            if not is_new and version == self._route_version:  # once it is made, it may have another number
-                self._topics[topic] = found
-        return found
-
-    def _given(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
-        if isinstance(queue, MessageQueue):
-            if queue.topic != topic:
-                raise MessageIllegalError(f"the queue is of topic {queue.topic!r}, the message of {topic!r}")
-            return queue
-        if type(queue) is not int:
-            raise MessageIllegalError(f"queue: expected a MessageQueue or a queue's number, found {queue!r:.80}")
-        names = [data.broker_name for data in self.route.topic_route(topic)] or list(self.route.broker_names())
-        if len(names) != 1:
-            raise NoRouteError(f"queue {queue} of topic {topic!r}: {len(names)} brokers have it; give a MessageQueue")
-        return MessageQueue(topic, names[0], queue)
+        return self._routes.queues(topic)
 
     def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
-        if not callable(selector):
-            raise MessageIllegalError(f"selector: expected a function, found {selector!r:.80}")
-        queues = self._queues(message.topic).queues
-        chosen = selector(queues, message, arg)
-        if chosen not in queues:
-            raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
-        return chosen
+        if not self._life.is_running:
+            self._start_or_refuse()
+        return self._routes.selected(message, selector, arg)
 
 
 def _checked(message: object) -> Message:

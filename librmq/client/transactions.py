@@ -215,7 +215,7 @@ class TransactionProducer(Producer):
     def _tell(self, broker_name: str, request: EndTransaction) -> None:
         self._runner.point(f"end transaction {request.state.name}")
         try:
-            self._endpoint(broker_name).call(request)
+            self._routes.endpoint(broker_name).call(request)
         except ClientError as error:
             _log.warning("group %s: the end of transaction %s was not taken: %s", self.group, request.message_id, error)
 

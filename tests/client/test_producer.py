@@ -128,6 +128,25 @@ def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
     assert len(begun) > 2
 
 
+def test_a_route_that_changes_while_it_is_asked_is_asked_again(broker: Broker) -> None:
+    class Changing(Cluster):
+        """Tells of a change before its answer arrives, which is from before."""
+
+        def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+            before = super().topic_route(topic)
+            if before and before[0].write_queues == 2:
+                broker.create_topic(topic, 5)
+            return before
+
+        def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+            return broker.watch(changed)
+
+    broker.create_topic("T", 2)
+    producer = Producer(Changing(broker), "shop").start()
+    assert len(producer.queues("T")) == 2
+    assert len(producer.queues("T")) == 5
+
+
 def test_a_message_is_not_changed_and_each_send_is_another(broker: Broker) -> None:
     producer = Producer(broker, "shop")
     message = Message("T", b"x", properties={"a": "1"})

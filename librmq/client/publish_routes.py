@@ -1,0 +1,118 @@
+"""The queues that a producer can send to, by topic. Mirrors ``TopicPublishInfo``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from librmq.client.identity import Client
+from librmq.client.queue_selectors import QueueSelector, RoundRobin
+from librmq.errors import MessageIllegalError, NoRouteError
+from librmq.message.message import Message, MessageQueue
+from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.protocol import PERM_WRITE, Endpoint
+
+__all__ = ["PublishRoutes", "TopicQueues"]
+
+
+class TopicQueues(NamedTuple):
+    """The queues that a topic can be sent to, and whose turn it is."""
+
+    queues: tuple[MessageQueue, ...]
+    turns: RoundRobin
+
+
+class PublishRoutes:
+    """What a producer knows of its route: queues by topic, brokers by name. Thread-safe."""
+
+    def __init__(self, client: Client, group: str, default_topic_queues: int) -> None:
+        """``default_topic_queues`` is the number of queues of a topic that is made by its first send."""
+        self.topics: dict[str, TopicQueues] = {}
+        """The topics that were looked up since the route changed last."""
+        self.endpoints: dict[str, Endpoint] = {}
+        """The brokers likewise."""
+        self._topics_before: dict[str, TopicQueues] = {}  # of a route that may have changed since
+        self._client = client
+        self._route = client.route
+        self._runner = client.runner
+        self._group = group
+        self._default_topic_queues = default_topic_queues
+        self._version = 0
+
+    def changed(self) -> None:
+        """Forget what was looked up, under the runner's lock; turns go on where a topic stays as it was."""
+        self._version += 1
+        self._topics_before.update(self.topics)
+        self.topics.clear()
+        self.endpoints.clear()
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the broker of that name, and keep it."""
+        version = self._version
+        endpoint = self._route.endpoint(broker_name)
+        with self._runner.lock:
+            if version == self._version:  # else it may be an old one
+                self.endpoints[broker_name] = endpoint
+        return endpoint
+
+    def queues(self, topic: str) -> TopicQueues:
+        """Return the queues of a topic, and keep them.
+
+        Raises:
+            NoRouteError: No broker has the topic, and none makes it.
+        """
+        found = self.topics.get(topic)
+        if found is not None:
+            return found
+        version = self._version
+        data = self._route.topic_route(topic)
+        is_new = not data
+        if is_new:
+            data = self._route.topic_route(AUTO_CREATE_TOPIC)
+        queues = []
+        for broker in sorted(data, key=lambda of: of.broker_name):
+            if broker.permission & PERM_WRITE:
+                count = broker.write_queues
+                if is_new:
+                    count = min(count, self._default_topic_queues)
+                queues += [MessageQueue(topic, broker.broker_name, number) for number in range(count)]
+        if not queues:
+            known = ", ".join(self._route.broker_names()) or "none"
+            why = "no broker has it, and none makes it at the first send" if is_new else "none lets it be written"
+            raise NoRouteError(
+                f"topic {topic!r}, asked for by producer group {self._group!r}: {why} (brokers: {known})"
+            )
+        before = self._topics_before.pop(topic, None)
+        if before is not None and before.queues == tuple(queues):
+            found = before  # another topic has changed: this one's turns go on
+        else:
+            count, random = len(queues), self._client.random
+            begin = 0 if random is None else random.randrange(count)
+            first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
+            found = TopicQueues(tuple(queues), RoundRobin(first))
+        with self._runner.lock:
+            if not is_new and version == self._version:  # once it is made, it may have another number
+                self.topics[topic] = found
+        return found
+
+    def given(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
+        """Return the queue that a caller names, by its number where one broker has the topic."""
+        if isinstance(queue, MessageQueue):
+            if queue.topic != topic:
+                raise MessageIllegalError(f"the queue is of topic {queue.topic!r}, the message of {topic!r}")
+            return queue
+        if type(queue) is not int:
+            raise MessageIllegalError(f"queue: expected a MessageQueue or a queue's number, found {queue!r:.80}")
+        names = [data.broker_name for data in self._route.topic_route(topic)] or list(self._route.broker_names())
+        if len(names) != 1:
+            raise NoRouteError(f"queue {queue} of topic {topic!r}: {len(names)} brokers have it; give a MessageQueue")
+        return MessageQueue(topic, names[0], queue)
+
+    def selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
+        """Return the queue that a selector chooses."""
+        if not callable(selector):
+            raise MessageIllegalError(f"selector: expected a function, found {selector!r:.80}")
+        queues = self.queues(message.topic).queues
+        chosen = selector(queues, message, arg)
+        if chosen not in queues:
+            raise MessageIllegalError(f"the selector chose {chosen!r}, which is none of {len(queues)} queues")
+        return chosen
