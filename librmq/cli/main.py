@@ -98,7 +98,7 @@ def _join_times(words: list[str]) -> list[str]:
     """Join ``--begin -2h`` to ``--begin=-2h``, because the parser would take ``-2h`` for an option."""
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1] in ("--begin", "--end") and _AGO.fullmatch(word):
+        if joined and joined[-1] in ("--begin", "--end", "--since", "--until") and _AGO.fullmatch(word):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
@@ -134,10 +134,20 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(
-        name: str, module: str, help_: str, *, description: str | None = None, store: bool = True
+        name: str,
+        module: str,
+        help_: str,
+        *,
+        description: str | None = None,
+        store: bool = True,
+        own_format: bool = False,
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=help_, description=description or help_, parents=[everywhere], allow_abbrev=False
+            name,
+            help=help_,
+            description=description or help_,
+            parents=[] if own_format else [everywhere],
+            allow_abbrev=False,
         )
         sub.set_defaults(handler=(module, "filter_" if name == "filter" else name.replace("-", "_")))
         if store:
@@ -192,6 +202,29 @@ def _parser() -> _Parser:
 
     sub = command("restore", "snapshots", "make a store from a snapshot")
     sub.add_argument("target", metavar="TARGET", help="a folder that is empty or does not exist")
+
+    sub = command(
+        "export",
+        "export",
+        "write messages to Parquet, CSV or JSON lines; again, add those that came since",
+        own_format=True,
+    )
+    sub.add_argument(
+        "--format",
+        dest="file_format",
+        choices=("parquet", "csv", "jsonl"),
+        help="of the data (what PATH ends in, else parquet)",
+    )
+    sub.add_argument("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file")
+    sub.add_argument("--topic", action="append", help="only this topic; may be repeated")
+    sub.add_argument("--tag", metavar="TAGS", help="only tags such as 'created || paid'")
+    sub.add_argument("--sql", metavar="EXPR", help="only messages that an SQL92 expression matches")
+    sub.add_argument("--since", metavar="TIME", help=f"earliest store time; {_TIME_HELP}")
+    sub.add_argument("--until", metavar="TIME", help="the store time before which the export ends")
+    sub.add_argument("--columns", metavar="A,B", help="only these columns")
+    sub.add_argument("--partition-by", metavar="A,B", help="of Parquet: folders by topic, queueId, date")
+    sub.add_argument("--processes", metavar="N", default="1", help="how many processes read (1)")
+    sub.add_argument("--skip-deleted", action="store_true", help="go on behind messages that retention deleted")
 
     command(
         "load",

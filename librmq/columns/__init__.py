@@ -9,6 +9,8 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
     from librmq.columns.arrow_dataset import dataset as dataset
+    from librmq.columns.exports import Exported as Exported
+    from librmq.columns.exports import export as export
     from librmq.columns.options import ReadOptions as ReadOptions
     from librmq.columns.options import Wanted as Wanted
     from librmq.columns.planner import DataLossError as DataLossError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "arrow_dataset": ("StoreDataset", "dataset"),
+    "exports": ("Exported", "export"),
     "options": ("ReadOptions", "Wanted"),
     "planner": ("DataLossError", "Part", "plan"),
     "read": ("CORRUPT", "TYPES", "Reading", "default_columns", "scan"),

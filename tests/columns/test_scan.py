@@ -28,8 +28,8 @@ def path(tmp_path: Path) -> str:
 def test_public_names() -> None:
     names = vars(librmq.columns)["__all__"]
     assert sorted(names) == [
-        "CORRUPT", "DataLossError", "Part", "ReadOptions", "ReaderSettings", "Reading", "StoreDataset", "TYPES",
-        "Wanted", "dataset", "default_columns", "plan", "reader", "scan",
+        "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReaderSettings", "Reading", "StoreDataset",
+        "TYPES", "Wanted", "dataset", "default_columns", "export", "plan", "reader", "scan",
     ]  # fmt: skip
     assert all(getattr(librmq.columns, name) is not None for name in names)
 

@@ -1,0 +1,348 @@
+"""Messages of a store as files for other tools: a folder of Parquet files, a file of CSV, or one of JSON lines.
+
+::
+
+    OUT/part-000000-0.parquet           Parquet: files of one or more steps, perhaps in folders like topic=orders/
+    OUT/part-000001-0.parquet.tmp       a step that is not committed
+    OUT/_librmq_export.json             what is exported so far; of a file OUT beside it, as OUT.librmq_export.json
+
+An export goes on in steps. At the end of a step its data is flushed, then the state beside it is replaced: for each
+queue the first offset that is not exported, and how long the file is or which Parquet files become visible. An export
+that is killed, or called again later, goes on from there: a message is neither lost nor written twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Final, Literal, Unpack, get_args
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from librmq.columns.read import TYPES
+from librmq.columns.record_batches import ReaderSettings, batches_of, selection
+from librmq.errors import ConfigError, CorruptionError
+from librmq.files.disk import DiskFiles
+from librmq.files.seam import make_folders
+from librmq.store.format.directory import list_queues
+
+__all__ = ["ExportFormat", "Exported", "export"]
+
+ExportFormat = Literal["parquet", "csv", "jsonl"]
+
+_STATE: Final = "librmq_export.json"
+_VERSION: Final = 1
+_STEP_BYTES: Final = 256 << 20
+_GROUP_ROWS: Final = 1 << 16
+_PLACE: Final = ("topic", "queueId", "queueOffset")
+_DATE: Final = "date"
+_PARTITIONS: Final = ("topic", "queueId", _DATE)
+_UNFINISHED: Final = ".tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What a call of `export` has written: the file or folder, the rows that it added, and their files."""
+
+    path: str
+    rows: int
+    files: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is exported so far, as it stands beside the data."""
+
+    form: str
+    columns: tuple[str, ...]
+    partition_by: tuple[str, ...]
+    offsets: dict[str, dict[str, int]] = field(default_factory=dict)
+    size: int = 0
+    steps: int = 0
+    shown: tuple[str, ...] = ()
+    """Files of the last step, whose names lose `_UNFINISHED`."""
+
+    @classmethod
+    def read(cls, path: str, files: DiskFiles) -> _State | None:
+        if files.size(path) is None:
+            return None
+        try:
+            found = json.loads(files.read(path))
+            if found.pop("version") != _VERSION:
+                raise ValueError("another version")
+            for name in ("columns", "partition_by", "shown"):
+                found[name] = tuple(found[name])
+            return cls(**found)
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None
+
+    def write(self, path: str, files: DiskFiles) -> None:
+        files.write(path, json.dumps({"version": _VERSION} | vars(self)).encode())
+
+
+def export(
+    store: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: ExportFormat | None = None,
+    partition_by: Sequence[str] = (),
+    **settings: Unpack[ReaderSettings],
+) -> Exported:
+    """Write the messages of a store to ``out``; called again, add those that came since.
+
+    Parquet goes to a folder, CSV and JSON lines to one file, where a body that is no UTF-8 stands as ``body_b64``. The
+    progress of the export is kept beside the data, so an export that was killed goes on where it was.
+
+    Args:
+        store: The folder of the store.
+        out: The folder or file, which need not exist.
+        format: ``parquet``, ``csv`` or ``jsonl``; unless given, what the name ends in, else Parquet.
+        partition_by: For Parquet, folders by ``topic``, ``queueId`` and ``date`` (of storing, UTC).
+        **settings: Which messages and columns, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
+
+    Raises:
+        ConfigError: A setting is wrong, or ``out`` was begun with other columns.
+        DataLossError: Retention deleted messages that were not exported; with ``fail_on_data_loss=False`` the export
+            goes on behind them.
+        StoreLockedError: Another process exports to ``out``.
+        StoreIOError: ``out`` cannot be written.
+    """
+    for name in ("view", "offsets", "files"):
+        if name in settings:
+            raise ConfigError(f"{name}: an export reads all offsets of the view messages from the disk; leave it out")
+    path = os.path.abspath(out)
+    form = _format_of(path, format)
+    for name in partition_by:
+        if name not in _PARTITIONS or form != "parquet":
+            raise ConfigError(f"partition_by: expected some of {', '.join(_PARTITIONS)}, for Parquet, found {name!r}")
+    options, schema, processes, _ = selection(store, settings)
+    files = DiskFiles()
+    state_path = os.path.join(path, f"_{_STATE}") if form == "parquet" else f"{path}.{_STATE}"
+    make_folders(files, os.path.dirname(state_path))
+    lock = files.lock(f"{state_path}.lock")
+    try:
+        fresh = _State(form, tuple(schema.names), tuple(partition_by))
+        state = _State.read(state_path, files)
+        if state is None:
+            _check_free(path, form)
+            state = fresh
+            state.write(state_path, files)  # from now on what stands at the path is an export
+        if (state.form, state.columns, state.partition_by) != (fresh.form, fresh.columns, fresh.partition_by):
+            raise ConfigError(
+                f"out: {path} was begun as {state.form} with the columns {', '.join(state.columns)}, partitioned by "
+                f"{', '.join(state.partition_by) or 'nothing'}; go on with these, or export to another path"
+            )
+        target: _ParquetFolder | _TextFile
+        target = _ParquetFolder(path, state) if form == "parquet" else _TextFile(path, state)
+        queues = list_queues(options.paths[0], files)
+        known = {(topic, str(queue_id)) for topic, queue_id in queues if options.wanted.queue(topic, queue_id)}
+        starting = {
+            topic: {number: at for number, at in reached.items() if (topic, number) in known}
+            for topic, reached in state.offsets.items()
+        }
+        needed = dict.fromkeys([*schema.names, *_PLACE, *(["storeTimestamp"] if _DATE in partition_by else [])])
+        whole = pa.schema([(name, TYPES[name]) for name in needed])
+        source = _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets)
+        rows = written = 0
+        while source.more():
+            shown, size = target.write(source.step(), schema)
+            rows, written = rows + source.rows, written + len(shown)
+            state = replace(state, offsets=source.offsets, size=size, steps=state.steps + 1, shown=tuple(shown))
+            state.write(state_path, files)
+            target.show(state)
+        if not state.steps:
+            target.write(iter(()), schema)
+        return Exported(os.fspath(out), rows, written)
+    finally:
+        lock.release()
+
+
+def _format_of(path: str, asked: str | None) -> str:
+    known = get_args(ExportFormat)
+    if asked is not None:
+        if asked not in known:
+            raise ConfigError(f"format: expected one of {', '.join(known)}, found {asked!r:.80}")
+        return asked
+    ending = path.rpartition(".")[2].lower()
+    return {"csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}.get(ending, "parquet")
+
+
+def _check_free(path: str, form: str) -> None:
+    """Refuse a path that holds something else than an export."""
+    taken = (
+        os.path.lexists(path) if form != "parquet" else any(not name.startswith("_librmq") for name in os.listdir(path))
+    )
+    if taken:
+        raise ConfigError(f"out: {path} holds something that is no export; name a path that does not exist")
+
+
+class _Steps:
+    """Batches in steps of some hundred MiB, and the queue offsets that were reached with each."""
+
+    def __init__(self, batches: pa.RecordBatchReader, offsets: Mapping[str, Mapping[str, int]]) -> None:
+        self._batches = iter(batches)
+        self._following: pa.RecordBatch | None = None
+        self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
+        self.rows = 0
+        """Of the last step."""
+
+    def more(self) -> bool:
+        """Return whether there is another step."""
+        while self._following is None or not self._following.num_rows:
+            self._following = next(self._batches, None)
+            if self._following is None:
+                return False
+        return True
+
+    def step(self) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of the next step."""
+        size = self.rows = 0
+        while size < _STEP_BYTES and self.more():
+            batch, self._following = self._following, None
+            assert batch is not None
+            yield batch
+            size += batch.nbytes
+            self.rows += batch.num_rows
+            self._note(batch)
+
+    def _note(self, batch: pa.RecordBatch) -> None:
+        reached = (
+            pa.table(batch.select(list(_PLACE))).group_by(["topic", "queueId"]).aggregate([("queueOffset", "max")])
+        )
+        for row in reached.to_pylist():
+            if row["topic"] is not None:  # a damaged record may not say where it was
+                self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
+
+
+class _ParquetFolder:
+    """A folder of Parquet files."""
+
+    def __init__(self, path: str, state: _State) -> None:
+        self._path = path
+        self._partition_by = state.partition_by
+        self._steps = state.steps
+        self.show(state)
+        for folder, _, names in os.walk(path):  # of a step that was not committed
+            for name in names:
+                if name.startswith("part-") and name.endswith(_UNFINISHED):
+                    os.unlink(os.path.join(folder, name))
+
+    def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
+        """Write a step to files that are not visible yet; return their names."""
+        first = next(batches, None)
+        if first is None:
+            return [], 0
+        names = [*schema.names, *(name for name in self._partition_by if name not in schema.names)]
+        kinds = TYPES | {_DATE: pa.string()}
+        wanted = pa.schema([(name, kinds[name]) for name in names])
+
+        def arranged() -> Iterator[pa.RecordBatch]:
+            batch: pa.RecordBatch | None = first
+            while batch is not None:
+                if _DATE in self._partition_by:
+                    batch = batch.append_column(_DATE, pc.strftime(batch.column("storeTimestamp"), "%Y-%m-%d"))
+                yield batch.select(names)
+                batch = next(batches, None)
+
+        made: list[str] = []
+        ds.write_dataset(
+            arranged(),
+            self._path,
+            schema=wanted,
+            format="parquet",
+            basename_template=f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}",
+            partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
+            existing_data_behavior="overwrite_or_ignore",
+            use_threads=False,  # keeps the order
+            min_rows_per_group=_GROUP_ROWS,
+            max_partitions=1 << 16,
+            file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),
+        )
+        for name in made:
+            with open(os.path.join(self._path, name), "rb") as file:
+                os.fsync(file.fileno())
+        self._steps += 1
+        return made, 0
+
+    def show(self, state: _State) -> None:
+        """Make the files of a committed step visible."""
+        for name in state.shown:
+            made = os.path.join(self._path, name)
+            with suppress(FileNotFoundError):  # it is visible already
+                os.replace(made, made.removesuffix(_UNFINISHED))
+
+
+class _TextFile:
+    """A file of CSV or JSON lines."""
+
+    def __init__(self, path: str, state: _State) -> None:
+        self._path = path
+        self._form = state.form
+        self._size = state.size
+
+    def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
+        """Write a step behind what is committed; return the file's name and its new length."""
+        names = list(schema.names)
+        with open(self._path, "r+b" if self._size or os.path.exists(self._path) else "wb") as raw:
+            raw.truncate(self._size)
+            raw.seek(self._size)
+            text = io.TextIOWrapper(raw, "utf-8", newline="")
+            lines = self._lines(text, names)
+            for batch in batches:
+                for row in batch.select(names).to_pylist():
+                    lines(row)
+            text.flush()
+            os.fsync(raw.fileno())
+            self._size = raw.tell()
+            text.detach()
+        return [self._path], self._size
+
+    def _lines(self, text: io.TextIOWrapper, names: list[str]) -> Callable[[dict[str, Any]], object]:
+        if self._form == "jsonl":
+            encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+            return lambda row: text.write(encode(_plain(row)) + "\n")
+        columns = [each for name in names for each in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
+        table = csv.DictWriter(text, columns, lineterminator="\n")
+        if not self._size:
+            table.writeheader()
+
+        def line(row: dict[str, Any]) -> None:
+            plain = _plain(row)
+            for name, value in plain.items():
+                if isinstance(value, dict):
+                    plain[name] = json.dumps(value, ensure_ascii=False)
+            table.writerow(plain)
+
+        return line
+
+    def show(self, state: _State) -> None:
+        """Do nothing: the file is as long as the state says."""
+
+
+def _is_bytes(name: str) -> bool:
+    return bool(pa.types.is_binary(TYPES[name]))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in what JSON knows; bytes as text, those that are no UTF-8 as ``…_b64``."""
+    plain: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, datetime):
+            plain[name] = value.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        elif isinstance(value, bytes):
+            try:
+                plain[name] = value.decode()
+            except UnicodeDecodeError:
+                plain[f"{name}_b64"] = base64.b64encode(value).decode()
+        else:
+            plain[name] = dict(value) if isinstance(value, list) else value
+    return plain

@@ -1,0 +1,179 @@
+"""Messages as Parquet, CSV and JSON lines: what is in them, and an export that goes on where it was."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.cli import main
+from librmq.errors import ConfigError
+
+pytest.importorskip("pyarrow")
+
+import pyarrow.dataset as ds
+
+from librmq.columns import DataLossError, export, exports, reader
+
+START_MS = 1_700_000_000_000
+CONFIG = StoreConfig.tiny()
+
+
+def fill(folder: Path, numbers: range) -> None:
+    """Messages of an hour each in two topics of two queues; every seventh body is no text."""
+    clock = ManualClock(START_MS + 3_600_000 * numbers.start)
+    with MessageStore.open(folder, CONFIG, clock=clock) as store:
+        for number in numbers:
+            clock.advance(ms=3_600_000)
+            body = b"\xff%d" % number if number % 7 == 0 else b'"%d", \xe2\x82\xac' % number
+            message = Message("AB"[number % 2], body, tags=f"t{number % 3}", properties={"n": str(number)})
+            store.append(message, number // 2 % 2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    fill(tmp_path / "store", range(60))
+    return tmp_path / "store"
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """What an export holds, in the order of the log."""
+    if out.suffix == ".jsonl":
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+    elif out.suffix == ".csv":
+        with open(out, newline="") as file:
+            found = list(csv.DictReader(file))
+    else:
+        names = {name for _, _, names in os.walk(out) for name in names if not name.startswith("_")}
+        assert all(name.endswith(".parquet") for name in names)
+        found = ds.dataset(out, partitioning="hive").to_table().to_pylist()
+    return sorted(found, key=lambda row: int(row["physicalOffset"]))
+
+
+def numbers(out: Path) -> list[int]:
+    return [int(str(dict(row["properties"])["n"] if not isinstance(row["properties"], str) else
+                    json.loads(row["properties"])["n"])) for row in rows(out)]  # fmt: skip
+
+
+OUTS = ["out.jsonl", "out.csv", "out"]
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_an_export_holds_all_messages(store: Path, tmp_path: Path, name: str) -> None:
+    made = export(store, tmp_path / name)
+    assert (made.path, made.rows, made.files) == (str(tmp_path / name), 60, 1)
+    assert numbers(tmp_path / name) == list(range(60))
+
+
+def test_bodies_and_times_of_texts(store: Path, tmp_path: Path) -> None:
+    export(store, tmp_path / "out.csv", columns=["body", "storeTimestamp", "physicalOffset", "properties"])
+    export(store, tmp_path / "out.jsonl", columns=["body", "storeTimestamp", "physicalOffset", "properties"])
+    for number, (line, cells) in enumerate(zip(rows(tmp_path / "out.jsonl"), rows(tmp_path / "out.csv"), strict=True)):
+        if number % 7:
+            assert line["body"] == cells["body"] == f'"{number}", €'
+        else:
+            assert base64.b64decode(line["body_b64"]) == base64.b64decode(cells["body_b64"]) == b"\xff%d" % number
+            assert "body" not in line
+        assert line["properties"] == json.loads(cells["properties"]) == {"n": str(number), "TAGS": f"t{number % 3}"}
+        assert line["storeTimestamp"] == cells["storeTimestamp"]
+    assert rows(tmp_path / "out.jsonl")[0]["storeTimestamp"] == "2023-11-14T23:13:20.000Z"
+
+
+def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
+    export(store, tmp_path / "out", partition_by=["topic", "date"], columns=["topic", "queueOffset", "physicalOffset"])
+    assert sorted(os.listdir(tmp_path / "out" / "topic=A")) == ["date=2023-11-14", "date=2023-11-15",
+                                                               "date=2023-11-16", "date=2023-11-17"]  # fmt: skip
+    assert [row["topic"] for row in rows(tmp_path / "out")] == ["A", "B"] * 30
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_an_export_goes_on(store: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports, "_STEP_BYTES", 1)
+    export(store, tmp_path / name, tags="t0 || t1")
+    assert export(store, tmp_path / name, tags="t0 || t1").rows == 0
+    fill(store, range(60, 70))
+    assert export(store, tmp_path / name, tags="t0 || t1").rows == 7
+    assert numbers(tmp_path / name) == [number for number in range(70) if number % 3 != 2]
+
+
+KILLED = """
+import os, sys
+from librmq.columns import exports
+exports._STEP_BYTES = 1
+from librmq.columns import export
+from librmq.files.disk import DiskFiles
+left = [int(sys.argv[3])]
+def dying(call):
+    def run(*arguments, **settings):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), 9)
+        return call(*arguments, **settings)
+    return run
+DiskFiles.write = dying(DiskFiles.write)
+os.replace = dying(os.replace)
+os.fsync = dying(os.fsync)
+export(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_a_killed_export_loses_and_repeats_nothing(store: Path, tmp_path: Path, name: str) -> None:
+    fill(store, range(60, 200))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for calls in range(5):
+        words = [sys.executable, "-c", KILLED, str(store), str(tmp_path / name), str(calls)]
+        status = subprocess.run(words, env=environment, check=False).returncode
+        assert status == -signal.SIGKILL or (status == 0 and calls > 2)
+    export(store, tmp_path / name)
+    assert numbers(tmp_path / name) == list(range(200))
+
+
+def test_messages_that_retention_deleted(store: Path, tmp_path: Path) -> None:
+    export(store, tmp_path / "out.jsonl", until=START_MS + 1)
+    fill(store, range(60, 2000))
+    export(store, tmp_path / "some.jsonl", topic="A", until=START_MS + 3_600_000 * 20)
+    files = sorted((store / "commitlog").iterdir())
+    assert len(files) > 2
+    files[0].unlink()
+    with pytest.raises(DataLossError, match="were asked for"):
+        export(store, tmp_path / "some.jsonl", topic="A")
+    made = export(store, tmp_path / "some.jsonl", topic="A", fail_on_data_loss=False)
+    assert made.rows == reader(store, topic="A", columns=["topic"]).read_all().num_rows
+
+
+def test_an_export_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
+    export(store, tmp_path / "out.csv")
+    with pytest.raises(ConfigError, match="was begun as csv with the columns topic"):
+        export(store, tmp_path / "out.csv", columns=["body"])
+    (tmp_path / "mine.csv").write_text("a,b\n")
+    with pytest.raises(ConfigError, match="holds something that is no export"):
+        export(store, tmp_path / "mine.csv")
+    assert (tmp_path / "mine.csv").read_text() == "a,b\n"
+    with pytest.raises(ConfigError, match="partition_by"):
+        export(store, tmp_path / "out2", partition_by=["tags"])
+    with pytest.raises(ConfigError, match="view: an export reads"):
+        export(store, tmp_path / "out2", view="log")
+
+
+def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(store), "--format", "jsonl", "-o", str(out), "--topic", "A", "--tag", "t1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"type": "export", "path": str(out), "rows": 10, "files": 1}
+    assert len(out.read_text().splitlines()) == 10
+    assert (
+        main(["export", str(store), "-o", str(tmp_path / "lake"), "--partition-by", "topic", "--processes", "2"]) == 0
+    )
+    assert numbers(tmp_path / "lake") == list(range(60))
+    assert main(["export", str(store), "-o", str(tmp_path / "x"), "--columns", "nothing"]) == 2
+    assert "no column 'nothing'" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "-o", str(tmp_path / "y")]) == 2
