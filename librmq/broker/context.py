@@ -2,38 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import Holds
-from librmq.broker.offsets import GroupOffsets
+from librmq.broker.persistence import Saving, Writing
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics
 from librmq.metrics import Metrics
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerContext"]
+__all__ = ["BrokerContext", "Turns"]
 
 
-@dataclass(frozen=True, slots=True)
+class Turns:
+    """Makes the turns of one broker, by its name and for as long as it lives."""
+
+    def __init__(self, runner: Runner, name: str, owner: Owner) -> None:
+        self.runner = runner
+        self.name = name
+        self._owner = owner
+
+    def step(self, what: str, run_due: Callable[[int], int | None]) -> Step:
+        """Make a step of a function; ``what`` says what the broker does in it."""
+        return Step(f"{self.name} {what}", run_due, self._owner)
+
+    def aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
+        """Return what waits for a disk while others go on, and then wakes a step; None where time is moved by hand."""
+        return aside_by(self.runner, f"{self.name} {what}", self._owner, wake)
+
+
 class BrokerContext:
-    """One broker's names, settings, store and tables."""
+    """One broker's names, settings and store, its tables and the steps that save them, clients and held pulls."""
 
-    name: str
-    cluster_name: str
-    config: BrokerConfig
-    runner: Runner
-    store: MessageStore
-    metrics: Metrics | None
-    topics: Topics
-    groups: Groups
-    offsets: GroupOffsets
-    registry: Registry
-    registrations: Registrations
-    holds: Holds
+    def __init__(
+        self,
+        turns: Turns,
+        cluster_name: str,
+        config: BrokerConfig,
+        store: MessageStore,
+        metrics: Metrics | None,
+        tables: BrokerTables,
+        registrations: Registrations,
+        changed: Callable[[], None],
+    ) -> None:
+        """Make what stands in the broker's files of ``tables``; ``changed()`` is called when topics change."""
+        runner = turns.runner
+        self.turns = turns
+        self.name = turns.name
+        self.runner = runner
+        self.cluster_name = cluster_name
+        self.config = config
+        self.store = store
+        self.metrics = metrics
+        self.tables = tables
+        self.registrations = registrations
+        aside = turns.aside("writes its tables", lambda at: runner.wake(writing, at))
+        self.writing = Writing(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
+        writing = turns.step("writes its tables", self.writing.run_due)
+        save = self.writing.save
+        self.topics = Topics(tables.topics, save, config, turns.name, cluster_name, runner.now_ms, changed)
+        self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
+        self.saving = Saving(
+            tables,
+            self.writing,
+            registrations,
+            config.save_offsets_every_s,
+            store.flush,
+            runner.now_ms,
+            lambda at: runner.wake(saving, at),
+        )
+        saving = turns.step("saves progress", self.saving.run_due)
+        self.offsets = self.saving.offsets
+        with runner.lock:  # before anything goes on from its progress, as transactions and the relay do
+            self.offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
+        self.registry = Registry()
+        sweep_ms = round(1000 * config.sweep_pulls_every_s)
+        self.holds = Holds(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
+        holding = turns.step("answers held pulls", self.holds.run_due)

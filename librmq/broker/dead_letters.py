@@ -20,17 +20,19 @@ _OF_THE_LAST_TIME: Final = (
 )
 
 
-def retry_of(letter: StoredMessage) -> SendMessage:
+def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
     """Return the request that lets a group have a dead letter once more, with all its retries.
 
     It goes to the retry topic of the group, so that no other group sees it, and is delivered at once.
 
     Raises:
-        ConfigError: the message is no dead letter.
+        ConfigError: the message is no dead letter, or none of ``group`` where that is given.
     """
     topic = letter.topic
     if not topic.startswith(DEAD_LETTER_PREFIX):
         raise ConfigError(f"{letter.message_id} of topic {topic!r} is no dead letter: expected {DEAD_LETTER_PREFIX}…")
+    if group not in (None, topic.removeprefix(DEAD_LETTER_PREFIX)):
+        raise ConfigError(f"{letter.message_id} of topic {topic!r} is no dead letter of group {group!r}")
     again = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
     again.properties.update(letter.properties)
     for name in _OF_THE_LAST_TIME:

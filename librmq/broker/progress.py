@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from datetime import datetime
+from typing import Literal
 
 from librmq.broker.context import BrokerContext
-from librmq.errors import BrokerError, RmqError
+from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConsumerData,
@@ -85,7 +87,7 @@ class Progress:
         """The message of a queue that was stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
 
-    def reset_to(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+    def _reset_to(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
         """Move a group's progress to queue offsets by queue id, whether it runs or not.
 
         Running instances are told, and go on from there; the stored progress is set as well.
@@ -102,7 +104,40 @@ class Progress:
         for queue_id, queue_offset in offsets.items():
             self._offsets.set(group, topic, queue_id, queue_offset)
 
-    def offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
+    def move(
+        self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, queue_id: int | None
+    ) -> dict[int, int]:
+        """Move a group's progress in all queues of a topic, or in one; return the queue offsets by queue id.
+
+        Raises:
+            ConfigError: ``to`` is none of these.
+            BrokerError: the topic or the queue does not exist.
+        """
+        found = self._topics.known.get(topic)
+        if found is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
+        if queue_id is not None and not 0 <= queue_id < found.queues:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {found.queues} queues: there is no queue {queue_id}"
+            )
+        queues = range(found.queues) if queue_id is None else (queue_id,)
+        offsets = {each: self._offset_of(topic, each, to) for each in queues}
+        self._reset_to(group, topic, offsets)
+        return offsets
+
+    def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
+        begin, end = self._store.queue_range(topic, queue_id)
+        if isinstance(to, datetime) and to.tzinfo is not None:
+            return self._offset_from(topic, queue_id, round(to.timestamp() * 1000))
+        if type(to) is int and to >= 0:
+            return min(max(to, begin), end)
+        if to in ("begin", "end"):
+            return begin if to == "begin" else end
+        raise ConfigError(
+            f"to: expected 'begin', 'end', a time with a time zone or a queue offset of at least 0, found {to!r:.80}"
+        )
+
+    def _offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
         """Return the queue offset of the first message stored at or after a time; the end if there is none."""
         begin, end = self._store.queue_range(topic, queue_id)
         found = max(self._store.queue_offset_at(topic, queue_id, timestamp_ms), begin)

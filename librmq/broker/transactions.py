@@ -17,8 +17,9 @@ from librmq.broker.offsets import GroupOffsets
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
-from librmq.runtime.runner import Aside, Step, Work
+from librmq.runtime.runner import Aside, Work
 from librmq.txn import CheckBack, FinalMessage, Transactions
 
 __all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
@@ -36,10 +37,8 @@ class BrokerTransactions:
         self,
         context: BrokerContext,
         arrivals: Arrivals,
-        step: Callable[[Callable[[int], int | None]], Step],
-        aside: Aside | None,
     ) -> None:
-        """``step(run_due)`` makes the broker's step of a function; ``aside`` has the disk waited for elsewhere."""
+        """``arrivals`` are told of final messages, and tell of half messages."""
         self.discard_hooks: list[DiscardHook] = []
         runner, store = context.runner, context.store
         self._runner = runner
@@ -53,8 +52,9 @@ class BrokerTransactions:
         self._unasked: set[str] = set()  # groups of which the log tells that they can't be asked
         self._questions: list[CheckBack] = []
         self._finals: deque[FinalMessage] = deque()  # not announced yet
-        self._lock = threading.Lock()  # of an end and of the check
+        self._lock = threading.RLock()  # of an end and of the check; retention asks in the midst of an end
         self._waits = store.config.durability == "sync"
+        aside = context.turns.aside("flushes for its check", lambda at: runner.wake(self._step, at))
         self._transactions = Transactions(
             store,
             CheckOffsets(context.offsets),
@@ -69,7 +69,8 @@ class BrokerTransactions:
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
-        self._step = step(self._run_due)
+        self._step = context.turns.step("checks transactions", self._run_due)
+        arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
 
     def prepared(self) -> None:
         """A half message was stored, or may wait since before."""
@@ -129,10 +130,6 @@ class BrokerTransactions:
                 return done(error)
 
         aside(wait, ended)
-
-    def wake(self, at_ms: int) -> None:
-        """Have the check looked at by then. Under the runner's lock."""
-        self._runner.wake(self._step, at_ms)
 
     def _run_due(self, now_ms: int) -> int | None:
         with self._lock:

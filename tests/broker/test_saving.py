@@ -115,7 +115,7 @@ def test_nothing_is_written_after_a_broker_was_let_go(tmp_path: Path, disk: Gate
     broker.abandon()
     disk.failure = None
     with pytest.raises(StoreClosedError):
-        broker._writing.write()
+        broker._context.writing.write()
     assert "T" not in stored(broker).topics.rows
 
 
@@ -131,13 +131,13 @@ def test_a_second_send_waits_for_the_topic_of_the_first(broker: Broker, disk: Ga
     sending[0].start()
     assert disk.begun.wait(WAIT_S)
     asked = threading.Event()
-    write = broker._writing.write
+    write = broker._context.writing.write
 
     def told() -> None:
         asked.set()
         write()
 
-    broker._sending._write_tables = told
+    broker._handlers.sending._write_tables = told
     sending[1].start()
     assert asked.wait(WAIT_S)
     assert broker.store.log.end == 0
@@ -155,7 +155,7 @@ def test_no_batch_waits_for_progress_to_be_written(broker: Broker, disk: Gated) 
         disk.begun.clear()
         disk.may.clear()
         broker.call(UpdateOffset("g", "T", 0, 1))
-        broker._saving.offsets.save(broker.runner.now_ms())
+        broker._context.saving.offsets.save(broker.runner.now_ms())
     assert disk.begun.wait(WAIT_S)
     sending = threading.Thread(target=producer.send_batch, args=([Message("T", b"second")],), daemon=True)
     sending.start()
@@ -186,14 +186,14 @@ def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, dis
     """A change that the end of a broker overtakes is not called durable."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     held = threading.Event()
-    write = broker._writing.write
+    write = broker._context.writing.write
 
     def late() -> None:
         held.set()
         assert disk.begun.wait(WAIT_S)
         write()
 
-    broker._writing.write = late  # type: ignore[method-assign]
+    broker._context.writing.write = late  # type: ignore[method-assign]
     failures: list[BaseException] = []
 
     def make() -> None:
@@ -206,7 +206,7 @@ def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, dis
     making = threading.Thread(target=make)
     making.start()
     assert held.wait(WAIT_S)
-    broker._writing.end("was abandoned")
+    broker._context.writing.end("was abandoned")
     disk.begun.set()
     making.join(WAIT_S)
     assert "was abandoned" in str(failures)

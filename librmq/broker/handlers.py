@@ -1,0 +1,129 @@
+"""What answers each kind of request to a broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from librmq.broker.administration import Administration
+from librmq.broker.clients import Clients
+from librmq.broker.context import BrokerContext
+from librmq.broker.delayed_sends import DelayedSends
+from librmq.broker.deliveries import Deliveries
+from librmq.broker.locks import QueueLocks
+from librmq.broker.progress import Progress
+from librmq.broker.pulling import PullHandler
+from librmq.broker.sending import Sending
+from librmq.broker.transactions import BrokerTransactions
+from librmq.protocol import (
+    ChannelClosed,
+    CheckSubscription,
+    CleanUnusedTopics,
+    ConsumerIds,
+    CreateTopic,
+    DeleteTopic,
+    EndTransaction,
+    GroupSubscriptions,
+    Heartbeat,
+    LockQueues,
+    MaxOffset,
+    MinOffset,
+    OffsetByTime,
+    PullMessage,
+    QueryMessages,
+    QueryOffset,
+    Request,
+    ResetGroup,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SetGroup,
+    TopicGroups,
+    UnlockQueues,
+    Unregister,
+    UpdateOffset,
+    ViewMessage,
+)
+
+__all__ = ["Handlers"]
+
+A = TypeVar("A")
+Q = TypeVar("Q", bound=Request[Any])
+
+
+class Handlers:
+    """The handlers of one broker, by the class of their requests."""
+
+    def __init__(
+        self,
+        context: BrokerContext,
+        deliveries: Deliveries,
+        transactions: BrokerTransactions,
+        check_open: Callable[[], None],
+    ) -> None:
+        """``check_open()`` raises once the broker is closed."""
+        self._runner = context.runner
+        self._writing = context.writing
+        self._check_open = check_open
+        store = context.store
+        delayed = DelayedSends(
+            store.levels, context.runner.now_ms, deliveries.timers, has_relay=deliveries.relay is not None
+        )
+        sending = self.sending = Sending(context, deliveries.arrivals, delayed, context.writing.write)
+        pulling = PullHandler(context, sending)
+        locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
+        clients = Clients(context, locks, context.saving.filters_changed)
+        progress = self.progress = Progress(context)
+        administration = Administration(context)
+        self.by_request: dict[type, Callable[[Any], Any]] = {}
+        answer, locked, durable = self._answer, self._locked, self._durable
+        answer(SendMessage, sending.send)
+        answer(SendBatch, sending.send_batch)
+        answer(SendBack, sending.send_back)
+        answer(EndTransaction, transactions.end)
+        answer(PullMessage, pulling.pull)
+        answer(CheckSubscription, pulling.check_subscription)
+        answer(Heartbeat, locked(clients.heartbeat))
+        answer(Unregister, locked(clients.unregister))
+        answer(ChannelClosed, locked(clients.channel_closed))
+        answer(ConsumerIds, locked(clients.consumer_ids))
+        answer(GroupSubscriptions, locked(clients.subscriptions))
+        answer(LockQueues, locked(clients.lock))
+        answer(UnlockQueues, locked(clients.unlock))
+        answer(QueryOffset, progress.query)
+        answer(UpdateOffset, locked(progress.update))
+        answer(MaxOffset, progress.end)
+        answer(MinOffset, progress.begin)
+        answer(OffsetByTime, progress.by_time)
+        answer(ResetGroup, locked(progress.reset))
+        answer(TopicGroups, locked(progress.groups))
+        answer(CreateTopic, durable(administration.create_topic))
+        answer(DeleteTopic, durable(administration.delete_topic))
+        answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
+        answer(SetGroup, durable(administration.set_group))
+        answer(ViewMessage, administration.view_message)
+        answer(QueryMessages, administration.query_messages)
+
+    def _answer(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
+        self.by_request[kind] = handler
+
+    def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Make a handler run under the runner's lock, on an open broker."""
+
+        def handle(request: Q) -> A:
+            with self._runner.lock:
+                self._check_open()
+                return handler(request)
+
+        return handle
+
+    def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Do as `_locked`; what the handler changes in the tables is durable when it returns."""
+        handle = self._locked(handler)
+
+        def handle_and_write(request: Q) -> A:
+            answer = handle(request)
+            self._writing.write()
+            return answer
+
+        return handle_and_write

@@ -1,0 +1,37 @@
+"""Iterate over a topic as an instance of a consumer group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, Self, cast
+
+from librmq.lazy_exports import exported
+from librmq.message.message import StoredMessage
+from librmq.protocol import Route
+
+__all__ = ["consumed"]
+
+
+class _Consumer(Protocol):
+    """What `consumed` needs of a pull consumer."""
+
+    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[StoredMessage]: ...
+
+
+def consumed(route: Route, topic: str, group: str, tags: str | None, sql: str | None) -> Iterator[StoredMessage]:
+    """Subscribe at once; return the messages until none comes for a poll's time."""
+    make = cast("Callable[[Route, str], _Consumer]", exported("librmq", "PullConsumer"))  # it builds upon brokers
+    consumer = make(route, group)
+    consumer.subscribe(topic, tags=tags, sql=sql)
+
+    def handed_out() -> Iterator[StoredMessage]:
+        with consumer:  # a loop that is left early ends this block by an exception
+            yield from consumer
+
+    return handed_out()
