@@ -6,6 +6,8 @@ that has a Python handler is then noted instead of handled, and its handler is c
 other threads, where no handler runs, the stretch costs a comparison; in the main thread some microseconds. What is too
 hot for that leaves a mark while it changes things, by which the next caller repairs them (`MessageStore.append`).
 
+Setting a handler resets how system calls go on after the signal, so what `signal.siginterrupt` chose is put back.
+
 Stretches nest; the outermost one counts. Waiting for a disk is fine within one, waiting for other code
 of the application is not: Ctrl-C would wait too.
 """
@@ -13,6 +15,7 @@ of the application is not: Ctrl-C would wait too.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # without the enums of `signal`, which cost as much as all the rest
+import ctypes
 import os
 import signal
 import sys
@@ -30,6 +33,8 @@ _SIGNALS: Final = sorted(map(int, signal.valid_signals()))
 _getsignal: Final = _signal.getsignal
 _set_signal: Final = _signal.signal
 _main = threading.main_thread().ident
+_sigaction: Final = getattr(ctypes.PyDLL(None), "sigaction", None) if os.name == "posix" else None
+_ACTION_SIZE: Final = 1024  # bytes, more than any system's
 
 
 class Critical:
@@ -41,6 +46,7 @@ class Critical:
         self._seen: list[object] = []  # what stood at each signal when a stretch last began
         self._handlers: dict[int, _Handler] = {}  # the application's among them
         self._noted: list[int] = []
+        self._actions: dict[int, ctypes.Array[ctypes.c_char]] = {}  # the system's of `_handlers`
 
     def __enter__(self) -> None:
         if get_ident() != _main:
@@ -49,13 +55,22 @@ class Critical:
             seen = list(map(_getsignal, _SIGNALS))
             if seen != self._seen:
                 self._look(seen)
+            if _sigaction is not None:
+                for number, action in self._actions.items():
+                    _sigaction(number, None, action)
             try:
                 for number in self._handlers:
-                    _set_signal(number, _note)
+                    self._set(number, _note)
             except BaseException:  # of a signal that came before its handler was replaced
                 self.restore()
                 raise
         self._depth += 1
+
+    def _set(self, number: int, handler: _Handler) -> None:
+        """Set a handler, and nothing else of what the system does at the signal."""
+        _set_signal(number, handler)
+        if _sigaction is not None:
+            _sigaction(number, self._actions[number], None)
 
     def _look(self, seen: list[object]) -> None:
         if _note in seen:  # left by a signal that came while a stretch ended
@@ -67,6 +82,7 @@ class Critical:
             for number, handler in zip(_SIGNALS, seen, strict=True)
             if callable(handler)
         }
+        self._actions = {number: ctypes.create_string_buffer(_ACTION_SIZE) for number in self._handlers}
         self._seen = seen
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +92,7 @@ class Critical:
         if not self._depth:
             try:
                 for number, handler in self._handlers.items():
-                    _set_signal(number, handler)
+                    self._set(number, handler)
             except BaseException:  # of a signal whose handler was there again
                 self.restore()
                 raise
@@ -87,8 +103,8 @@ class Critical:
     def restore(self) -> None:
         """Give the application its handlers back. What a signal interrupts here is done by the next that comes."""
         for number, handler in self._handlers.items():
-            if _getsignal(number) is _note:
-                _set_signal(number, handler)
+            if _getsignal(number) in (_note, handler):
+                self._set(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: later if a stretch runs, else at once."""

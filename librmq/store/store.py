@@ -612,8 +612,10 @@ class MessageStore:
         for; this is for a store of which something else is known or feared. Producers and readers wait.
         """
         appender = self._appender
+        appender.check_reentry()
         self._thread.stop()
         with appender.flushing, appender.lock:
+            lock_holder = appender
             if self._closed is not None or self.read_only:
                 raise self._unusable()
             with critical:
@@ -629,6 +631,7 @@ class MessageStore:
                     self._closed, appender.accepts = "could not be recovered", False
                     self._release()
                 raise
+            del lock_holder  # which `check_reentry` looks at
             return self.recovered[before:]
 
     def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
@@ -650,10 +653,15 @@ class MessageStore:
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""
-        with self._appender.lock:
+        appender = self._appender
+        appender.check_reentry()
+        with appender.lock:
+            lock_holder = appender
             self._check_open()
-            self._appender.catch_up()
-            return verify_parts(self.path, self.config, self.files)
+            appender.catch_up()
+            verdict = verify_parts(self.path, self.config, self.files)
+            del lock_holder  # which `check_reentry` looks at
+        return verdict
 
     def close(self) -> None:
         """Flush, mark the store as cleanly closed and give the lock back. Closing again does nothing.
@@ -697,6 +705,7 @@ class MessageStore:
 
     def _end(self, why: str) -> bool:
         """Take no more calls; false if that was so already."""
+        self._appender.check_reentry()
         with self._appender.lock:
             if self._closed is not None:
                 return False

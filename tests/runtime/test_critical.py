@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +117,35 @@ def test_other_threads_change_no_handler(handlers: list[int]) -> None:
     thread.start()
     thread.join()
     assert found == [before]
+
+
+def was_interrupted(number: int) -> bool:
+    """Tell whether a signal ends a system call of this thread that Python does not begin again."""
+    main, (reading, writing) = threading.get_ident(), os.pipe()
+    state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+
+    def send() -> None:
+        for _ in range(50):
+            while b") S " not in state.read_bytes():  # until the thread waits
+                pass
+            signal.pthread_kill(main, number)
+        os.write(writing, b"!")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    count = ctypes.CDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+    sender.join()
+    os.close(reading)
+    os.close(writing)
+    return bool(count != 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_system_calls_go_on_as_the_application_chose(handlers: list[int], interrupts: bool) -> None:
+    """What `signal.siginterrupt` says holds during a stretch and after it."""
+    signal.siginterrupt(signal.SIGALRM, interrupts)
+    with critical:
+        assert was_interrupted(signal.SIGALRM) is interrupts
+    assert was_interrupted(signal.SIGALRM) is interrupts
+    assert set(handlers) == {signal.SIGALRM}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
 import pytest
 
 from librmq.config import StoreConfig
+from librmq.errors import StoreClosedError, StoreError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
-from librmq.store import MessageStore
+from librmq.store import MessageStore, verify
 from librmq.store.engine.dispatch import Dispatcher
 from tests.interrupting import at_each_call
 
@@ -92,3 +95,47 @@ def test_an_interrupted_open_leaves_no_lock() -> None:
             MessageStore.open("/s", files=files).close()
         number += 1 + number // 10
     opened.pop().close()
+
+
+FROM_A_HANDLER: dict[str, Callable[[MessageStore], object]] = {
+    "append": lambda store: store.append(message()),
+    "append_batch": lambda store: store.append_batch([message()]),
+    "append to a new queue": lambda store: store.append(message(), 1),
+    "flush": lambda store: store.flush(),
+    "read": lambda store: store.read("T", 0, 0),
+    "verify": lambda store: store.verify(),
+    "close": lambda store: store.close(),
+}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals of POSIX")
+@pytest.mark.parametrize("name", FROM_A_HANDLER)
+def test_a_signal_handler_that_calls_the_store_does_not_hang(name: str) -> None:
+    """It calls at each place of an append, is served or gets an error that says what to do, and all is sound."""
+    refused, came, place = 0, True, 0
+    before = signal.getsignal(signal.SIGUSR1)
+    while came:
+        files = MemoryFiles()
+        store = MessageStore.open("/s", StoreConfig.tiny(), files=files, background=False)
+        store.append(message())
+
+        def handle(*_: object, store: MessageStore = store) -> None:
+            nonlocal refused
+            try:
+                FROM_A_HANDLER[name](store)
+            except StoreError as error:
+                assert "let the handler note what came" in str(error)  # noqa: PT017 (a handler's error goes elsewhere)
+                refused += 1
+
+        def append(store: MessageStore = store) -> None:
+            with suppress(StoreClosedError):
+                store.append(message())
+
+        signal.signal(signal.SIGUSR1, handle)
+        came = next(at_each_call(append, signal.SIGUSR1, first=place))
+        signal.signal(signal.SIGUSR1, before)
+        assert store.is_closed or store.append(message())
+        store.close()
+        assert verify("/s", files=files).sound
+        place += 1
+    assert refused

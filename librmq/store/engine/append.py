@@ -13,13 +13,14 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
+from types import FrameType
 from typing import Final, NamedTuple, TypedDict
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
-from librmq.errors import MessageIllegalError, StoreIOError
+from librmq.errors import MessageIllegalError, StoreError, StoreIOError
 from librmq.message import record as record_format
 from librmq.message.batch import check_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
@@ -218,8 +219,11 @@ class Appender:
         tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
         size = 72 + hosts_size + len(tail)
         log, dispatcher = self.log, self.dispatcher
+        if self.lock.locked():
+            self.check_reentry()
         try:
             with self.lock:
+                lock_holder = self
                 if not self.accepts:
                     raise self.refusal()
                 records = dispatcher.records
@@ -257,6 +261,7 @@ class Appender:
                     pending.append(_pack_entry(physical_offset, size, tags_code))
                 records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
                 dispatcher.writing_at = -1
+                del lock_holder  # which `check_reentry` looks at
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         end = physical_offset + size
@@ -336,8 +341,10 @@ class Appender:
         fixed_size = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
         batch = prepare_batch(messages, fixed_size, properties, self._largest_body)
         log, dispatcher, sizes = self.log, self.dispatcher, batch.sizes
+        self.check_reentry()
         try:
             with self.lock:
+                lock_holder = self
                 now = self._admit()
                 places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
                 end = places.pop()
@@ -363,6 +370,7 @@ class Appender:
                     places, repeat(now), repeat(lane.prefix_hash), batch.unique_keys, batch.keys, strict=False
                 )
                 self._write(data, {lane: entries}, records)
+                del lock_holder  # which `check_reentry` looks at
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         if self._sync or end >= self._housekeeping.alarm:
@@ -373,7 +381,9 @@ class Appender:
     def append_copies(self, copies: Sequence[Prepared]) -> list[AppendResult]:
         """See `MessageStore.append_copies`."""
         results: list[AppendResult] = []
+        self.check_reentry()
         with self.lock:
+            lock_holder = self
             now = self._admit()
             while len(results) < len(copies):
                 try:
@@ -382,6 +392,7 @@ class Appender:
                     if not results:
                         raise
                     break
+            del lock_holder  # which `check_reentry` looks at
         if results:
             end = results[-1].physical_offset + results[-1].size
             if self._sync or end >= self._housekeeping.alarm:
@@ -488,10 +499,9 @@ class Appender:
             raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r}")
         if not self.accepts:
             raise self.refusal()
-        with self.lock:
-            assert self.parts is not None
-            with critical:
-                return self.parts.lane(topic, queue_id)
+        self.check_reentry()
+        with critical, self.lock:
+            return self.open_parts().lane(topic, queue_id)
 
     def _delay(self, text: str) -> tuple[int, str, int]:
         """Return the level that counts for a message's delay, its name, and its length in ms."""
@@ -524,16 +534,22 @@ class Appender:
     def drain(self) -> None:
         """Write what readers of queues and of the index look into."""
         if self.dispatcher.records:
+            self.check_reentry()
             with self.lock:
+                lock_holder = self
                 self.catch_up()
+                del lock_holder  # which `check_reentry` looks at
 
     def write_entries(self) -> None:
         """Write what readers of queues look into."""
         dispatcher = self.dispatcher
         if dispatcher.lanes:
+            self.check_reentry()
             with self.lock:
+                lock_holder = self
                 self.mend()
                 dispatcher.write_entries()
+                del lock_holder  # which `check_reentry` looks at
 
     def write_entries_that_fit(self) -> None:
         """Write what readers of queues look into; entries for which the disk has no room are not seen yet."""
@@ -545,9 +561,30 @@ class Appender:
 
     # ------------------------------------------------------------------------------------------------------- the lock
 
+    def check_reentry(self) -> None:
+        """Refuse a call that would wait for its own thread: a signal handler's, which has interrupted an append.
+
+        No handler runs within a critical stretch. What takes the lock outside one has a local ``lock_holder`` while it
+        does.
+
+        Raises:
+            StoreError: The call is such a handler's.
+        """
+        if not self.lock.locked() or threading.get_ident() != threading.main_thread().ident:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if "lock_holder" in frame.f_code.co_varnames and frame.f_locals.get("lock_holder") is self:
+                raise StoreError(
+                    f"a signal handler called the store that it interrupted in {frame.f_code.co_name}, and would wait "
+                    f"for it for ever: let the handler note what came, and call the store when it has returned"
+                )
+            frame = frame.f_back
+
     def end_between_appends(self) -> int:
         """Return where the log ends, with no producer between two files."""
-        with self.lock:
+        self.check_reentry()
+        with critical, self.lock:
             self.mend()
             return self.log.end
 

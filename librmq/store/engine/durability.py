@@ -39,6 +39,7 @@ class Durability:
         """
         appender, parts = self._appender, self._parts
         dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
+        appender.check_reentry()
         with appender.flushing:
             with appender.lock:
                 appender.open_parts()

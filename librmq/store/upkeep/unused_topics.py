@@ -24,6 +24,7 @@ def clean_unused_topics(path: str, files: Files, appender: Appender, topics: Con
 
 def _clean(path: str, files: Files, appender: Appender, name: QueueName) -> bool:
     """Delete the files of a queue unless the log has a message of it; return whether there were any."""
+    appender.check_reentry()
     with critical, appender.flushing, appender.lock:
         queues = appender.open_parts().queues
         appender.catch_up()
