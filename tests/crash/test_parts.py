@@ -14,7 +14,9 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Files
 from librmq.store.engine.group_commit import flush_all
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
-from librmq.store.format.indexfile import FRESH, IndexFile
+from librmq.store.format.index_flaw import find_flaw
+from librmq.store.format.index_layout import FRESH
+from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.crash.runs import assert_settled
@@ -208,7 +210,7 @@ def test_entries_that_are_taken_back_are_gone() -> None:
     index.files[0].file.buffer[:40] = header  # whoever wrote them died before they counted
     files.flush(index.files[0].file)
     index_of(files, START_MS + 1).flush()
-    assert index.files[0].check() is None
+    assert find_flaw(index.files[0]) is None
     assert_settled(files)
 
 

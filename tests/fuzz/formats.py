@@ -118,14 +118,16 @@ def queue(data: bytes) -> None:
 def index(data: bytes) -> None:
     """Bytes as a file of the key index."""
     from librmq.errors import StoreError
-    from librmq.store.format.indexfile import IndexFile, file_length
+    from librmq.store.format.index_flaw import find_flaw
+    from librmq.store.format.index_layout import file_length
+    from librmq.store.format.indexfile import IndexFile
     from librmq.store.format.keyindex import KeyIndex
 
     length = file_length(8, 32)
     files = _files("/index", b"", 1)
     files.write("/index/20231114221320000", (data + bytes(length))[:length] if len(data) <= length else data[:_LONGEST])
     with suppress(StoreError), IndexFile.open("/index/20231114221320000", files) as file:
-        file.check()
+        find_flaw(file)
     with suppress(StoreError):
         opened = KeyIndex.open("/index", slots=8, entries=32, files=files, now_ms=lambda: 1_700_000_000_000)
         for key_hash in range(8):

@@ -14,7 +14,8 @@ import pytest
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.java.hashing import index_key_hash
-from librmq.store.format.indexfile import IndexFile, geometry
+from librmq.store.format.index_layout import geometry
+from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.verify import verify
 from tests.reference import Row, existing, folders, jsonl, rows, store_folders

@@ -18,7 +18,8 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
 from librmq.java.hashing import index_key_hash
 from librmq.store.format import keyindex
-from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length, geometry
+from librmq.store.format.index_layout import IndexHeader, file_length, geometry
+from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 
 NOW = 1_795_150_492_070  # 2026-11-20 04:54:52.070 UTC

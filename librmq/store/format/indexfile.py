@@ -1,29 +1,8 @@
-"""The key index: hash tables from message keys to places in the log.
-
-::
-
-    file, 40 + 4 * slots + 20 * entries bytes, big-endian; named by its creation in UTC, yyyyMMddHHmmssSSS
-    +--------------------+ 0
-    | header             |   0  begin timestamp       8   store time (ms) of the first entry
-    |                    |   8  end timestamp         8   store time (ms) of the last
-    |                    |  16  begin physical offset 8   place in the log of the first entry
-    |                    |  24  end physical offset   8   place in the log of the last
-    |                    |  32  slot count            4   entries that found their slot empty
-    |                    |  36  index count           4   number of the next entry; 0 (fresh) is read as 1
-    +--------------------+ 40
-    | slots              |   4 each: number of the newest entry whose hash falls here, 0 for none
-    +--------------------+ 40 + 4 * slots
-    | entry 0 (unused)   |   0  hash                  4   |hashCode(topic#key)|, the slot is hash % slots
-    | entry 1            |   4  physical offset       8
-    | ...                |  12  time                  4   seconds since the begin timestamp, not below 0
-    | entry entries - 1  |  16  previous              4   number of the slot's next older entry, 0 for none
-    +--------------------+
-
-A file's begin and end start as the end of the file before it, until its first entry brings its own. Mirrors
-4.9.4's ``IndexFile``, ``IndexHeader`` and ``IndexService``.
+"""One index file: written in batches, queried by hash.
 
 A writer writes entries before the slots that lead to them, and the header last. A batch counts when its header is
-there. If the writer dies before that, the next opening for writing takes back the rest of the batch.
+there. If the writer dies before that, the next opening for writing takes back the rest of the batch. The bytes are
+drawn in `librmq.store.format.index_layout`. Mirrors 4.9.4's ``IndexFile``.
 """
 
 from __future__ import annotations
@@ -33,139 +12,42 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File, Files
+from librmq.store.format.index_layout import (
+    ENTRY_DTYPE,
+    ENTRY_SIZE,
+    HEADER,
+    HEADER_SIZE,
+    LARGEST_SECONDS,
+    SLOT_DTYPE,
+    SLOT_SIZE,
+    STORED_ENTRY,
+    IndexHeader,
+    check_geometry,
+    entry_seconds,
+    file_length,
+    geometry,
+    unpack_entry,
+)
 
-__all__ = [
-    "ENTRY_DTYPE",
-    "SLOT_DTYPE",
-    "IndexFile",
-    "IndexHeader",
-    "entry_seconds",
-    "file_length",
-    "find_geometry",
-    "geometry",
-]
+__all__ = ["IndexFile"]
 
-HEADER_SIZE: Final = 40
-SLOT_SIZE: Final = 4
-ENTRY_SIZE: Final = 20
-
-ENTRY_DTYPE: Final = np.dtype([("hash", "i4"), ("physical", "i8"), ("time_diff", "i4"), ("previous", "i4")])
-"""Type of `IndexFile.entries`."""
-SLOT_DTYPE: Final = np.dtype([("slot", "i4"), ("number", "i4")])
-"""Type of `IndexFile.slots`."""
-
-_STORED_ENTRY: Final = ENTRY_DTYPE.newbyteorder(">")
-_HEADER: Final = struct.Struct(">qqqqii")
-_pack_header = _HEADER.pack
+_pack_header = HEADER.pack
 _pack_entry = struct.Struct(">iqi4s").pack
 _pack_entries = struct.Struct(">iqi4siqi4s").pack
-_unpack_entry = struct.Struct(">iqii").unpack_from
 _INT: Final = struct.Struct(">i")
 _pack_int = _INT.pack
 _NO_ENTRY: Final = bytes(SLOT_SIZE)
-_MAX_INT: Final = (1 << 31) - 1
-
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _LARGEST_STEP: Final = (1 << 20) // ENTRY_SIZE
-
-
-def file_length(slots: int, entries: int) -> int:
-    """Return the length in bytes of a file with this geometry."""
-    return HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * entries
-
-
-def geometry(length: int) -> tuple[int, int] | None:
-    """Return slots and entries of a file of ``length`` bytes with four entries to a slot, None if impossible."""
-    slots, rest = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
-    return (slots, 4 * slots) if slots > 0 and not rest else None
-
-
-def find_geometry(file: File) -> tuple[int, int] | None:
-    """Return slots and entries of a file by its header and length, None if they are ambiguous.
-
-    The newest entry names the header's last record, and its slot leads to it. Four entries to a slot, 4.9's default,
-    are tried first, and count if the file has no entry.
-    """
-    usual, room = geometry(file.size), file.size - HEADER_SIZE
-    if room < SLOT_SIZE + 2 * ENTRY_SIZE or room % SLOT_SIZE:
-        return None
-    header = IndexHeader(*_HEADER.unpack(file.buffer[:HEADER_SIZE]))
-    number, slots_an_entry = header.index_count - 1, ENTRY_SIZE // SLOT_SIZE
-    if number < 1:
-        return usual
-
-    def leads(slots: int) -> bool:
-        """Return whether the newest entry is where it would be with this many slots."""
-        at = HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * number
-        value, physical_offset, _, _ = _unpack_entry(file.buffer, at)
-        if value < 0 or physical_offset != header.end_physical_offset:
-            return False
-        at = HEADER_SIZE + SLOT_SIZE * (value % slots)
-        return bool(_INT.unpack_from(file.buffer, at)[0] == number)
-
-    least = room // SLOT_SIZE % slots_an_entry or slots_an_entry
-    most = (room - ENTRY_SIZE * header.index_count) // SLOT_SIZE
-    if usual is not None and usual[0] <= most and leads(usual[0]):
-        return usual
-    if most < least:
-        return None
-    first = HEADER_SIZE + SLOT_SIZE * least + ENTRY_SIZE * number + 4
-    shape = ((most - least) // slots_an_entry + 1,)
-    places = np.ndarray(shape, ">i8", file.buffer, first, (ENTRY_SIZE,))
-    for slots in (least + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
-        if leads(slots):
-            return slots, (room - SLOT_SIZE * slots) // ENTRY_SIZE
-    return None
-
-
-def check_geometry(slots: int, entries: int) -> None:
-    if slots < 1 or entries < 2:
-        raise ConfigError(f"expected at least 1 slot and 2 entries, found {slots} and {entries}")
-
-
-class IndexHeader(NamedTuple):
-    """The header of an index file; times are milliseconds."""
-
-    begin_timestamp_ms: int
-    end_timestamp_ms: int
-    begin_physical_offset: int
-    end_physical_offset: int
-    slot_count: int
-    index_count: int
-    """The number of the next entry: one more than there are."""
-
-    def overlaps(self, begin_ms: int, end_ms: int) -> bool:
-        """Return whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
-        first, last = self.begin_timestamp_ms, self.end_timestamp_ms
-        return (begin_ms < first and end_ms > last) or first <= begin_ms <= last or first <= end_ms <= last
-
-    @property
-    def follower(self) -> IndexHeader:
-        """Return the header of an empty file that follows a file with this header."""
-        timestamp, physical = max(self.end_timestamp_ms, 0), max(self.end_physical_offset, 0)
-        return IndexHeader(timestamp, timestamp, physical, physical, 0, 1)
-
-
-FRESH: Final = IndexHeader(0, 0, 0, 0, 0, 1)
-
-
-def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
-    """Return the stored time of an entry, in Java's 64-bit arithmetic."""
-    if begin_timestamp_ms <= 0:
-        return 0
-    difference = timestamp_ms - begin_timestamp_ms
-    if difference < -1 << 63:
-        difference += 1 << 64
-    return min(max(difference, 0) // 1000, _MAX_INT)
 
 
 class IndexFile:
@@ -319,7 +201,7 @@ class IndexFile:
         Raises:
             CorruptionError: the header is impossible.
         """
-        header = IndexHeader(*_HEADER.unpack(self.file.buffer[:HEADER_SIZE]))
+        header = IndexHeader(*HEADER.unpack(self.file.buffer[:HEADER_SIZE]))
         _, _, begin_physical, end_physical, slot_count, count = header
         if not 0 <= count <= self.max_entries:
             raise CorruptionError(self.path, 36, "header", f"index count {count} of {self.max_entries}")
@@ -340,7 +222,7 @@ class IndexFile:
         end = count if end is None else min(end, count)
         begin = min(max(begin, 0), count)
         at = self.entry_position(begin)
-        stored = np.frombuffer(self.file.buffer, _STORED_ENTRY, max(end - begin, 0), at)
+        stored = np.frombuffer(self.file.buffer, STORED_ENTRY, max(end - begin, 0), at)
         return stored.astype(ENTRY_DTYPE)
 
     def slots(self) -> NDArray[np.void]:
@@ -355,57 +237,6 @@ class IndexFile:
     def entry_position(self, number: int) -> int:
         """Return the position of an entry in the file."""
         return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number
-
-    def check(self) -> tuple[int, str] | None:
-        """Check header, entries and slots against each other, and return position and description of the first flaw.
-
-        This does not compare the entries with the log.
-        """
-        header, entries = self.header, self.entries()
-        count = len(entries)
-        numbers = np.arange(1, count + 1, dtype=np.int32)
-        if count:
-            ends = int(entries["physical"][0]), int(entries["physical"][-1])
-            if ends != (header.begin_physical_offset, header.end_physical_offset):
-                return 16, f"header: physical offsets {header[2:4]}, the entries have {ends}"
-        wrong = np.flatnonzero((entries["hash"] < 0) | (np.diff(entries["physical"], prepend=0) < 0))
-        if len(wrong):
-            number = int(wrong[0]) + 1
-            return self.entry_position(number), f"entry {number}: hash or physical offset out of order"
-        slots = entries["hash"] % self.max_slots
-        order = np.argsort(slots, kind="stable")
-        same = np.diff(slots[order], prepend=-1) == 0
-        previous = np.zeros(count, np.int32)
-        previous[order[same]] = numbers[order[np.flatnonzero(same) - 1]]
-        wrong = np.flatnonzero(previous != entries["previous"])
-        if len(wrong):
-            number = int(wrong[0]) + 1
-            found, expected = int(entries["previous"][number - 1]), int(previous[number - 1])
-            return self.entry_position(number) + 16, f"entry {number}: previous is {found}, expected {expected}"
-        last = np.flatnonzero(np.diff(slots[order], append=-1) != 0)
-        table = self.slots()
-        expected_slots = np.stack([slots[order[last]], numbers[order[last]]], axis=1)
-        found_slots = np.stack([table["slot"], table["number"]], axis=1)
-        if not np.array_equal(expected_slots, found_slots):
-            differing = {tuple(row) for row in expected_slots.tolist()} ^ {tuple(row) for row in found_slots.tolist()}
-            slot = min(differing)[0]
-            return HEADER_SIZE + SLOT_SIZE * slot, f"slot {slot} does not lead to the newest entry of its hash"
-        if header.slot_count != len(table):
-            return 32, f"header: {header.slot_count} slots are in use, found {len(table)}"
-        for begin, end in ((0, 1), (count + 1, self.max_entries)):
-            position = self._first_byte(self.entry_position(begin), self.entry_position(end))
-            if position is not None:
-                return position, "expected zeros where no entry is"
-        return None
-
-    def _first_byte(self, begin: int, end: int) -> int | None:
-        """Return the position of the first byte that is not zero."""
-        for at in range(begin, end, _LARGEST_STEP * ENTRY_SIZE):
-            block = self.file.buffer[at : min(end, at + _LARGEST_STEP * ENTRY_SIZE)]
-            rest = block.lstrip(b"\0")
-            if rest:
-                return at + len(block) - len(rest)
-        return None
 
     def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, found: list[int]) -> None:
         """Append to ``found`` the physical offsets of a hash, the newest first, until it has ``max_results``.
@@ -429,7 +260,7 @@ class IndexFile:
         forward: set[int] = set()
         while len(found) < max_results and number < self.max_entries:
             position = first_position + ENTRY_SIZE * number
-            entry_hash, physical, seconds, previous = _unpack_entry(buffer, position)
+            entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
             if seconds < 0:
                 return
             timestamp = first_timestamp + 1000 * seconds
@@ -486,7 +317,7 @@ class IndexFile:
                 if timestamp != end_timestamp:
                     end_timestamp = timestamp
                     seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
-                    if not 0 <= seconds <= _MAX_INT:
+                    if not 0 <= seconds <= LARGEST_SECONDS:
                         seconds = entry_seconds(timestamp, begin_timestamp)
                 if len(hashes) == 2 and number > 1:
                     # Fast path for a unique id and one key: both entries in one write.
@@ -567,11 +398,11 @@ class IndexFile:
         if number <= 1:
             begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
         end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
-        entries = np.empty(keys, _STORED_ENTRY)
+        entries = np.empty(keys, STORED_ENTRY)
         entries["hash"] = hashes
         entries["physical"] = physical
         if begin_timestamp > 0:
-            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), _MAX_INT)
+            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), LARGEST_SECONDS)
         else:
             entries["time_diff"] = 0
         entries["time_diff"][0] = first_seconds
@@ -638,7 +469,7 @@ class IndexFile:
         buffer, start = self.file.buffer, self.count
         position, restore = self.entry_position(start), []
         for number in range(start, self.max_entries):
-            entry_hash, physical, seconds, previous = _unpack_entry(buffer, position)
+            entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
             if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
                 break  # no remains of a write
             slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)

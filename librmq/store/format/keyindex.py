@@ -19,7 +19,8 @@ from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, Stor
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files, FolderEntry, make_folders
 from librmq.java.hashing import index_key_hash
-from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file_length
+from librmq.store.format.index_layout import FRESH, check_geometry, file_length
+from librmq.store.format.indexfile import IndexFile
 
 __all__ = ["KeyIndex"]
 

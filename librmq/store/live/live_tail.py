@@ -35,7 +35,8 @@ from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, has_abort
-from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
+from librmq.store.format.index_layout import IndexHeader, file_length
+from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.open import vouched_for
 

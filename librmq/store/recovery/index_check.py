@@ -17,7 +17,9 @@ from librmq.java.hashing import java_decode, string_hash
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, split_keys
 from librmq.store.engine.dispatch import RawPending, is_indexed, key_block, key_hashes
-from librmq.store.format.indexfile import IndexFile, IndexHeader, entry_seconds
+from librmq.store.format.index_flaw import find_flaw
+from librmq.store.format.index_layout import IndexHeader, entry_seconds
+from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.queue_check import is_illegible
 
@@ -168,7 +170,7 @@ class IndexCheck:
             self._damaged(self._run, f"names {self._run.physical_offset}, where no record is")
             self._run = next(self._runs, None)
         for file in self._checked:
-            found = file.check()
+            found = find_flaw(file)
             if found is not None:
                 self.sound = False
                 position, what = found
