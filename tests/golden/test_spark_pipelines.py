@@ -6,6 +6,7 @@ In each of them a worker is killed in the midst of a task.
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -39,8 +40,11 @@ Name = tuple[str, str, int]
 
 
 @pytest.fixture(scope="module")
-def stores() -> list[str]:
-    """Recorded stores of 4.9, all that have something of their own, as if they were the brokers of a cluster."""
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Recorded stores of 4.9, all that have something of their own, as if they were the brokers of a cluster.
+
+    One of them has lost its queues: all that is in them follows from the log.
+    """
     found = sorted(path / "store" for path in reference().folder.iterdir() if (path / "store" / "commitlog").is_dir())
     chosen: list[str] = []
     seen: set[str] = set()
@@ -57,7 +61,9 @@ def stores() -> list[str]:
         if path.parent.name.startswith("store-") or kinds - seen:
             chosen.append(str(path))
             seen |= kinds
-    return chosen
+    lost = str(tmp_path_factory.mktemp("lost") / "store")
+    shutil.copytree(chosen[0], lost, ignore=shutil.ignore_patterns("consumequeue", "consumequeue_ext"))
+    return [lost, *chosen[1:]]
 
 
 @pytest.fixture(autouse=True)
