@@ -153,6 +153,9 @@ class Route(Protocol):
         """Have ``changed`` called, under the runner's lock, when brokers, topics or their queues change.
 
         Gives a function that ends it.
+
+        Raises:
+            BrokerUnreachableError: The route is a single broker, which is closed.
         """
         ...
 

@@ -288,7 +288,12 @@ class Broker:
         """Have ``changed`` called, under the runner's lock, when topics or their queues change, and when it closes.
 
         Gives a function that ends it.
+
+        Raises:
+            BrokerUnreachableError: the broker is closed, so that nothing changes any more.
         """
+        with self._errors():
+            self._check_open()
 
         def end() -> None:
             if changed in self._watchers:
@@ -450,7 +455,8 @@ class Broker:
 
     def client_ids(self) -> tuple[str, ...]:
         """The ids of all clients that the broker knows, sorted."""
-        with self.runner.lock:
+        with self._errors(), self.runner.lock:
+            self._check_open()
             return self._context.registry.client_ids()
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
@@ -474,6 +480,8 @@ class Broker:
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """What a consumer group has given up."""
+        with self._errors():
+            self._check_open()
         return list(self.messages(dead_letter_topic(group)))
 
     # ---- turns and life

@@ -172,6 +172,7 @@ class Client:
         """Take a producer or consumer and tell the brokers.
 
         Raises:
+            BrokerUnreachableError: The route is a single broker, which is closed.
             ClientStateError: The client has one of that group already.
         """
         with self.runner.lock:
@@ -183,10 +184,13 @@ class Client:
                     f"client {self.client_id} has a {kind} of group {member.group!r} already: "
                     "one instance of a group for each client"
                 )
+            unwatch = self.route.watch(self._route_changed)  # refused by a broker that is closed
             members[member.group] = member
             if self._unwatch is None:
-                self._unwatch = self.route.watch(self._route_changed)
+                self._unwatch = unwatch
                 self._joined_ms = self.runner.now_ms()
+            else:
+                unwatch()
             self.beat()
 
     def check_route(self, route: Route) -> None:

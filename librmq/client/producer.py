@@ -141,6 +141,7 @@ class Producer:
         """Join the group now instead of with the first send. While the producer runs, this does nothing.
 
         Raises:
+            BrokerUnreachableError: The route is a single broker, which is closed.
             ClientStateError: The producer was shut down, or its client has another producer of the group.
         """
         with self._runner.lock:

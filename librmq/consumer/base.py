@@ -293,6 +293,7 @@ class Consumer(Generic[C]):
 
         Raises:
             BrokerError: A broker does not serve an SQL subscription.
+            BrokerUnreachableError: The route is a single broker, which is closed.
             ConfigError: A push consumer has no listener yet; subscribe one, then start.
             ClientStateError: The consumer was started before.
             GroupMismatchError: With ``guard``, instances of the group subscribe to something else.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client.identity import Client
 from librmq.client.producer import Producer
+from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (
@@ -26,7 +29,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.listener import DeadLetter
-from librmq.protocol import ResetGroup
+from librmq.protocol import ResetGroup, TransactionState
 from librmq.runtime.manual import ManualRunner
 from librmq.testing import Kit
 from tests.broker.parties import send
@@ -41,6 +44,46 @@ def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any
 
     consumer.start()
     return consumer
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda broker, client: running(broker, []),
+        lambda broker, client: running(broker, [], client=client),
+        lambda broker, client: PullConsumer(broker, "g").start(),
+        lambda broker, client: Producer(broker, "p").start(),
+        lambda broker, client: Producer(broker, "p", client=client).start(),
+        lambda broker, client: Producer(broker, "p").send("T", b"x"),
+        lambda broker, client: Producer(broker, "p").send_oneway("T", b"x"),
+        lambda broker, client: Producer(broker, "p").queues("T"),
+        lambda broker, client: TransactionProducer(broker, "p", lambda message: TransactionState.COMMIT),
+        lambda broker, client: broker.watch(lambda: None),
+        lambda broker, client: broker.clients(),
+        lambda broker, client: broker.client_ids(),
+        lambda broker, client: broker.dead_letters("g"),
+        lambda broker, client: broker.reset_group("g", "T", "end"),
+        lambda broker, client: broker.create_topic("U", 1),
+        lambda broker, client: broker.join(),
+    ],
+)
+def test_a_closed_broker_refuses_every_client(use: Callable[[Broker, Client], object]) -> None:
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        client = Client(broker)
+        PullConsumer(broker, "before", client=client).start()
+    with pytest.raises(BrokerUnreachableError, match="broker-a is closed"):
+        use(broker, client)
+
+
+def test_a_client_that_a_closed_broker_refused_is_let_go() -> None:
+    """A consumer that could not start is shut down as any other."""
+    with Broker.temporary(runner=ManualRunner()) as broker:
+        pass
+    consumer = PullConsumer(broker, "g")
+    with pytest.raises(BrokerUnreachableError):
+        consumer.start()
+    assert consumer.shutdown()
+    assert not consumer.is_running
 
 
 def test_a_wrong_way_to_open_is_told() -> None:
