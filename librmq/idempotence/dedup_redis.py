@@ -4,10 +4,10 @@
 
     MSGDEDUP:application:topic:group:tag:key  →  state:expires_timestamp_ms:owner        state 0 consuming, 1 consumed
 
-Each call is one script, and so one round trip. The time in a record decides, by the clocks of those who share the
-server; the server's own expiry, a minute later, only clears away. The layout that is widespread,
-``MSGDEDUP:application:topic[:tag]:key``, lacks the group: there, two groups of one application swallow each other's
-messages.
+Each call is one script, and so one round trip. The time in a record decides, by the clocks of the clients that share
+the server. The server's own expiry, a minute later, only removes old records. A widespread layout,
+``MSGDEDUP:application:topic[:tag]:key``, lacks the group: with it, two groups of one application lose messages to each
+other.
 """
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
@@ -73,7 +73,7 @@ class RedisDedupStore:
     """Records in a Redis server. Thread-safe, as ``client`` is.
 
     ``client`` is a ``redis.Redis``; set its timeouts, since a listener waits for it. ``prefix`` begins every key.
-    What the server acknowledged and loses (memory policy, failover, no append-only file) is consumed again.
+    Messages whose records the server loses (memory policy, failover, no append-only file) are consumed again.
     """
 
     blocking = True
@@ -112,13 +112,13 @@ class RedisDedupStore:
         return record if record.expires_timestamp_ms > now_ms else None
 
     def purge(self, now_ms: int, limit: int) -> int:
-        """Nothing: the server clears away what has expired."""
+        """Do nothing: the server removes expired records."""
         return 0
 
     def many(self, operations: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Several calls in one round trip, each by its name and arguments: what each gives, or its error.
+        """Make several calls in one round trip; return the result or the error of each.
 
-        Each is atomic.
+        ``operations`` are names and arguments. Each call is atomic.
         """
         pipeline = self.client.pipeline(transaction=False)
         for name, (key, *arguments) in operations:

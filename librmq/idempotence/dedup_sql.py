@@ -1,7 +1,7 @@
-"""Records of a dedup guard in any SQL database that SQLAlchemy reaches: extra ``sql``.
+"""Records of a dedup guard in any SQL database that SQLAlchemy supports: extra ``sql``.
 
-On PostgreSQL, MySQL, MariaDB and SQLite each call is one statement, committed by itself. On other databases a claim is
-an INSERT, and where that finds a row an UPDATE and a SELECT: each decides by itself, nothing is held between them.
+On PostgreSQL, MySQL, MariaDB and SQLite each call is one statement in its own transaction. On other databases a claim
+is an INSERT; if that finds a row, an UPDATE and a SELECT follow. Each decides alone, and no lock is held between them.
 """
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
@@ -35,13 +35,16 @@ _WORTH_REPEATING: Final = frozenset({"40001", "40P01", 1213, 1205})
 class SqlDedupStore:
     """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` has its columns. Thread-safe.
 
-    ``engine`` is an ``Engine``, or a URL from which one is made. Of an engine, connections are used that commit each
-    statement by itself; made with ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None,
-    skip_autocommit_rollback=True``, as it is for a URL, there are no other round trips than those of the calls.
-    `create` makes the table.
+    ``engine`` is an ``Engine``, or a URL to make one from. The store sets its connections to commit each statement.
+    With ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True``, as for a URL, an
+    engine needs no round trips except those of the calls. `create` creates the table.
 
-    Where a claim takes several statements, a ``prefilter`` saves two of the three that a duplicate costs: what is
-    perhaps there already is looked at first. `ConfigError` where it would save nothing.
+    Where a claim takes several statements, a ``prefilter`` saves two of the three statements of a duplicate: the store
+    looks first for a key that the filter may have seen.
+
+    Raises:
+        ConfigError: A prefilter would save nothing on this database.
+        DedupStoreError: No engine can be made from the URL.
     """
 
     blocking = True
@@ -77,13 +80,13 @@ class SqlDedupStore:
             raise ConfigError(f"on {engine.dialect.name} a claim is one statement: a prefilter saves nothing")
 
     def say_portably(self, prefilter: SeenKeys | None = None) -> None:
-        """Use the statements that every database accepts; this is the default for databases not named above."""
+        """Use statements that every database accepts, as for databases that are not named above."""
         self._prefilter = prefilter
         self._claim_with = self._claim_step_by_step
         self.statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"
 
     def create(self) -> SqlDedupStore:
-        """Make the table, or bring it up to date; can be called at every start."""
+        """Create the table, or upgrade it; call it at every start."""
         try:
             upgrade_tables(self.engine, dedup=self.table, messages=None, outbox=None)
         except SQLAlchemyError as error:
@@ -111,7 +114,7 @@ class SqlDedupStore:
         return self._execute(self.statements.purge, **parameters).changed
 
     def close(self) -> None:
-        """Let go of the connections, if the engine is the store's own."""
+        """Close the connections, if the store made the engine."""
         if self._owned is not None:
             self._owned.dispose()
 
@@ -121,7 +124,7 @@ class SqlDedupStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- how a claim is said
+    # ---- claims
 
     def _claim_returning(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
@@ -158,7 +161,7 @@ class SqlDedupStore:
         if taken.changed:
             return Claim.TAKEN_OVER
         record = self.look(key, now_ms)
-        # None: released or expired since. Another process had it a moment ago, so the message comes again.
+        # None: released or expired since. Another process had it just now, so the message comes again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
     def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
@@ -168,7 +171,7 @@ class SqlDedupStore:
         return self._try(statement, parameters)
 
     def _try(self, statement: str, parameters: Mapping[str, Any]) -> StatementResult:
-        # Below SQLAlchemy's own connections, whose bookkeeping costs several times what the round trip does.
+        # Not with SQLAlchemy's own connections: their bookkeeping costs several times the round trip.
         dialect = self.engine.dialect
         try:
             pooled = self.engine.raw_connection()
@@ -190,7 +193,7 @@ class SqlDedupStore:
                 raise _RowIsThereError(f"{self.table}: {error}") from error
             kind = _InTheWayError if _is_worth_repeating(error) else DedupStoreError
             raise kind(f"{self.table}: {error}") from error
-        except BaseException as error:  # of a signal: the answer that is still to come is not the next statement's
+        except BaseException as error:  # a signal: the next statement must not read the answer of this one
             pooled.invalidate(error)
             raise
         finally:
@@ -198,11 +201,11 @@ class SqlDedupStore:
 
 
 class _RowIsThereError(DedupStoreError):
-    """An INSERT has found a row of its key."""
+    """An INSERT found a row with its key."""
 
 
 class _InTheWayError(DedupStoreError):
-    """The database has undone the statement since others were in its way."""
+    """The database undid the statement because of a conflict."""
 
 
 def _is_worth_repeating(error: Exception) -> bool:
@@ -212,14 +215,14 @@ def _is_worth_repeating(error: Exception) -> bool:
 
 
 _REPEATED: Final = 4
-"""A claim that was made before with the same token."""
+"""Result of a claim that is repeated with the same token."""
 
 
 def _mysql_claim(table: str) -> str:
-    """The claim for MySQL, which returns no rows of an INSERT: what it came to travels as the last inserted id.
+    """Return the claim for MySQL, whose INSERT returns no rows: the result comes back as the last inserted id.
 
-    Assignments are made from left to right, each seeing those before it: so the time that tells whether the row was
-    free is changed last, and by the owner, which is ours by then if it was.
+    MySQL assigns from left to right, and each assignment sees those before it. The time that tells whether the row was
+    free therefore changes last, if the owner is this caller by then.
     """
     free = "expires_timestamp_ms <= :now_ms OR owner = :owner"
     outcome = (

@@ -6,9 +6,9 @@
         if first:
             session.execute(...)        # commits with the record, or not at all
 
-The record is inserted first. A second delivery waits at that row: when the first one commits, the second finds the
-message consumed; when the first is undone or dies, the second goes on. So the effect happens once, in this one
-database, as long as the record is kept. ``docs/dedup.md`` has the conditions.
+The transaction inserts the record first. A second delivery waits for that row. If the first commits, the second finds
+the message consumed; if the first rolls back or dies, the second proceeds. So the effect happens once in this database,
+as long as the record is kept. ``docs/dedup.md`` has the conditions.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -43,12 +43,12 @@ def transactional(
     """Return a transaction, to be entered by ``with``, that says whether ``message`` comes for the first time.
 
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
-    ``AsyncSession`` or ``AsyncConnection``, in which nothing has begun. Leaving the block commits, an exception undoes
-    everything and goes on. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a
-    key every delivery is a first one. ``table`` is made by `librmq.idempotence.sqltables.upgrade_tables`, and kept
-    small by `purge_messages`, which deletes records that are older than ``keep``.
+    ``AsyncSession`` or ``AsyncConnection``, without an open transaction. Leaving the block commits; an exception rolls
+    back and goes on. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a key
+    every delivery is a first one. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``. `purge_messages`
+    deletes records that are older than ``keep``.
 
-    What the database's driver raises goes through, and the message comes again. As thread-safe as the session.
+    Errors of the database's driver go through, and the message comes again. As thread-safe as the session.
 
     Raises:
         ConfigError: The session has an open transaction, or commits each statement.
@@ -65,7 +65,7 @@ def transactional(
 
 
 class Transactional:
-    """One transaction of `transactional`; ``with`` gives true for a message that comes for the first time."""
+    """One transaction of `transactional`; ``with`` returns True for a message that comes for the first time."""
 
     def __init__(self, session: Any, table: str, key: str | None, expires_at_ms: int) -> None:
         self._session = session
@@ -116,7 +116,7 @@ class Transactional:
                 expires_at_ms=self._expires_at_ms,
             )
         except BaseException as error:
-            link.rollback()  # of nothing: the record is the first
+            link.rollback()  # nothing else was done yet
             if is_integrity_error(error):
                 return False
             raise

@@ -1,4 +1,4 @@
-"""The outbox: messages written in the transaction that they report, and sent from there until the broker has them.
+"""The outbox: messages are stored in the transaction that they report, and sent until the broker has them.
 
 ::
 
@@ -8,11 +8,10 @@
 
     OutboxSender(engine, producer).start()               # in any process, any number of them
 
-A row is sent at least once: a sender that dies between SEND_OK and its mark leaves a row that is sent again, with the
-same unique id. Senders claim rows by comparing and setting one row at a time, so that none is claimed twice while its
-claim lasts. Rows of one ``order_key`` are sent one after the other, in the order of their ids: the order of the
-transactions, as far as these exclude each other (by a lock on the row that the key stands for, taken before the first
-`add`).
+A row is sent at least once. If a sender dies between SEND_OK and its mark, another sends the row again with the same
+unique id. Senders claim rows one at a time by compare-and-set, so no row has two claims at once. Rows of one
+``order_key`` are sent one after the other, in the order of their ids. That is the order of the transactions if they
+exclude each other: let each lock the row that the key stands for before its first `add`.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -61,9 +60,9 @@ class MessageSender(Protocol):
 
 
 class Outbox:
-    """Where an application leaves messages: the table ``table``, made by `librmq.idempotence.sqltables.upgrade_tables`.
+    """The table ``table`` of messages to send, made by `librmq.idempotence.sqltables.upgrade_tables`.
 
-    Thread-safe; a connection is its user's.
+    Thread-safe. Each thread uses its own connection.
     """
 
     def __init__(self, *, table: str = "rmq_outbox", clock: Clock | None = None) -> None:
@@ -71,7 +70,7 @@ class Outbox:
         self._clock = clock or SystemClock()
 
     def add(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
-        """Write ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
+        """Store ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
 
         ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection. Rows with the same
         ``order_key`` are sent one after the other.
@@ -105,7 +104,7 @@ class Outbox:
 
 
 class _Row(NamedTuple):
-    """A row that may be sent, as it was read."""
+    """A row to send, as it was read."""
 
     id: int
     order_key: str | None
@@ -118,7 +117,7 @@ class _Row(NamedTuple):
     due_timestamp_ms: int
 
     def message(self) -> Message:
-        """Return what the application added."""
+        """Return the message that the application added."""
         message = Message(self.topic, bytes(self.body), flag=self.flag)
         message.properties.update(json.loads(self.properties))
         return message
@@ -148,10 +147,10 @@ _COLUMNS: Final = ", ".join(_Row._fields)
 
 
 class OutboxSender:
-    """Sends what lies in an outbox, oldest first. One sender belongs to one thread; any number share a table.
+    """Sends the rows of an outbox, oldest first. A sender belongs to one thread; any number of senders share a table.
 
-    A row that was refused is tried again after 1 s, 2 s, … up to a minute, without end. `start` lets a thread send;
-    without it the caller calls `run_due`.
+    A refused row is tried again after 1 s, 2 s, … up to a minute, without end. `start` makes a thread that sends;
+    without it, call `run_due`.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class OutboxSender:
         clock: Clock | None = None,
         **settings: Unpack[OutboxSettings],
     ) -> None:
-        """Prepare a sender, which asks nothing of the database yet.
+        """Prepare a sender; it does not use the database yet.
 
         Args:
             database: A SQLAlchemy ``Engine``, or a function that opens a DB-API connection.
@@ -191,7 +190,7 @@ class OutboxSender:
         self.failed = 0
         """Sends that were refused or raised."""
         self.lost = 0
-        """Rows sent by this sender after its claim had expired: another may have sent them too."""
+        """Rows that this sender sent after its claim had expired; another may have sent them too."""
         self._database = database
         self._connection: Any = None
         self._producer = producer
@@ -207,7 +206,7 @@ class OutboxSender:
         self._is_out_of_reach = False
 
     def run_due(self, now_ms: int) -> int:
-        """Send what is to be sent; return when to look again, in milliseconds since 1970.
+        """Send the rows that are due; return when to look again, in milliseconds since 1970.
 
         A database that cannot be reached is logged once, and asked again at the next look.
 
@@ -234,7 +233,7 @@ class OutboxSender:
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
 
     def _check(self) -> None:
-        """Read no row of the table, once: what would fail for ever fails here."""
+        """Select no row of the table, once, so that lasting errors are found at the start."""
         if self._is_checked:
             return
         try:
@@ -253,7 +252,7 @@ class OutboxSender:
         self._is_checked = True
 
     def start(self) -> OutboxSender:
-        """Let a thread send; it ends with `close`.
+        """Start a thread that sends; `close` ends it.
 
         A database that cannot be reached now is logged, and asked again.
 
@@ -270,24 +269,24 @@ class OutboxSender:
                 _log.warning("%s: the database could not be asked, it is asked again: %s", self.table, error)
             finally:
                 self._let_go()
-            with critical:  # a thread that nothing names would send for ever
+            with critical:  # no `close` could end a thread that is not noted
                 self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
         return self
 
     def _run_in_thread(self, now_ms: int) -> int | None:
         try:
             return self.run_due(now_ms)
-        except ConfigError as error:  # found late, since the database could not be reached at the start
+        except ConfigError as error:  # the database could not be reached at the start
             _log.error("nothing is sent from the outbox until `wake` is called: %s", error)
             return None
 
     def wake(self) -> None:
-        """Let the thread look now instead of at its next poll, for example after a commit."""
+        """Let the thread look for rows now, not at its next poll; call it after a commit."""
         if self._background is not None:
             self._background.wake()
 
     def close(self) -> None:
-        """End the thread after the send that runs, and give back rows that were claimed and not sent."""
+        """End the thread after its current send, and release rows that it claimed and did not send."""
         with critical:
             background, self._background = self._background, None
             self._closing = True
@@ -337,7 +336,7 @@ class OutboxSender:
         if not rows:
             return [], until_ms
         with self._link() as link:
-            # Compare and set: of several senders that read the row, one changes it.
+            # Compare and set: only one of several senders that read the row changes it.
             return [
                 row
                 for row in rows
@@ -392,7 +391,7 @@ class OutboxSender:
             _log.warning("%s: row %d was sent after its claim had expired: it may be sent twice", self.table, row.id)
 
     def _purge(self) -> None:
-        """Delete rows that were sent long enough ago by their mark; once a minute, since it locks rows."""
+        """Delete rows that were sent long enough ago; once a minute, since it locks rows."""
         if self._clock.now_ms() < self._purge_at_ms:
             return
         self._purge_at_ms = self._next_purge_ms()
@@ -409,7 +408,7 @@ class OutboxSender:
 
     @contextmanager
     def _link(self) -> Iterator[Link]:
-        """Run one transaction on this round's own connection, or on one of the engine's."""
+        """Run one transaction on the connection of this round, or on one of the engine."""
         if callable(self._database) and self._connection is None:
             self._connection = self._database()
         with linked(self._database if self._connection is None else self._connection) as link:
@@ -422,13 +421,13 @@ class OutboxSender:
 
     def _let_go(self) -> None:
         connection, self._connection = self._connection, None
-        close = getattr(connection, "close", None)  # what is no connection has been refused by now
+        close = getattr(connection, "close", None)
         if close is not None:
             close()
 
 
 def _check_database(database: Any) -> None:
-    """Refuse what is neither an engine nor a function, before a thread asks it again and again."""
+    """Refuse anything but an engine or a function, before a thread uses it."""
     kind = type(database).__name__
     if hasattr(database, "sync_engine"):
         raise ConfigError(f"database: a sender waits in its thread: expected a synchronous Engine, found {kind}")
@@ -443,7 +442,7 @@ def _check_database(database: Any) -> None:
 
 
 def _problem(result: Any) -> str | None:
-    """Return why a producer's result counts as not sent, None if the message was sent."""
+    """Return why a producer's result counts as not sent; None if the message was sent."""
     if inspect.isawaitable(result):
         close = getattr(result, "close", None)
         if callable(close):

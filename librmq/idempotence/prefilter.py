@@ -1,7 +1,7 @@
 """Remember keys approximately, in bounded memory: extra ``bloom``.
 
-A Bloom filter says "surely new here" or "perhaps seen". In front of a dedup store it can decide nothing, since other
-processes have keys of their own, and a restart forgets; it can only choose which question to ask the store first.
+A Bloom filter says "certainly new here" or "perhaps seen". It cannot decide for a dedup store: other processes have
+their own keys, and a restart forgets. It only chooses which question the store is asked first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SeenKeys"]
 
 
 class SeenKeys:
-    """Remembers the last ``capacity`` keys or more, in a few bytes each; older ones are forgotten. Thread-safe.
+    """Remembers the last ``capacity`` keys or more, in a few bytes each, and forgets older ones. Thread-safe.
 
     ``error_rate`` is the share of new keys that count as perhaps seen.
     """
@@ -35,11 +35,15 @@ class SeenKeys:
         self._old: Any = self._filter()
 
     def _filter(self) -> Any:  # noqa: ANN401 (the library has no types)
-        # Grows from small; two halves of the error, since two filters are asked.
+        # It grows. Each filter has half of the error, since two are asked.
         return ScalableBloomFilter(min(self._capacity, 1000), self._error_rate / 2)
 
+    def __len__(self) -> int:
+        """Return how many keys are remembered."""
+        return len(self._new) + len(self._old)
+
     def add(self, key: str) -> bool:
-        """Remember ``key``; false if it was surely not remembered before."""
+        """Remember ``key``; return False if it was certainly not remembered before."""
         with self._lock:
             if self._new.add(key):
                 return True

@@ -1,35 +1,35 @@
-"""Tables of librmq in the user's own database: their names, columns and versions, and statements run on any connection.
+"""Tables of librmq in an application's database: names, columns and versions, and statements for any connection.
 
 ::
 
-    rmq_dedup                                        one row a claimed or consumed message
+    rmq_dedup                                        one row for each claimed or consumed message
         dedup_key              VARCHAR(255)  PRIMARY KEY   ASCII, see `librmq.dedup.dedup_key`
         state                  SMALLINT      0 consuming, 1 consumed
         owner                  VARCHAR(64)   token of the claim
-        claims                 INTEGER       how often it was claimed: above 1, a holder before did not end
+        claims                 INTEGER       number of claims; above 1, an earlier holder did not end in time
         expires_timestamp_ms   BIGINT        from then on the row counts as absent; indexed
 
-    rmq_messages                                     one row a message whose effect is in the same database
+    rmq_messages                                     one row for each message with its effect in the same database
         dedup_key              VARCHAR(255)  PRIMARY KEY   as above
         expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
 
-    rmq_outbox                                       one row a message to be sent
+    rmq_outbox                                       one row for each message to send
         id                     BIGINT        PRIMARY KEY, counts up: the order of sending
         order_key              VARCHAR(255)  rows of one key are sent one after the other; NULL: in any order
         topic, properties      TEXT          properties as a JSON object of texts
         flag                   INTEGER
         body                   bytes
         state                  SMALLINT      0 to be sent, 1 sent
-        owner                  VARCHAR(64)   token of the sender that has claimed it
-        attempts               INTEGER       how often sending it failed
-        due_timestamp_ms       BIGINT        not sent, and not claimed by another sender, before; indexed with state
+        owner                  VARCHAR(64)   token of the sender that claimed it
+        attempts               INTEGER       number of failed sends
+        due_timestamp_ms       BIGINT        no sender claims it earlier; indexed with state
 
-    rmq_tables                                       one row a table
+    rmq_tables                                       one row for each table
         table_name             VARCHAR(255)  PRIMARY KEY
         version                INTEGER
 
-Names are the user's choice. A connection may be a SQLAlchemy ``Session`` or ``Connection``, or one of any DB-API
-driver; SQLAlchemy is loaded only where it already is.
+The application chooses the names. A connection is a SQLAlchemy ``Session`` or ``Connection``, or a connection of any
+DB-API driver. This module imports SQLAlchemy only for SQLAlchemy's own connections.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -68,32 +68,40 @@ _DIALECTS: Final = {
 
 
 def check_name(name: str) -> str:
-    """``name``, of a table, perhaps with its schema; `ConfigError` if it would have to be quoted."""
+    """Return a table's name, which may have a schema in front.
+
+    Raises:
+        ConfigError: The name would have to be quoted.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"a table is named by letters, digits and underscores, found {name!r:.100}")
     return name
 
 
 class StatementResult(NamedTuple):
-    """What a statement came to."""
+    """Result of a statement."""
 
     rows: Sequence[Sequence[Any]]
     changed: int
-    """Rows that were changed."""
+    """Number of rows that changed."""
     last_id: int
-    """What MySQL calls the last inserted id."""
+    """The last inserted id, as MySQL defines it."""
 
 
 class Link:
-    """A connection of the user's, whatever made it. Runs statements with ``:names`` in them, and ends transactions.
+    """A connection of the application: runs statements with ``:names`` in them, and ends transactions.
 
-    As thread-safe as the connection is. Whatever its driver raises goes through.
+    As thread-safe as the connection. Errors of its driver go through.
     """
 
     __slots__ = ("_alchemy", "_style", "connection", "dialect")
 
     def __init__(self, connection: Any) -> None:
-        """`ConfigError` if it is no connection."""
+        """Take a connection.
+
+        Raises:
+            ConfigError: ``connection`` is none.
+        """
         self.connection = connection
         self._alchemy = _is_alchemy(connection)
         if self._alchemy:
@@ -118,21 +126,25 @@ class Link:
         return run(self.connection, self._style, sql, parameters)
 
     def commit(self) -> None:
-        """End the transaction; what it did stays."""
+        """Commit the transaction."""
         self.connection.commit()
 
     def rollback(self) -> None:
-        """End the transaction; what it did is undone."""
+        """Undo the transaction."""
         self.connection.rollback()
 
     @property
     def in_transaction(self) -> bool:
-        """Whether something is known to have been done that is neither committed nor undone."""
+        """Whether the connection knows of a transaction that has not ended."""
         value = getattr(self.connection, "in_transaction", False)
         return bool(value() if callable(value) else value)
 
     def check_transactions(self) -> None:
-        """Raise `ConfigError` if the connection commits each statement."""
+        """Refuse a connection that commits each statement.
+
+        Raises:
+            ConfigError: It does.
+        """
         driver = self.connection
         if self._alchemy:
             connection = driver.connection() if hasattr(driver, "get_bind") else driver
@@ -148,7 +160,7 @@ class Link:
 
 
 def is_integrity_error(error: BaseException) -> bool:
-    """Whether a driver, or SQLAlchemy for it, says that a row is there already."""
+    """Return whether the error of a driver, or of SQLAlchemy, says that the row exists already."""
     return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
 
 
@@ -159,7 +171,7 @@ _LACKING: Final = re.compile(r"no such (table|column)|unknown column", re.IGNORE
 def is_passing_error(error: BaseException) -> bool:
     """Return whether another try may succeed: a database that cannot be reached, or is locked or busy."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    # SQLite and MySQL call a table or column that is not there an operational error.
+    # SQLite and MySQL report a missing table or column as an operational error.
     return not _PASSING.isdisjoint(names) and not _LACKING.search(str(error))
 
 
@@ -179,7 +191,7 @@ def _text(sql: str) -> Any:
 
 
 def _parameter_style(module: str) -> str:
-    """What the driver says in which ``module`` a connection is, or a package above it."""
+    """Return the parameter style of the driver that has a connection's ``module``, from it or a package above it."""
     while module:
         style = getattr(sys.modules.get(module), "paramstyle", None)
         if isinstance(style, str):
@@ -189,7 +201,7 @@ def _parameter_style(module: str) -> str:
 
 
 def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
-    """Run one statement on a driver's connection, which takes parameters in ``style``."""
+    """Run one statement on a connection of a driver that takes parameters in ``style``."""
     statement, names = rendered(sql, style)
     cursor = connection.cursor()
     try:
@@ -205,7 +217,7 @@ def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) ->
 
 @lru_cache(maxsize=256)
 def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
-    """``sql`` in a driver's style of parameters, and their names in the order in which they occur."""
+    """Return ``sql`` in a driver's style of parameters, and the parameters' names in order of occurrence."""
     names: list[str] = []
 
     def one(found: re.Match[str]) -> str:
@@ -234,7 +246,7 @@ _DEDUP: Final[_Steps] = {
         "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
     ),
     "mysql": (
-        # Keys differ by case and by every byte, which the usual collations do not see.
+        # Keys differ by case and by each byte; the usual collations ignore that.
         "CREATE TABLE IF NOT EXISTS {table} ("
         "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, "
         "claims INTEGER NOT NULL, expires_timestamp_ms BIGINT NOT NULL, "
@@ -276,7 +288,7 @@ _OUTBOX: Final[_Steps] = {
 _TYPES: Final[Mapping[str, Mapping[str, str]]] = {
     "postgresql": {"serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", "bytes": "BYTEA", "text": "TEXT"},
     "mysql": {"serial": "BIGINT AUTO_INCREMENT PRIMARY KEY", "bytes": "LONGBLOB", "text": "MEDIUMTEXT"},
-    # AUTOINCREMENT: no number is given twice, so that ids stay in the order of rows when some are deleted.
+    # AUTOINCREMENT never reuses an id, so ids stay in the order of rows after deletions.
     "": {"serial": "INTEGER PRIMARY KEY AUTOINCREMENT", "bytes": "BLOB", "text": "TEXT"},
 }
 
@@ -285,7 +297,7 @@ VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
     "messages": (_MESSAGES,),
     "outbox": (_OUTBOX,),
 }
-"""For each kind of table the statements that lead from one version to the next; the first make it."""
+"""Statements that lead from one version of a table to the next, by kind of table; the first create it."""
 
 
 def upgrade_tables(
@@ -296,10 +308,17 @@ def upgrade_tables(
     outbox: str | None = "rmq_outbox",
     versions: str = "rmq_tables",
 ) -> dict[str, int]:
-    """Make the tables, or bring those that are there up to date; gives their versions. Can be called at every start.
+    """Create the tables, or upgrade those that exist; return their versions. Call it at every start.
 
-    ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
-    None leaves a table out. `ConfigError` where a table is of a newer librmq, or a name would have to be quoted.
+    Args:
+        connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
+        dedup: Name of the guard's table; None leaves it out, as for the next two.
+        messages: Name of the inbox's table.
+        outbox: Name of the outbox's table.
+        versions: Name of the table of versions.
+
+    Raises:
+        ConfigError: A newer librmq made a table, or a name would have to be quoted.
     """
     named = {"dedup": dedup, "messages": messages, "outbox": outbox}
     wanted = {check_name(name): kind for kind, name in named.items() if name is not None}
@@ -310,7 +329,7 @@ def upgrade_tables(
 
 @contextmanager
 def linked(connection: Any) -> Iterator[Link]:
-    """A link to a connection, or to a new one of a SQLAlchemy ``Engine``."""
+    """Link to a connection, or to a new one of a SQLAlchemy ``Engine``."""
     if _is_alchemy(connection) and hasattr(connection, "connect"):  # an engine
         with connection.connect() as made:
             yield Link(made)
@@ -342,7 +361,7 @@ def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, 
 
 @contextmanager
 def _alone(link: Link) -> Iterator[None]:
-    """Keep other processes from upgrading the tables meanwhile; some databases commit each such statement."""
+    """Keep other processes from upgrading the tables at the same time; some databases commit each such statement."""
     begin, end, undo = _LOCKS.get(link.dialect, ("", "", ""))
     link.commit()
     if begin:

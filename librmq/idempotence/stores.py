@@ -1,4 +1,4 @@
-"""Stores of a dedup guard's records: what they must do, their keys, and two stores without a server.
+"""Stores for the records of a dedup guard: their protocol, their keys, and two stores without a server.
 
 `librmq.dedup` has the guard itself, and the states of a record.
 """
@@ -94,11 +94,11 @@ class Claim(enum.IntEnum):
     """The result of a claim."""
 
     NEW = 0
-    """It is the caller's; there was no record."""
+    """The caller holds the claim; there was no record."""
     TAKEN_OVER = 1
-    """It is the caller's; another one had it and did not end in time."""
+    """The caller holds the claim; the holder before did not end in time."""
     CONSUMING = 2
-    """Another one has it."""
+    """Another caller holds the claim."""
     CONSUMED = 3
     """The message was consumed."""
 
@@ -217,7 +217,7 @@ class DedupStatements:
     def __init__(self, table: str) -> None:
         check_name(table)
         free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
-        # One statement decides and answers: what is not free is set to its old value.
+        # One statement decides and answers: a record that is not free keeps its values.
         self.claim = (
             f"INSERT INTO {table} AS held (dedup_key, state, owner, claims, expires_timestamp_ms) "
             "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON CONFLICT (dedup_key) DO UPDATE SET "
@@ -234,7 +234,7 @@ class DedupStatements:
             f"SELECT state, owner, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
-        # The time is asked twice: a row may be claimed again between being found and being deleted.
+        # The time is compared twice: a row may be claimed again after it was found.
         self.purge = (
             f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms AND dedup_key IN "
             f"(SELECT dedup_key FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit)"
@@ -322,10 +322,10 @@ class SqliteDedupStore:
 
     def _execute(self, statement: str, parameters: dict[str, Any]) -> tuple[list[Any], int]:
         """Run one statement; return its rows and the number of rows it changed."""
-        # The process comes before the lock: in a forked child a thread of the parent may hold it for ever.
+        # Before the lock: in a forked child a thread of the parent may hold it for good.
         if self._process != os.getpid():
             raise StoreClosedError(f"{self.path}: this handle was opened before a fork: open another one in the child")
-        with critical, self._lock:  # a statement whose rows were not fetched would keep the file locked
+        with critical, self._lock:  # rows that are not fetched keep the file locked
             if self._connection is None:
                 raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
             try:
@@ -347,7 +347,7 @@ class SqliteDedupStore:
 def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[int], int]:
     """Return a step ``run_due(now_ms) -> next_due_ms`` that deletes expired records every ``every`` seconds.
 
-    It deletes at most 1,000 records a statement, so that no caller waits long, and is due at once while there are more.
+    A call deletes at most 1,000 records, so that no other caller waits long. While there are more, it is due at once.
     """
 
     def run_due(now_ms: int) -> int:
@@ -366,7 +366,7 @@ _purging_lock = threading.Lock()
 
 
 def purge_in_background(store: DedupStore, clock: Clock) -> None:
-    """Start one thread that purges ``store`` as long as it is in use."""
+    """Start a thread, one for each store, that purges ``store`` while it is in use."""
     if store in _purging:
         return
     with critical, _purging_lock:
@@ -389,7 +389,7 @@ _with_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_lock_after_fork(owner: object) -> None:
-    """Give a forked child a new ``_lock``: a thread of the parent may hold the one of ``owner``."""
+    """Replace the ``_lock`` of ``owner`` in a forked child: a thread of the parent may hold it."""
     _with_locks.add(owner)
 
 

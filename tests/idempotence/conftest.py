@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 import redis
@@ -60,6 +62,36 @@ def server() -> Iterator[Callable[[str], Server]]:
             return running[name]
 
         yield get
+
+
+T = TypeVar("T")
+
+
+def together(*calls: Callable[[], T]) -> list[T]:
+    """Make calls at the same moment, each in a thread; return what they give, or raise what one raises."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], T]) -> T:
+        barrier.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+@contextmanager
+def connections() -> Iterator[list[sqlite3.Connection]]:
+    """Collect the connections to SQLite that are made: they alone know what was asked of a file."""
+    made: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def noted(*arguments: Any, **more: Any) -> sqlite3.Connection:
+        made.append(connect(*arguments, **more))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", noted)
+        yield made
 
 
 class Place:

@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from librmq.clock import ManualClock
 from librmq.consumer import OrderlyResult
 from librmq.dedup import DedupCounts, DedupListener, deduplicated
 from librmq.errors import ConfigError, DedupStoreError
-from librmq.idempotence.stores import Claim, DedupRecord, MemoryDedupStore, SqliteDedupStore, unique_id
+from librmq.idempotence.stores import MemoryDedupStore, SqliteDedupStore, unique_id
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import Message
+from tests.idempotence.conftest import together
 
 
 class Delivery(Message):
@@ -43,27 +45,11 @@ class BrokenStore(MemoryDedupStore):
 
     def __init__(self, *broken: str) -> None:
         super().__init__()
-        self.broken = set(broken)
+        for name in broken:
+            setattr(self, name, self._fail)
 
-    def _check(self, what: str) -> None:
-        if what in self.broken:
-            raise DedupStoreError("no server answers")
-
-    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        self._check("claim")
-        return super().claim(key, owner, now_ms, expires_at_ms)
-
-    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        self._check("finish")
-        return super().finish(key, owner, now_ms, expires_at_ms)
-
-    def release(self, key: str, owner: str, now_ms: int) -> bool:
-        self._check("release")
-        return super().release(key, owner, now_ms)
-
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        self._check("look")
-        return super().look(key, now_ms)
+    def _fail(self, *_: object) -> None:
+        raise DedupStoreError("no server answers")
 
 
 class Guarded:
@@ -183,8 +169,7 @@ def test_what_became_of_a_lost_claim_is_told(meanwhile: str, told: str, caplog: 
         guarded.then = lambda: None
         guarded.clock.advance(seconds=10)
         if meanwhile == "claimed":
-            key = "" + next(iter(store._records))
-            store.claim(key, "b1", guarded.clock.now_ms(), guarded.clock.now_ms() + 1000)
+            store.claim(":orders:billing:paid:ID1", "b1", guarded.clock.now_ms(), guarded.clock.now_ms() + 1000)
         elif meanwhile == "consumed":
             results.append(other(delivery(1)))
 
@@ -419,12 +404,12 @@ def test_a_list_is_consumed_one_by_one_up_to_the_first_failure() -> None:
 class Batches:
     """A listener of lists behind a guard."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.seen: list[list[str]] = []
         self.then: Callable[[], object] = lambda: None
         self.clock = ManualClock()
         self.store = MemoryDedupStore()
-        self.guard = DedupListener(self.consume, self.store, group="billing", clock=self.clock, batch=True)
+        self.guard = DedupListener(self.consume, self.store, group="billing", clock=self.clock, batch=True, **settings)
 
     def consume(self, messages: list[Delivery]) -> str:
         self.seen.append(numbers(messages))
@@ -500,8 +485,7 @@ def test_a_list_may_be_consumed_in_part() -> None:
 
 
 def test_a_list_is_given_back_when_a_key_is_wrong() -> None:
-    batches = Batches()
-    batches.guard._key = lambda message: 7 if unique_id(message) == "ID2" else unique_id(message)
+    batches = Batches(key=lambda message: 7 if unique_id(message) == "ID2" else unique_id(message))
     with pytest.raises(ConfigError):
         batches.guard([delivery(1), delivery(2)])
     assert len(batches.store) == 0
@@ -656,9 +640,5 @@ def test_threads_are_counted_right() -> None:
         for number in range(200):
             guarded.guard(delivery(1000 * part + number))
 
-    threads = [threading.Thread(target=consume, args=(part,)) for part in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[partial(consume, part) for part in range(4)])
     assert guarded.guard.counts == DedupCounts(consumed=800)

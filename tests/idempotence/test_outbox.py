@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
 from librmq.protocol import SendStatus
-from tests.idempotence.conftest import DATABASES, Database
+from tests.idempotence.conftest import DATABASES, Database, together
 
 
 class Result:
@@ -253,21 +254,15 @@ def test_nothing_is_claimed_twice(post: Post) -> None:
 
 def test_of_senders_that_saw_the_same_rows_one_gets_each(post: Post) -> None:
     post.add(*map(str, range(40)))
-    senders = [post.sender(Recorder()) for _ in range(3)]
-    barrier = threading.Barrier(len(senders))
+    producers = [Recorder() for _ in range(3)]
+    senders = [post.sender(producer) for producer in producers]
 
     def run(sender: OutboxSender) -> None:
-        barrier.wait()
         for _ in range(20):
             post.run(sender)
 
-    threads = [threading.Thread(target=run, args=(sender,)) for sender in senders]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sent = [body for sender in senders for body in sender._producer.bodies]  # type: ignore[attr-defined]
-    assert sorted(map(int, sent)) == list(range(40))
+    together(*[partial(run, sender) for sender in senders])
+    assert sorted(int(body) for producer in producers for body in producer.bodies) == list(range(40))
     assert sum(sender.sent for sender in senders) == 40
 
 

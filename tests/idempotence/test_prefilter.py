@@ -90,5 +90,5 @@ def test_its_memory_is_bounded() -> None:
     fresh = [seen.add(f"k{number}") for number in range(5_000)]
     assert sum(fresh) < 250  # at most one in twenty is wrongly taken for seen
     assert all(seen.add(f"k{number}") for number in range(4_600, 5_000))  # the last are known
-    assert len(seen._new) + len(seen._old) <= 1_000
+    assert len(seen) <= 1_000
     assert not all(seen.add(f"k{number}") for number in range(500))  # the first are forgotten

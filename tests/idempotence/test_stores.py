@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from librmq.idempotence.stores import (
     dedup_key,
     purge_step,
 )
-from tests.idempotence.conftest import STORES, Place
+from tests.idempotence.conftest import STORES, Place, connections, together
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
 from tests.reference import CHECKOUT
@@ -187,37 +188,23 @@ def test_purging_takes_slices(place: Callable[[str], Place], key: str) -> None:
 def test_of_many_that_claim_at_the_same_time_one_gets_it(place: Callable[[str], Place], name: str, key: str) -> None:
     handles = [place(name).open() for _ in range(4)]
     for round_ in range(5):
-        barrier = threading.Barrier(len(handles))
-        outcomes: list[Claim] = []
-
-        def claim(handle: DedupStore, owner: str, barrier: threading.Barrier, outcomes: list[Claim], key: str) -> None:
-            barrier.wait()
-            outcomes.append(handle.claim(key, owner, NOW, UNTIL))
-
-        threads = [
-            threading.Thread(target=claim, args=(handle, f"a{number}", barrier, outcomes, f"{key}.{round_}"))
-            for number, handle in enumerate(handles)
+        claims = [
+            partial(handle.claim, f"{key}.{round_}", f"a{number}", NOW, UNTIL) for number, handle in enumerate(handles)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(outcomes) == [Claim.NEW, Claim.CONSUMING, Claim.CONSUMING, Claim.CONSUMING]
+        assert sorted(together(*claims)) == [Claim.NEW, Claim.CONSUMING, Claim.CONSUMING, Claim.CONSUMING]
 
 
 # --- each call is one statement or script: the server says so
 
 
 @contextmanager
-def asked(place: Place, store: DedupStore) -> Iterator[list[str]]:
+def asked(place: Place, store: DedupStore, made: list[sqlite3.Connection]) -> Iterator[list[str]]:
     """What the server says that it was asked, filled at the end of the block."""
     seen: list[str] = []
     if place.name == "sqlite":
-        assert isinstance(store, SqliteDedupStore)
-        assert store._connection is not None
-        store._connection.set_trace_callback(seen.append)
+        made[-1].set_trace_callback(seen.append)
         yield seen
-        store._connection.set_trace_callback(None)
+        made[-1].set_trace_callback(None)
         return
     assert place.server is not None
     if place.name == "redis":
@@ -243,7 +230,8 @@ def asked(place: Place, store: DedupStore) -> Iterator[list[str]]:
 @pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql", "redis"])
 def test_each_call_is_one_statement_or_script(place: Callable[[str], Place], name: str, key: str) -> None:
     where = place(name)
-    store = where.open()
+    with connections() as made:
+        store = where.open()
     store.claim(key, "a0", NOW, UNTIL)  # connected, and its scripts loaded
     store.finish(key, "a0", NOW, KEPT)
     store.release(key, "a0", NOW)
@@ -258,7 +246,7 @@ def test_each_call_is_one_statement_or_script(place: Callable[[str], Place], nam
         "released": lambda: store.release(key + ".2", "c1", UNTIL),
     }
     for what, call in calls.items():
-        with asked(where, store) as seen:
+        with asked(where, store, made) as seen:
             call()
         assert len(seen) == 1, (what, seen)
         assert key in seen[0] or "$1" in seen[0], (what, seen)
@@ -330,9 +318,9 @@ def test_a_table_that_is_not_there_is_told(tmp_path: Path, key: str) -> None:
 
 
 def test_a_file_that_is_locked_is_told(tmp_path: Path, key: str) -> None:
-    with SqliteDedupStore(tmp_path / "x.db", timeout=0) as store, SqliteDedupStore(tmp_path / "x.db") as other:
-        assert other._connection is not None
-        other._connection.execute("BEGIN IMMEDIATE")
+    path = tmp_path / "x.db"
+    with SqliteDedupStore(path, timeout=0) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
         calls: list[Callable[[], object]] = [
             lambda: store.claim(key, "a1", NOW, UNTIL),
             lambda: store.finish(key, "a1", NOW, UNTIL),
@@ -341,7 +329,7 @@ def test_a_file_that_is_locked_is_told(tmp_path: Path, key: str) -> None:
         for call in calls:
             with pytest.raises(DedupStoreError, match="locked"):
                 call()
-        other._connection.execute("ROLLBACK")
+        other.execute("ROLLBACK")
         assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
 
 
@@ -427,10 +415,9 @@ def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
 def test_a_record_in_a_file_survives_its_process(tmp_path: Path, key: str) -> None:
     for durability, mode in (("async", 1), ("sync", 2)):
         path = tmp_path / f"{durability}.db"
-        with SqliteDedupStore(path, durability=durability) as store:  # type: ignore[arg-type]
-            assert store._connection is not None
-            assert store._connection.execute("PRAGMA synchronous").fetchone() == (mode,)
-            assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        with connections() as made, SqliteDedupStore(path, durability=durability) as store:  # type: ignore[arg-type]
+            assert made[0].execute("PRAGMA synchronous").fetchone() == (mode,)
+            assert made[0].execute("PRAGMA journal_mode").fetchone() == ("wal",)
             store.claim(key, "a1", NOW, UNTIL)
             store.finish(key, "a1", NOW, KEPT)
         with SqliteDedupStore(path) as store:
@@ -630,23 +617,9 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
     server = place(name).server
     engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
     names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
-    problems: list[BaseException] = []
-
-    def start(barrier: threading.Barrier) -> None:
-        barrier.wait()
-        try:
-            upgrade_tables(engine, **names)
-        except BaseException as error:
-            problems.append(error)
 
     def all_start() -> None:
-        barrier = threading.Barrier(3)
-        threads = [threading.Thread(target=start, args=(barrier,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert problems == []
+        together(*[partial(upgrade_tables, engine, **names)] * 3)
 
     try:
         all_start()

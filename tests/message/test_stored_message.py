@@ -1,0 +1,180 @@
+"""Messages that were read from a log."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import struct
+import sys
+
+import pytest
+
+from librmq.errors import BodyCompressionError, MalformedError, RecordError
+from librmq.message.record import (
+    BODY_AT,
+    COMPRESSED,
+    COMPRESSION_ZLIB,
+    MESSAGE_MAGIC_V2,
+    TRANSACTION_COMMIT,
+    Record,
+    body_checksum,
+    compress_body,
+    encode_record,
+    offset_message_id,
+    tags_code,
+)
+from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
+
+RAW = b"UNIQ_KEY\x010A0B\x02KEYS\x01k1  k2\x02TAGS\x01TagA\x02e\x01\x02e\x01\xc3\xa9"
+
+
+def stored(**changes: object) -> Record:
+    body = changes.pop("body", b"hello")
+    assert isinstance(body, bytes)
+    fields: dict[str, object] = {
+        "topic": "主题",
+        "queue_id": 3,
+        "flag": -7,
+        "queue_offset": 2**40,
+        "physical_offset": 2**41,
+        "sys_flag": TRANSACTION_COMMIT,
+        "born_timestamp_ms": 1,
+        "born_host": ("192.168.1.10", 54321),
+        "store_timestamp_ms": 2,
+        "store_host": ("127.0.0.1", 10911),
+        "reconsume_times": 4,
+        "prepared_transaction_offset": 5,
+        "body": body,
+        "body_crc": body_checksum(body),
+        "properties_raw": RAW,
+    }
+    return Record(**(fields | changes))  # type: ignore[arg-type]
+
+
+def read_back(body: bytes) -> StoredMessage:
+    return StoredMessage(encode_record(stored(body=body)))
+
+
+def test_what_was_stored_is_read_as_text_or_json() -> None:
+    assert read_back("grüße".encode()).text() == "grüße"
+    with pytest.raises(MalformedError, match="expected UTF-8"):
+        read_back(b"\xff").text()
+    with pytest.raises(MalformedError, match="expected JSON"):
+        read_back(b"{").json()
+
+
+V6 = ("20ee:f2f5:edc3:a55:5d7f:4438:b98e:36bd", 10911)
+SHAPES: list[dict[str, object]] = [
+    {},
+    {"born_host": V6, "sys_flag": 16},
+    {"store_host": V6, "sys_flag": 32},
+    {"born_host": V6, "store_host": V6, "sys_flag": 48},
+    {"magic": MESSAGE_MAGIC_V2, "topic": "t" * 200},
+    {"body": b"", "properties_raw": b""},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stored_message_says_what_its_record_says(shape: dict[str, object]) -> None:
+    record = stored(**shape)
+    raw = encode_record(record)
+    message = StoredMessage(raw)
+    for name in (field.name for field in dataclasses.fields(Record)):
+        assert getattr(message, name) == getattr(record, name), name
+    assert (message.raw, message.size) == (raw, record.size)
+    assert message.stored_body == record.body
+    assert message.crc_ok
+    assert message.offset_id == offset_message_id(record.store_host, record.physical_offset)
+
+
+def test_properties_of_a_stored_message() -> None:
+    message = StoredMessage(encode_record(stored()))
+    assert message.properties == {"UNIQ_KEY": "0A0B", "KEYS": "k1  k2", "TAGS": "TagA", "e": "é"}
+    assert message.properties is message.properties
+    assert (message.tags, message.keys, message.unique_key) == ("TagA", ("k1", "k2"), "0A0B")
+    assert message.tags_code == tags_code("TagA")
+    assert message.message_id == "0A0B"
+
+
+def test_a_stored_message_without_properties() -> None:
+    message = StoredMessage(encode_record(stored(properties_raw=b"TAGS\x01\x02x")))
+    assert message.properties == {}
+    assert (message.tags, message.tags_code, message.keys, message.unique_key) == (None, 0, (), None)
+    assert message.message_id == message.offset_id == "7F00000100002A9F0000020000000000"
+
+
+def test_compressed_bodies_are_restored() -> None:
+    body = compress_body(b"hello" * 1000)
+    raw = encode_record(stored(body=body, sys_flag=COMPRESSED | COMPRESSION_ZLIB))
+    message = StoredMessage(raw)
+    assert message.body == b"hello" * 1000
+    assert message.stored_body == body
+    assert message.crc_ok
+    assert message.decompressed_body(5000) == b"hello" * 1000
+    with pytest.raises(BodyCompressionError, match="4,999 bytes"):
+        message.decompressed_body(4999)
+
+
+def test_a_bomb_concerns_its_body_only() -> None:
+    bomb = compress_body(bytes(DECOMPRESSED_LIMIT + 1), 9)
+    message = StoredMessage(encode_record(stored(body=bomb, sys_flag=COMPRESSED)))
+    with pytest.raises(BodyCompressionError, match="more than the 67,108,864 bytes"):
+        _ = message.body
+    assert message.topic == "主题"
+    assert "主题" in repr(message)
+
+
+def test_a_damaged_body_is_told_by_its_checksum() -> None:
+    raw = bytearray(encode_record(stored()))
+    raw[BODY_AT] ^= 1
+    assert not StoredMessage(bytes(raw)).crc_ok
+    assert StoredMessage(encode_record(stored(body=b"", body_crc=5))).crc_ok
+
+
+def test_stored_messages_are_equal_if_their_bytes_are() -> None:
+    raw = encode_record(stored())
+    one, two = StoredMessage(raw), StoredMessage(bytes(bytearray(raw)))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != StoredMessage(encode_record(stored(flag=1)))
+    assert one != raw
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert copy.deepcopy(one) == one
+
+
+def test_stored_messages_are_shown_shortly() -> None:
+    text = repr(StoredMessage(encode_record(stored(body=bytes(100_000)))))
+    assert text.startswith(
+        "StoredMessage('主题', queue_id=3, queue_offset=1099511627776, physical_offset=2199023255552, "
+        "tags='TagA', keys=('k1', 'k2'), "
+    )
+    assert text.endswith("(100,000 bytes))")
+    assert len(text) < 500
+
+
+def test_what_was_not_checked_raises_typed_errors_only() -> None:
+    with pytest.raises(RecordError, match="at least 91 bytes, found 90"):
+        StoredMessage(bytes(90))
+    for flag in (0, 16, 32, 48):
+        message = StoredMessage(bytes(36) + struct.pack(">i", flag) + bytes(51))
+        assert message.queue_offset == 0
+        assert message.store_timestamp_ms == 0
+        assert "damaged: magic" in repr(message)
+        for attribute in ("topic", "stored_body", "properties", "tags", "crc_ok"):
+            with pytest.raises(RecordError, match="magic"):
+                getattr(message, attribute)
+    for attribute in (
+        "store_host",
+        "born_host",
+        "reconsume_times",
+        "prepared_transaction_offset",
+        "offset_id",
+    ):
+        with pytest.raises(RecordError, match="IPv6 hosts do not fit into 91 bytes"):
+            getattr(message, attribute)
+
+
+def test_a_stored_message_costs_little_beside_its_bytes() -> None:
+
+    assert sys.getsizeof(StoredMessage(encode_record(stored()))) <= 64
