@@ -29,6 +29,11 @@ def examples(wanted: int) -> int:
     return max(1, wanted // PART) if run.quick else wanted
 
 
+def step() -> int:
+    """How far to go on from one numbered case to the next where their number is not known."""
+    return PART if run.quick else 1
+
+
 def some(cases: Sequence[T]) -> Sequence[T]:
     """The cases to go through: all, or in the quick check a part spread from the first to the last."""
     if not run.quick or len(cases) <= PART:

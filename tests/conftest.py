@@ -46,6 +46,10 @@ settings.register_profile(
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=100 // budget.PART)
 
 
+MEMORY = Path("/dev/shm")
+"""Where the quick check keeps what tests write, if the system has it; the whole check writes to a disk."""
+
+
 def in_ci() -> bool:
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
@@ -53,6 +57,8 @@ def in_ci() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     quick = "not slow" in config.option.markexpr
     budget.run = budget.Run(quick)
+    if quick and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # there a flush waits for no disk
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("quick" if quick else "ci" if in_ci() else "dev"))
 
 

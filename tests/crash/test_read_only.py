@@ -24,6 +24,7 @@ from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.recovery.verify import verify
+from tests.budget import examples
 from tests.reference import existing
 
 pytestmark = [
@@ -402,7 +403,7 @@ def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_polling_beside_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
     """Order and content exact, nothing twice, nothing in part, whatever moment the reader looks at."""
-    count = 3000
+    count = 3 * examples(1000)
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
     with open_reader(path) as reader:
         writer.say("append", 0, count)
@@ -428,7 +429,7 @@ def test_polling_beside_many_small_appends(path: Path, writers: list[Writer], ex
 
 def test_keys_are_found_beside_many_small_appends(path: Path, writers: list[Writer]) -> None:
     writers.append(writer := Writer(path))
-    count = 1200
+    count = examples(1200)
     with open_reader(path) as reader:
         writer.say("each", 0, count)
         for number in range(count):

@@ -20,6 +20,7 @@ from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
+from tests.budget import examples
 from tests.crash.test_damage import spoil, subjects
 from tests.stores import SMALL, START_MS, contents, filled, from_disk, on_disk
 
@@ -132,7 +133,7 @@ def test_a_store_is_gone_on_with_in_memory_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_would_be_recovered_is_what_is_recovered(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
-    for number in range(6):
+    for number in range(examples(6)):
         for which, subject in enumerate(subjects()):
             folder = tmp_path / f"{number}-{which}"
             on_disk(spoil(subject, rng).found, folder)

@@ -10,6 +10,7 @@ import pytest
 from librmq.filter import SqlFilter
 from librmq.filter.syntax import JavaLong
 from librmq.java.numbers import java_int, java_long, parse_double
+from tests.budget import some
 
 pa = pytest.importorskip("pyarrow")
 
@@ -67,7 +68,7 @@ def test_every_short_text_is_read_as_a_number_of_java() -> None:
 
     readings = ((int, java_int), (JavaLong, java_long))
     for length in range(4):
-        for letters in product("-./05e+x", repeat=length):
+        for letters in some([*product("-./05e+x", repeat=length)]):
             text = "".join(letters)
             column = pa.array(["", text, text]).slice(1, 1)
             for kind, parse in readings:

@@ -17,6 +17,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import infer_config
+from tests.budget import examples
 from tests.conftest import StoreCopy
 from tests.reference import Row, existing, jsonl, rows, store_folders
 
@@ -212,7 +213,7 @@ def spread(rows_: Sequence[Row], count: int) -> Sequence[Row]:
 def test_query_by_key(folder: Path, settled: Path, commands: Commands) -> None:
     messages = {row["phys"]: row for row in rows(folder, "message")}
     asked = [row for row in rows(folder, "index_query") if row["begin"] >= 0 and row["key"] and row["topic"]]
-    for row in spread(asked, 40):
+    for row in spread(asked, examples(40)):
         words = ["--topic", row["topic"], f"--key={row['key']}", "--max", str(row["max_num"])]
         times = ["--begin", str(row["begin"]), "--end", str(row["end"])]
         printed = commands.rows("query", settled, *words, *times)
@@ -230,7 +231,7 @@ def is_of_all_times(folder: Path, row: Row) -> bool:
 
 @stores
 def test_query_by_offset_id(folder: Path, settled: Path, commands: Commands) -> None:
-    for row in spread(rows(folder, "message"), 20):
+    for row in spread(rows(folder, "message"), examples(20)):
         assert commands.rows("query", settled, "--id", row["msg_id"]) == lines([row])
         assert commands.rows("query", settled, "--id", row["msg_id"].lower()) == lines([row])
 

@@ -70,13 +70,17 @@ class Mutant(NamedTuple):
     source: str
 
 
-def mutants(word: str) -> Iterator[Mutant]:
-    """Yield the mutants of all modules whose dotted name within librmq begins with ``word``."""
+def modules(word: str) -> dict[str, Path]:
+    """Return the modules of a room, or the one module, by their dotted names within librmq."""
     package = CHECKOUT / "librmq"
-    for path in sorted(package.rglob("*.py")):
-        module = ".".join(path.relative_to(package).with_suffix("").parts)
-        if f"{module}.".startswith(f"{word}."):
-            yield from _of_module(path, module)
+    paths = {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
+    return {name: path for name, path in paths.items() if f"{name}.".startswith(f"{word}.")}
+
+
+def mutants(word: str) -> Iterator[Mutant]:
+    """Yield the mutants of a room or module."""
+    for name, path in modules(word).items():
+        yield from _of_module(path, name)
 
 
 def _of_module(path: Path, module: str) -> Iterator[Mutant]:
@@ -169,7 +173,7 @@ def is_told(mutant: Mutant, folder: Path) -> bool:
                 "-n",
                 "0",
                 "-m",
-                "not slow and not spark",
+                LEFT_OUT,
                 tests,
             ]
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS)

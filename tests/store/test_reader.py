@@ -23,6 +23,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.live.live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.store.live.reader import Following
+from tests.budget import examples
 from tests.stores import (
     EVER,
     ROOT,
@@ -105,7 +106,7 @@ def test_each_message_is_seen_when_it_is_acknowledged(config: StoreConfig) -> No
     rng = random.Random(1)
     writer, reader = pair.writer, pair.reader
     positions: dict[tuple[str, int], int] = {}
-    for number in range(400):
+    for number in range(examples(400)):
         message, fields = any_message(rng, delay=False)
         queue_id = rng.randrange(3)
         done = writer.append(message, queue_id, **fields)
@@ -168,7 +169,7 @@ class Course:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_reader_goes_with_its_writer(seed: int) -> None:
     course = Course(seed, MemoryFiles(), ROOT)
-    for _ in range(16):
+    for _ in range(examples(16)):
         course.step()
         if course.rng.random() < 0.7:
             course.check()
@@ -177,7 +178,7 @@ def test_a_reader_goes_with_its_writer(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_reader_goes_with_its_writer_on_disk(seed: int, tmp_path: Path) -> None:
     course = Course(seed, DiskFiles(), str(tmp_path / "store"))
-    for _ in range(12):
+    for _ in range(examples(12)):
         course.step()
         before = contents(course.pair.files, course.pair.root)
         course.check()

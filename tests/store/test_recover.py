@@ -25,6 +25,7 @@ from librmq.store.recovery.open import clear_leftovers, vouched_for
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
 from librmq.testing import RecordingFiles
+from tests.budget import step
 from tests.stores import (
     ROOT,
     SMALL,
@@ -106,7 +107,7 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
             replay.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
             if "/commitlog/" in event.path and len(event.data) > 8:
                 whole.add(int(os.path.basename(event.path)) + event.offset)
-        if (number % 3 and event.call == "write") or not replay.is_folder(f"{ROOT}/commitlog"):
+        if (number % (3 * step()) and event.call == "write") or not replay.is_folder(f"{ROOT}/commitlog"):
             continue
         copy = died(replay)
         with opened(copy, config) as again:

@@ -26,6 +26,7 @@ from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
 from librmq.testing.files import Event
+from tests.budget import some
 from tests.stores import ROOT, SMALL, SMALL_EXT, contents, died, opened, served
 
 HOUR = 3_600_000
@@ -842,9 +843,11 @@ def test_killed_after_any_single_deletion(config: StoreConfig) -> None:
     deletions = [event for event in trace if event.call == "delete"]
     assert {event.path.split("/")[2] for event in deletions} >= {"commitlog", "consumequeue", "index"}
     check_image(died(replay), config, offsets, "before")
+    checked = set(some(range(len(trace))))
     for number, event in enumerate(trace):
         apply(replay, event)
-        check_image(died(replay), config, offsets, (number, event))
+        if number in checked:
+            check_image(died(replay), config, offsets, (number, event))
 
 
 @configs
@@ -855,7 +858,8 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
     """
     start, trace, offsets = recorded(config)
     images = 0
-    for upto in range(len(trace) + 1):
+    moments = some(range(len(trace) + 1))
+    for upto in moments:
         unsure: dict[str, list[Event]] = {}
         sure: list[Event] = []
         for event in trace[:upto]:
@@ -878,7 +882,7 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
                 apply(image, event)
             check_image(image, config, offsets, (upto, chosen))
             images += 1
-    assert images > len(trace)
+    assert images >= len(moments)
 
 
 def test_the_first_run_removes_what_a_dead_process_left() -> None:

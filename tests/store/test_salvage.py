@@ -24,6 +24,7 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
+from tests.budget import examples, step
 from tests.reference import store_folders
 from tests.stores import (
     ROOT,
@@ -315,7 +316,7 @@ def calls_failing(files: Files, calls: tuple[str, ...], code: int) -> Iterator[t
             yield call, failing
             if failing.calls[call] < number:
                 break
-            number += 1
+            number += step()
 
 
 def error_of(call: Callable[[], object]) -> StoreIOError | None:
@@ -353,7 +354,7 @@ def test_nothing_is_lost_when_a_call_fails_while_cutting(code: int) -> None:
         assert {item.raw for item in saved(files).values()} == {item.raw for item in whole.values()}
         with opened(died(files), thorough=True) as store:
             served(store)
-    assert refused > 20
+    assert refused > examples(20)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP])

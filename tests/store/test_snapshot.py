@@ -38,6 +38,7 @@ from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.testing import FailingFiles
+from tests.budget import examples, step
 from tests.reference import rows, store_folders
 from tests.stores import (
     ROOT,
@@ -371,7 +372,7 @@ def failures(files: Files, code: int) -> Iterator[FailingFiles]:
             yield failing
             if failing.calls[call] < number:
                 break
-            number += 1
+            number += step()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -390,7 +391,7 @@ def test_any_call_that_fails_leaves_the_store_as_it_was(code: int) -> None:
         assert not files.is_folder(f"{TARGET}.part")
         files.delete(TARGET)
         assert contents(files) == before
-    assert failed > 100
+    assert failed > examples(100)
 
 
 def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
