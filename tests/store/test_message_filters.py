@@ -445,7 +445,7 @@ def test_a_slow_predicate_is_reported_with_the_message(caplog: pytest.LogCapture
         with caplog.at_level(logging.WARNING, "librmq.filter"):
             assert read_all(store, store.matching(predicate=predicate)) == [0, 1, 2]
         (record,) = caplog.records
-        assert f"physical offset {results[1].physical_offset}," in record.getMessage()
+        assert f"physical offset {results[1].physical_offset};" in record.getMessage()
         strict = WatchedPredicate(predicate, clock=clock, budget=0.01, over_budget=Policy.SKIP)
         assert read_all(store, store.matching(predicate=strict)) == [0, 2]
         assert strict.counts.over_budget == 1
