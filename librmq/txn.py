@@ -1,17 +1,17 @@
-"""Transactions: half messages that wait for their end, op messages that tell of it; when forgotten ones are checked.
+"""Transactions: half messages that wait for their end, op messages that record it, and checks of open ones.
 
 ::
 
     half    RMQ_SYS_TRANS_HALF_TOPIC/0      the message, its own topic and queue in REAL_TOPIC and REAL_QID
     final   its own topic and queue         sys flag COMMIT, prepared offset = the half's physical offset
     op      RMQ_SYS_TRANS_OP_HALF_TOPIC/0   tag "d", body = the half's queue offset in decimal digits
-    copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half once more, put back by a check: TRANSACTION_CHECK_TIMES counts
+    copy    RMQ_SYS_TRANS_HALF_TOPIC/0      the half again, put back by a check and counted by TRANSACTION_CHECK_TIMES
     discard TRANS_CHECK_MAX_TIME_TOPIC/0    the half, given up
 
 A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is pending
-(`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.transaction_check`) goes through the halves in
-their order from where the last one ended; it asks a producer of the group what became of one that is due, and puts a
-copy back, which is pending from then on in its place.
+(`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.transaction_check`) continues through the halves
+where the last pass ended. For a half that is due, it asks a producer of the group how the transaction ended, and puts
+back a copy, which is then pending in place of the half.
 
 Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridge``, ``EndTransactionProcessor`` and
 ``DefaultTransactionalMessageCheckListener``.
@@ -51,7 +51,7 @@ _RESERVED_HOURS: Final = 72
 _log = logging.getLogger("librmq.txn")
 _CHECK: Final = ("check",), "the check of half messages"
 
-_SAME_KEY: Final = 4096  # records that are looked at for the family of a half
+_SAME_KEY: Final = 4096  # records examined for the family of a half
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
@@ -64,90 +64,91 @@ _SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionConfig(Config):
-    """When the broker checks half messages; the defaults are 4.9.4's."""
+    """Times of the checks of half messages; the defaults are 4.9.4's."""
 
     timeout_s: Annotated[float, Seconds()] = 6
     """Age of a half message at its first check, unless it has an immunity of its own."""
     check_max: Annotated[int, Between(1, _MOST_INT)] = 15
     """Checks after which a half message is discarded."""
     interval_s: Annotated[float, Seconds(0.001)] = 60
-    """From one check pass to the next."""
+    """Time between two check passes."""
     longest_pass_s: Annotated[float, Seconds(0.001)] = 60
-    """A pass that takes longer ends where it is."""
+    """A pass that takes longer ends early."""
     reserved_hours: Annotated[int | None, Between(1, _MOST_INT)] = None
-    """Age at which a half message is discarded; None: the store's ``file_reserved_hours``, 72 where it has none."""
+    """Age at which a half message is discarded; None means the store's ``file_reserved_hours``, or else 72."""
     most_at_once: Annotated[int, Between(1, _MOST_INT)] = 1000
-    """Half messages that one turn of `Transactions.run_due` judges; the pass goes on in the next."""
+    """Half messages in one turn of `Transactions.run_due`; the next turn continues the pass."""
 
 
 class CheckBack(NamedTuple):
-    """A question to a producer group: what became of the local transaction of this message?"""
+    """A question to a producer group: how did the local transaction of this message end?"""
 
     group: str
     half: StoredMessage
-    """The copy that was put back, by whose coordinates the answer ends the transaction."""
+    """The copy that the check has put back; the answer ends the transaction by its coordinates."""
     check_times: int
     """Number of this check, counting from 1."""
 
     @property
     def topic(self) -> str:
-        """The topic that the message is meant for."""
+        """The message's own topic."""
         return self.half.properties.get(record.PROPERTY_REAL_TOPIC, "")
 
     @property
     def queue_id(self) -> int:
-        """The queue that the message is meant for."""
+        """The message's own queue."""
         return java_int(self.half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
 
     @property
     def properties(self) -> dict[str, str]:
-        """The properties as the producer sees them."""
+        """The properties in the producer's form."""
         return {**self.half.properties, record.PROPERTY_WAIT: "false"}
 
 
 class Checked(NamedTuple):
-    """What one check pass did."""
+    """Result of one check pass."""
 
     asked: list[CheckBack]
     discarded: list[tuple[StoredMessage, int]]
-    """The halves that were given up, with how often they had been checked."""
+    """The halves that were given up, with their numbers of checks."""
 
 
 class FinalMessage(NamedTuple):
-    """A final message that stands in the log."""
+    """A final message in the log."""
 
     topic: str
-    """The topic that it is for; in the schedule topic first if it is delayed."""
+    """Its destination; a delayed one is in the schedule topic first."""
     queue_id: int
     properties: Mapping[str, str]
     result: AppendResult
 
 
 class _Recent(NamedTuple):
-    """A half as it was prepared."""
+    """A prepared half."""
 
     queue_offset: int
     half: Message
     queue_id: int
     raw: bytes
-    """Its properties as they are stored."""
+    """Its properties in stored form."""
     fields: dict[str, Any]
 
 
 class Transactions:
     """The transactions of a store: prepared, ended and checked. Not thread-safe: one caller at a time.
 
-    Its files are those of 4.9; what it does is safer where they allow it:
+    The files are those of 4.9, but the behaviour is safer:
 
-    - A transaction ends once. A commit that is repeated, or that follows one by other coordinates (a copy's, or after
-      a crash between final and op message), writes what is missing and delivers nothing again. A commit after a
-      rollback, and the reverse, is refused. 4.9 delivers once for each commit.
-    - An end by the coordinates of a half that a check has put back ends its copies too. In 4.9 they stay
-      pending, are checked again, and delivered again.
-    - The final message has the flag of the message that was sent; a copy has none.
+    - A transaction ends once. A repeated commit, or one by other coordinates (a copy's, or after a crash between final
+    and
+      op message), writes what is missing and delivers nothing again. A commit after a rollback is refused, and so is
+      the reverse. 4.9 delivers once for each commit.
+    - An end by the coordinates of a half that a check has put back ends its copies too. In 4.9 they stay pending, are
+      checked again, and delivered again.
+    - The final message has the flag of the sent message; a copy has none.
 
-    This needs the unique id that producers give a message; without it only the half named is known. With ``original``
-    all of it is done as there.
+    This needs the unique id that producers give a message; without it only the named half is known. ``original``
+    restores the behaviour of 4.9.
     """
 
     def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
@@ -166,23 +167,23 @@ class Transactions:
         waits: bool = True,
         aside: Aside | None = None,
     ) -> None:
-        """Begin at the saved progress. The functions that are given may not raise, nor call this object.
+        """Begin at the saved progress. The given functions must not raise, nor call this object.
 
         Args:
             store: Open for writing.
             offsets: Keeps the progress of the check.
-            start_ms: Where the grid of check passes begins.
-            settings: When to check.
+            start_ms: Start of the grid of check passes.
+            settings: Times of the checks.
             ask: ``ask(question)`` passes a question on to a producer, which answers by `commit` or `rollback`.
-            discarded: ``discarded(half, check_times)`` is told what was given up.
-            delivered: ``delivered(final)`` is told of each final message as soon as it stands in the log.
-            make_topic: ``make_topic(topic)`` puts a topic of one queue, readable and writable, into the broker's table.
-            is_reachable: ``is_reachable(group)`` tells whether a producer of the group can be asked. A check that
+            discarded: ``discarded(half, check_times)`` is called with each half that is given up.
+            delivered: ``delivered(final)`` is called with each final message as soon as it is in the log.
+            make_topic: ``make_topic(topic)`` adds a topic of one queue, readable and writable, to the broker's table.
+            is_reachable: ``is_reachable(group)`` returns whether a producer of the group can be asked. A check that
                 reaches none does not count towards ``check_max``; None counts each, as 4.9 does.
-            original: Do all as 4.9 does.
-            waits: With sync durability an end returns when it has reached the device; False leaves that to the caller,
-                who waits for `last_op`.
-            aside: Lets other things go on while the store is flushed after a pass; None flushes within `run_due`.
+            original: Behave exactly as 4.9.
+            waits: With sync durability an end returns when it is on the device; False leaves the wait for `last_op` to
+                the caller.
+            aside: Flushes the store after a pass while other work continues; None flushes within `run_due`.
         """
         self._is_reachable = None if original else is_reachable
         self._uncounted: set[int] = set()
@@ -200,7 +201,7 @@ class Transactions:
         self._next_ms: int | None = None  # None while nothing is pending
         self._last_ms = start_ms
         self._pass: CheckPass | None = None
-        self._is_over = False  # the pass; its halves count as judged, though that is not noted yet
+        self._is_over = False  # the running pass; its halves count as judged, although that is not saved yet
         self._states = StateLog(_log, "transactions")
         self._saver = FlushAside(
             "the progress of the check of half messages",
@@ -211,14 +212,14 @@ class Transactions:
             save_every_s=0,
             aside=aside,
         )
-        self._opened_at = store.log.end  # of older halves it is not known what happened before
-        self._without_op: set[int] = set()  # physical offsets of halves whose final message stands without its op
+        self._opened_at = store.log.end  # the fate of older halves is unknown
+        self._without_op: set[int] = set()  # physical offsets of halves with a final message but no op message
         self._ended: EndedHalves | None = None
         self.last_op: AppendResult | None = None
-        """The op message that was written last; final messages lie before it."""
+        """The last op message; final messages are before it."""
         op_queue = store.queue(OP_TOPIC, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
-        self._recent: dict[int, _Recent] = {}  # by physical offset: the last halves, which need not be read again
+        self._recent: dict[int, _Recent] = {}  # by physical offset: the latest halves, which need not be read again
 
     # ---------------------------------------------------------------------------------------------- prepare and end
 
@@ -226,7 +227,10 @@ class Transactions:
         """Store a half message for the queue ``queue_id`` of its topic, where no consumer sees it.
 
         Its properties must name the producer group (`PGROUP`), and TRAN_MSG as a client sets it. ``fields`` are those
-        of `MessageStore.append`. `MessageIllegalError` before a byte is written.
+        of `MessageStore.append`.
+
+        Raises:
+            MessageIllegalError: the message is refused; nothing is written.
         """
         validate_topic(message.topic)
         properties = {
@@ -240,7 +244,7 @@ class Transactions:
             return self._store.append(half, QUEUE, **fields)
         raw = record.encode_properties(properties)
         result = self._store.append(half, QUEUE, **fields, properties_raw=raw)
-        has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # which a record that is read does not have
+        has_empty = b"\1\2" in raw or raw.endswith(b"\1")  # a record read from the log does not have it
         if not has_empty and len(raw) <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
@@ -250,10 +254,11 @@ class Transactions:
         return result
 
     def commit(self, physical_offset: int, queue_offset: int, group: str) -> AppendResult | None:
-        """Deliver the message whose half is at these offsets; returns where it went, None if it had gone before.
+        """Deliver the message whose half is at these offsets, and return its place; None if it was delivered before.
 
-        `TransactionRefusedError` if there is no such half, it is another group's, or the transaction was rolled back;
-        nothing is written then.
+        Raises:
+            TransactionRefusedError: there is no such half, it is another group's, or the transaction was rolled back;
+                nothing is written.
         """
         final: AppendResult | None = None
         recent = self._take_recent(physical_offset, queue_offset, group)
@@ -277,9 +282,10 @@ class Transactions:
         return final
 
     def rollback(self, physical_offset: int, queue_offset: int, group: str) -> None:
-        """Give up the message whose half is at these offsets; doing so again does nothing.
+        """Drop the message whose half is at these offsets; a repetition does nothing.
 
-        `TransactionRefusedError` if there is no such half, it is another group's, or the message was delivered.
+        Raises:
+            TransactionRefusedError: there is no such half, it is another group's, or the message was delivered.
         """
         if self._take_recent(physical_offset, queue_offset, group) is not None:
             self._append_op(physical_offset, queue_offset, QUEUE)
@@ -290,12 +296,12 @@ class Transactions:
             return
         family = self._family(half)
         if self._is_delivered(family):
-            self._end_all(family)  # where the op message is missing
+            self._end_all(family)  # if the op message is missing
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
         self._end_all(family)
 
     def _take_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
-        """A half that was prepared just now, and to which nothing has happened since, if these are its coordinates."""
+        """Return a half that was prepared just now and is unchanged, if these are its coordinates."""
         recent = self._recent.get(physical_offset)
         if (
             recent is None
@@ -307,7 +313,7 @@ class Transactions:
         return recent if queue_offset >= self._judged_below() else None
 
     def _write_recent(self, physical_offset: int, recent: _Recent) -> AppendResult:
-        """The final message of a half that need not be read again."""
+        """Return the final message of a half that need not be read again."""
         half, fields = recent.half, recent.fields
         properties = half.properties
         fields["sys_flag"] |= record.TRANSACTION_COMMIT
@@ -337,7 +343,7 @@ class Transactions:
         return half
 
     def _is_plain(self, half: StoredMessage) -> bool:
-        """Whether nothing but its being sent has happened to a half: the usual case, which costs no search."""
+        """Return whether a half was only prepared so far: the usual case, which needs no search."""
         return (
             half.physical_offset >= self._opened_at
             and half.queue_offset >= self._judged_below()
@@ -347,7 +353,7 @@ class Transactions:
         )
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
-        """Return the queue offset from which on halves may be open, and which of those have ended by now."""
+        """Return the queue offset from which halves can be open, and those behind it that have ended."""
         return self._judged_below(), self._ended_halves().so_far()
 
     def _judged_below(self) -> int:
@@ -362,11 +368,11 @@ class Transactions:
         return self._ended
 
     def _family(self, half: StoredMessage) -> list[StoredMessage]:
-        """A half and its copies, in the order in which they were stored."""
+        """Return a half and its copies in the order of storage."""
         return self._same(HALF_TOPIC, half) or [half]
 
     def _same(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
-        """The records of a topic that come of the same message as a half."""
+        """Return the records of a topic that belong to the same message as a half."""
 
         def marks(message: StoredMessage) -> tuple[object, ...]:
             properties = message.properties
@@ -383,7 +389,7 @@ class Transactions:
         return [half for half in family if half.queue_offset >= below and half.queue_offset not in ended]
 
     def _is_delivered(self, family: list[StoredMessage]) -> bool:
-        """Whether a final message of the family stands in the log."""
+        """Return whether a final message of the family is in the log."""
         half = family[0]
         properties = half.properties
         delayed = parse_level(properties.get(record.PROPERTY_DELAY)) > 0
@@ -398,7 +404,7 @@ class Transactions:
         )
 
     def _is_discarded(self, family: list[StoredMessage]) -> bool:
-        """Whether a check has given the family up, or may have: what is committed late is delivered all the same."""
+        """Return whether a check has given the family up, or may have; a late commit still delivers it."""
         half = family[0]
         return bool(self._same(CHECK_MAX_TIME_TOPIC, half)) or (
             not half.unique_key and half.queue_offset < self._judged_below()
@@ -415,7 +421,7 @@ class Transactions:
         if queue_id is None:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message names no queue")
         if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
-            # A message that goes to the schedule topic has its properties written again, without these.
+            # A message for the schedule topic has its properties encoded again, without these.
             for name in (
                 record.PROPERTY_REAL_TOPIC,
                 record.PROPERTY_REAL_QUEUE_ID,
@@ -440,10 +446,10 @@ class Transactions:
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
         properties = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
         message = Message._of(OP_TOPIC, str(queue_offset).encode(), 0, properties)
-        # With sync durability the final message is waited for too.
+        # With sync durability, wait for the final message too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
-        if result.queue_offset != self._next_op:  # another writer has added some, of any half
+        if result.queue_offset != self._next_op:  # another writer has added op messages, of any half
             self._recent.clear()
         self._next_op = result.queue_offset + 1
         if self._ended is not None:
@@ -452,7 +458,7 @@ class Transactions:
     # -------------------------------------------------------------------------------------------------------- check
 
     def check(self, now_ms: int, settings: TransactionConfig | None = None) -> Checked:
-        """Make a whole check pass now, whatever `run_due` would do. Raises what the store does."""
+        """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
         self.save()
         did = Checked([], [])
         current = self._begin_pass(now_ms, settings or self._settings, did)
@@ -464,13 +470,15 @@ class Transactions:
         return did
 
     def run_due(self, now_ms: int) -> int | None:
-        """Make the check pass that is due, or a part of it; returns when to call next (ms), None if nothing is pending.
+        """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.
 
-        Passes come every 60 s from the start on; those that would find the half queue without anything new are left
-        out. Call this soon after preparing a half. `StoreClosedError`, `FlushFailedError` and `ReadOnlyError`
-        where the store takes no messages any more.
+        Passes come every 60 s from the start on, except those that would find nothing new in the half queue. Call this
+        soon after preparing a half.
+
+        Raises:
+            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
         """
-        if now_ms < self._last_ms:  # the clock was put back
+        if now_ms < self._last_ms:  # the clock was set back
             self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)
             self._next_ms = None
             self._saver.put_back(now_ms)
@@ -494,7 +502,7 @@ class Transactions:
         return self._due() if self._pass is None else save_ms
 
     def _due(self) -> int | None:
-        """When the next pass is due."""
+        """Return the time of the next pass."""
         if not self._has_new():
             self._next_ms = None
         elif self._next_ms is None:
@@ -502,15 +510,15 @@ class Transactions:
         return self._next_ms
 
     def next_check_ms(self, now_ms: int) -> int:
-        """The time of the first check pass after ``now_ms``."""
+        """Return the time of the first check pass after ``now_ms``."""
         return max(self._begin_ms, now_ms + self._interval_ms - (now_ms - self._begin_ms) % self._interval_ms)
 
     def _has_new(self) -> bool:
-        _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # which a full disk does not keep from being told
+        _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # report the result although the disk is full
         return end > progress(self._store, self._offsets, HALF_TOPIC)
 
     def _begin_pass(self, now_ms: int, settings: TransactionConfig, did: Checked | None = None) -> CheckPass:
-        """Begin a check pass; ``did`` collects what it does, unless it is None: it may be much."""
+        """Begin a check pass; ``did`` collects its results, which can be many, unless it is None."""
 
         def ask(copy: StoredMessage, check_times: int) -> None:
             question = CheckBack(copy.properties.get(record.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
@@ -545,7 +553,7 @@ class Transactions:
         return self._pass
 
     def not_reached(self, question: CheckBack) -> None:
-        """Note that a question has reached no producer after all: it does not count, unless all do as in 4.9.
+        """Note that a question reached no producer. Such a check does not count, unless all do as in 4.9.
 
         Kept in memory: after a restart it counts.
         """
@@ -553,9 +561,9 @@ class Transactions:
             self._uncounted.add(question.half.queue_offset)
 
     def save(self) -> None:
-        """Store how far the check pass that is under way, if any, has come: it ends there.
+        """Save the progress of a running check pass, which ends there.
 
-        What it wrote has reached the device before. Raises what `MessageStore.flush` does.
+        Its records are flushed before. Raises the errors of `MessageStore.flush`.
         """
         self._end_pass()
         self._saver.save()

@@ -1,6 +1,6 @@
-"""A message to be sent. Mirrors ``Message``; the properties' names stand in ``MessageConst``.
+"""Messages to send. Mirrors ``Message``; the names of properties are in ``MessageConst``.
 
-`StoredMessage`, one that was read from a log, and `MessageQueue` can be imported from here too.
+`StoredMessage`, a message read from a log, and `MessageQueue` can be imported from here too.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _UNSET: Final[Any] = object()
 
 
 class MessageOptions(TypedDict, total=False):
-    """The keywords of `Message` that most messages do without."""
+    """Rare keywords of `Message`."""
 
     json: object
     """A value instead of a body, stored as JSON in UTF-8."""
     delay: float | timedelta | None
-    """Seconds, or a `timedelta`, for which the broker holds the message back."""
+    """Seconds, or a `timedelta`, of the delay in the broker."""
     deliver_at: datetime | None
-    """A time with a time zone up to which the broker holds it back."""
+    """A time with a time zone at which the broker delivers the message."""
     delay_level: int | None
-    """A level of the broker's instead, counting from 1; 0 waits for nothing, and is stored as such."""
+    """A delay level of the broker instead, counting from 1; 0 is no delay, and is stored as such."""
     wait_store_ok: bool | None
-    """Whether the answer waits for what the broker's durability promises; None leaves it to the receiver: it waits."""
+    """Whether the answer waits until the broker's durability holds; None leaves it to the receiver, which waits."""
     flag: int
-    """32 bits of the application's own."""
+    """32 bits for the application."""
     unique_key: str | None
-    """The unique id; a producer makes one where it is missing."""
+    """The unique id; a producer makes one if it is missing."""
 
 
 class MessageFields(MessageOptions, total=False):
-    """The keywords of `Message`, which every send takes beside a topic."""
+    """The keywords of `Message`, which every send accepts."""
 
     tags: str | None
     keys: str | Iterable[str]
@@ -69,10 +69,10 @@ class MessageFields(MessageOptions, total=False):
 
 
 class Message:
-    """A message to be sent: topic, body, flag, a time to wait for, and all else as properties.
+    """A message to send: topic, body, flag, a delivery time, and everything else as properties. Not thread-safe.
 
-    ``properties`` is a plain dict, in the order in which the map is filled that decides how they are stored:
-    the user's, TAGS, KEYS, UNIQ_KEY, DELAY, WAIT. What sends a message may add to it. Not thread-safe.
+    ``properties`` is a plain dict. Its order fills the map that decides the order in the store: the user's, TAGS, KEYS,
+    UNIQ_KEY, DELAY, WAIT. A sender can add to it.
     """
 
     __slots__ = ("_delays", "body", "flag", "properties", "topic")
@@ -94,14 +94,14 @@ class Message:
         properties: Mapping[str, str] | None = None,
         **options: Unpack[MessageOptions],
     ) -> None:
-        """Check the parts, but for the topic, which the receiver judges.
+        """Make a message. The receiver checks its topic.
 
         Args:
-            topic: where the message goes.
-            body: bytes, or text, which is stored as UTF-8.
-            tags: the tag that subscriptions choose by.
-            keys: business keys for queries. One text is taken as it is; several are joined by spaces.
-            properties: the application's own.
+            topic: its topic.
+            body: bytes, or a text, which is stored as UTF-8.
+            tags: the tag, by which subscriptions select.
+            keys: business keys for searches: one text, or several, which are joined by spaces.
+            properties: the application's properties.
             **options: ``json`` instead of a body, ``delay``, ``deliver_at``, ``delay_level``, ``wait_store_ok``,
                 ``flag`` and ``unique_key``, as `MessageOptions` describes them.
 
@@ -136,7 +136,7 @@ class Message:
             self._take(options)
 
     def _take(self, options: MessageOptions) -> None:
-        """Set what most messages do without."""
+        """Set the rare options."""
         if unknown := options.keys() - MessageOptions.__annotations__.keys():
             name = min(unknown)
             raise TypeError(f"Message.__init__() got an unexpected keyword argument {name!r}")
@@ -158,7 +158,7 @@ class Message:
         properties: dict[str, str],
         delays: tuple[float | None, int | None] | None = None,
     ) -> Message:
-        """Make a message of parts that were checked before, for librmq's own modules; ``properties`` is kept."""
+        """Make a message of checked parts, for librmq's own modules; ``properties`` is not copied."""
         made: Message = _new_message(Message)
         made.topic = topic
         made.body = body
@@ -169,22 +169,22 @@ class Message:
 
     @property
     def delay_s(self) -> float | None:
-        """Seconds that the broker holds the message back from its arrival; None: it does not."""
+        """Delay in seconds from the arrival at the broker; None without one."""
         return None if self._delays is None else self._delays[0]
 
     @property
     def deliver_at_ms(self) -> int | None:
-        """The time in milliseconds since 1970 up to which the broker holds the message back; None: it does not."""
+        """Delivery time in milliseconds since 1970; None without one."""
         return None if self._delays is None else self._delays[1]
 
     @property
     def tags(self) -> str | None:
-        """The tag; RocketMQ says tags and means one."""
+        """The tag; RocketMQ names it in the plural."""
         return self.properties.get(PROPERTY_TAGS)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The business keys under which the message can be found."""
+        """The business keys of the message."""
         return tuple(split_keys(self.properties.get(PROPERTY_KEYS)))
 
     @property
@@ -199,7 +199,7 @@ class Message:
 
     @property
     def wait_store_ok(self) -> bool:
-        """Whether the acknowledgement waits for what the broker's durability promises."""
+        """Whether the acknowledgement waits until the broker's durability holds."""
         return self.properties.get(PROPERTY_WAIT, "true").lower() == "true"
 
     def __eq__(self, other: object) -> bool:
@@ -256,7 +256,7 @@ def _joined(keys: Iterable[str]) -> str:
 
 
 def _refuse(properties: Mapping[str, str]) -> NoReturn:
-    """Say what is wrong with properties of which something is."""
+    """Return the reason why properties are invalid."""
     for name, value in properties.items():
         for text in (name, value):
             if not isinstance(text, str):

@@ -1,19 +1,19 @@
-"""Any time: messages that wait in a wheel of slots, a slot a second, and are delivered when theirs has passed.
+"""Delivery at any time: messages wait in a wheel with one slot a second.
 
-A message names its time by one of the properties TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, the first of which
-wins. It is stored in topic ``rmq_sys_wheel_timer``, with its own topic and queue in REAL_TOPIC and REAL_QID and its
-time, rounded down to the precision (an exact multiple loses a whole unit), in TIMER_OUT_MS. From there it is put into
-the slot of that time: a unit in the timer log, which points at the unit before it in the slot, and the slot in the
-wheel, which points at the last. A slot is emptied when its whole unit of time has passed, so that nothing is early:
-each message is written once more, to its own topic. What is further away than the window goes into a slot on the way,
-and is put on from there ("rolled"): back to the timer topic.
+A message names its time by one of the properties TIMER_DELAY_SEC, TIMER_DELAY_MS and TIMER_DELIVER_MS, in this
+precedence. It is stored in topic ``rmq_sys_wheel_timer``, with its own topic and queue in REAL_TOPIC and REAL_QID.
+TIMER_OUT_MS holds its time, rounded down to the precision; an exact multiple loses a whole unit. From there it gets a
+unit in the timer log, which points at the previous unit of its slot. The slot in the wheel points at the last unit. A
+slot is emptied when its whole unit of time has passed, so no message is early: each message is written again, to its
+own topic. A message further away than the window goes into an earlier slot, and from there back to the timer topic
+("rolled").
 
-A message with TIMER_DEL_UNIQKEY, its value ``topic+uniqueKey``, delivers nothing, but keeps that message, if it is in
-the same slot, from being delivered: it has to name the same time.
+A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey``, cancels that message if it is in the same slot, so
+it must name the same time. It delivers nothing itself.
 
-Mirrors 5.3.3's ``TimerMessageStore``; how a message names its time is in `librmq.scheduling.timer_settings`, wheel and
-log are in `librmq.scheduling.timer_wheel`, their formats in `librmq.store.format.timerfiles`. The files come with the
-first message that waits: a 4.9 store without timers is left as it is.
+Mirrors 5.3.3's ``TimerMessageStore``. `librmq.scheduling.timer_settings` reads a message's time,
+`librmq.scheduling.timer_wheel` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first message
+that waits makes the files, so a 4.9 store without timers stays as it is.
 """
 
 from __future__ import annotations
@@ -74,30 +74,30 @@ _DELIVERY: Final = ("delivery",), "delivery"
 
 
 class _Emptying:
-    """A slot that is being emptied: where its units are, the first first, and what is deleted of it."""
+    """A slot that is being emptied: the places of its units in order, and its deleted messages."""
 
     def __init__(self, time_ms: int, last: int, units: array[int], deleted: set[str]) -> None:
         self.time_ms = time_ms
         self.last = last
-        """The slot's last unit; another one came later."""
+        """The slot's last unit when emptying began."""
         self.units = units
-        """Of each unit physical offset, size, write time and magic, four numbers; the next to be delivered last."""
+        """Physical offset, size, write time and magic of each unit; the next delivery is the last one."""
         self.deleted = deleted
 
 
 class _Reached(NamedTuple):
-    """How far the timer has come."""
+    """Progress of the timer."""
 
     changes: int
-    """How much had changed by then."""
+    """Number of changes up to then."""
     checkpoint: TimerCheckpoint
 
 
 class Timers:
     """The timers of a store. Not thread-safe: one caller at a time.
 
-    After a crash all goes on from what was last saved: messages delivered since then may be delivered again, none is
-    lost, none is early. The wheel is made again from the timer log whenever it is opened; the log is the truth.
+    After a crash the timers continue from the last save. Messages delivered since then can be delivered again; none is
+    lost or early. Every opening rebuilds the wheel from the timer log, which is the truth.
     """
 
     def __init__(self) -> None:
@@ -112,11 +112,14 @@ class Timers:
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
         aside: Aside | None = None,
     ) -> Self:
-        """The timers of a store that is open for writing; nothing is written where it has none.
+        """Open the timers of a store that is open for writing; a store without timers is not changed.
 
-        ``delivered(message, result)`` is told of each delivery: the message as it waited, and where it went; it must
-        not raise. ``aside`` lets other things go on while `run_due` saves; None saves within it. `ConfigError` for
-        settings that disagree with the files, `CorruptionError` for files that are none of a timer's.
+        ``delivered(message, result)`` is called for each delivery, with the waiting message and its new place, and must
+        not raise. ``aside`` saves while other work continues; None saves within `run_due`.
+
+        Raises:
+            ConfigError: the settings contradict the files.
+            CorruptionError: the files are not those of a timer.
         """
         timers = object.__new__(cls)
         timers._open(store, settings or TimerConfig(), delivered, aside)
@@ -155,7 +158,7 @@ class Timers:
         found = TimerCheckpoint.read(store.path, self._files)
         self._checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._floor(now_ms))
         self._write_ms = self._floor(now_ms)
-        self._read_ms = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))  # the clock may be put back
+        self._read_ms = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))  # the clock can be set back
         self._queue_offset = self._checkpoint.queue_offset
         self._slots = TimerSlots(
             store.path, 2 * settings.slots_total, self._precision_ms, settings.timer_log_file_size, self._files
@@ -167,7 +170,7 @@ class Timers:
         return time_ms - time_ms % self._precision_ms
 
     def _recover(self) -> None:
-        """Go on from the checkpoint, or from the begin where it can't be this log's."""
+        """Continue from the checkpoint, or from the beginning if it cannot belong to this log."""
         slots = self._slots
         position = slots.end_of_units_below(self._store.log.end, self._checkpoint.log_position)
         if not slots.recover(position, self._read_ms):
@@ -175,7 +178,7 @@ class Timers:
             self._queue_offset, self._read_ms = 0, self._write_ms
             slots.recover(0, self._read_ms)
         elif slots.was_cut and slots.last_unit is not None:
-            # After a crash 5.3.3's queue offset may be ahead of the timer log that it flushed.
+            # After a crash 5.3.3's queue offset can be ahead of the flushed timer log.
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == TIMER_TOPIC:
                 self._queue_offset = min(self._queue_offset, message.queue_offset + 1)
@@ -187,11 +190,13 @@ class Timers:
     # ------------------------------------------------------------------------------------------------------ putting
 
     def put(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
-        """Store a message: into the timer topic if it names a time to come, else where it is sent to; as 5.x writes it.
+        """Store a message as 5.x does: in the timer topic if it names a future time, otherwise in its own topic.
 
-        Call `run_due` soon after, which puts it into the wheel. ``fields`` are those of `MessageStore.append`.
-        `TimerRefusedError` for a time that is no number or too far away, and for a deletion that comes too late; else
-        what `MessageStore.append` raises. Nothing was written then.
+        Call `run_due` soon after, which puts it into the wheel. ``fields`` are those of `MessageStore.append`, whose
+        errors are raised too.
+
+        Raises:
+            TimerRefusedError: the time is no number or too far away, or a deletion comes too late; nothing is written.
         """
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
@@ -209,14 +214,17 @@ class Timers:
         return self._store.append(message, queue_id, **fields)
 
     def takes(self, delay_ms: int) -> bool:
-        """Tell whether a message may wait so long."""
+        """Return whether a message can wait this long."""
         return delay_ms <= 1000 * self._settings.timer_max_delay_sec
 
     def waiting_form(self, message: Message, queue_id: int) -> Message | None:
-        """What is to be stored in queue 0 of the timer topic instead of a message that names a time.
+        """Return the record for queue 0 of the timer topic in place of a timed message; None if its time has come.
 
-        None if that has come. `TimerRefusedError` as for `put`, `MessageIllegalError` for a topic that can't be.
         Thread-safe.
+
+        Raises:
+            TimerRefusedError: as for `put`.
+            MessageIllegalError: the topic is invalid.
         """
         out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._settings)
         if out_ms is None:
@@ -234,13 +242,15 @@ class Timers:
     # ------------------------------------------------------------------------------------------------------ by time
 
     def run_due(self, now_ms: int) -> int | None:
-        """Put new messages into the wheel, empty the slots that have passed; returns when to call next (ms), if at all.
+        """Put new messages into the wheel, empty the slots that have passed, and return the time of the next call (ms).
 
-        None if nothing waits: call it soon after storing into the timer topic. `StoreClosedError`,
-        `FlushFailedError` and `ReadOnlyError` where the store takes no messages any more.
+        The result is None if nothing waits. Call this soon after storing into the timer topic.
+
+        Raises:
+            StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
         """
         write_ms = self._floor(now_ms)
-        if write_ms < self._write_ms:  # the clock was put back: what comes now may be due before what was read
+        if write_ms < self._write_ms:  # the clock was set back, so new messages can be due before those that were read
             self._read_ms = min(self._read_ms, write_ms)
             self._retry_at_ms = None
             self._saver.put_back(now_ms)
@@ -265,7 +275,7 @@ class Timers:
         return min(dues, default=None)
 
     def _empty_slots(self, now_ms: int) -> bool:
-        """Deliver from all slots that have passed; false if there is more than one turn takes."""
+        """Deliver from all slots that have passed; return False if one turn is not enough."""
         left = self._settings.most_at_once
         while True:
             emptying = self._emptying
@@ -285,13 +295,13 @@ class Timers:
                 del units[-4:]
                 left -= 1
             self._slots.empty(emptying.time_ms, emptying.last)
-            if self._read_ms == emptying.time_ms:  # else the clock was put back meanwhile
+            if self._read_ms == emptying.time_ms:  # otherwise the clock was set back meanwhile
                 self._read_ms += self._precision_ms
             self._emptying = None
             self._changes += 1
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
-        """Follow a slot's units from the last to the first; those that delete are read at once."""
+        """Follow a slot's units from the last to the first, and read the deleting ones at once."""
         units, deleted, last = array("q"), set(), self._slots.last(time_ms)
         for unit in self._slots.units(time_ms):
             if unit.magic & DELETE and not unit.magic & ROLL:
@@ -305,14 +315,14 @@ class Timers:
     def _take(
         self, slot: _Emptying, physical_offset: int, size: int, write_time_ms: int, magic: int, now_ms: int
     ) -> None:
-        """Deliver what a unit stands for, or put it on."""
+        """Deliver the message of a unit, or roll it."""
         message = self._message(physical_offset, size)
         if message is None:
             return
         rolls = bool(magic & ROLL)
         out_ms = java_long(message.properties.get(OUT_MS, "")) or 0
         if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
-            # A crash took the message of this unit, and another one stands there: its own unit delivers it.
+            # A crash took the message of this unit. The message at its place has a unit of its own.
             _log.error(
                 "the timer's unit for physical offset %d is passed over: another message is there", physical_offset
             )
@@ -354,11 +364,11 @@ class Timers:
         )  # fmt: skip
 
     def _message(self, physical_offset: int, size: int) -> StoredMessage | None:
-        """The record that a unit points at, None, said in the log, if there is none."""
+        """Return the record of a unit; if there is none, log it and return None."""
         try:
             raw = self._store.log.read(physical_offset, size)
             if raw is None:
-                return None  # gone with the begin of the log
+                return None  # deleted with the beginning of the log
             message = StoredMessage(raw)
             message.frame  # noqa: B018 (raises where it is none)
         except (CorruptionError, RecordError) as error:
@@ -367,7 +377,7 @@ class Timers:
         return message
 
     def _fill_slots(self, now_ms: int) -> bool:
-        """Put what is new in the timer topic into its slots; false if there is more than one turn takes."""
+        """Put new messages of the timer topic into slots; return False if one turn is not enough."""
         queue = self._store.queue(TIMER_TOPIC, _QUEUE)
         if queue is None:
             return True
@@ -407,7 +417,7 @@ class Timers:
         magic, window_ms, slots = DEFAULT, self._settings.window_ms, self._settings.window_slots
         if out_ms - write_ms >= window_ms:
             magic |= ROLL
-            nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # give the next turn time enough
+            nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # leave enough time to the next turn
             out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
         if DELETE_KEY in properties:
             magic |= DELETE
@@ -424,20 +434,20 @@ class Timers:
     # ------------------------------------------------------------------------------------------------------- saving
 
     def save(self) -> None:
-        """Write the checkpoint, after a flush of all that it vouches for; nothing where nothing has changed.
+        """Write the checkpoint if anything has changed, after a flush of everything that it covers.
 
-        Raises what `MessageStore.flush` does.
+        Raises the errors of `MessageStore.flush`.
         """
         if self._slots.has_wheel and self._read_ms != self._checkpoint.read_time_ms:
-            self._changes += 1  # the time alone brings no save
+            self._changes += 1  # time alone needs no save
         self._saver.save()
 
     def let_go(self, why: str) -> None:
-        """Write nothing any more, for this reason. Return when nothing is being written. Thread-safe."""
+        """Stop writing for this reason, and wait until no write is running. Thread-safe."""
         self._saver.let_go(why)
 
     def _reached(self) -> _Reached | None:
-        """How far all has come, as it is to be saved; None where nothing has changed."""
+        """Return the progress to save, None if nothing has changed."""
         if self._changes == self._saved_changes:
             return None
         before = self._checkpoint
@@ -454,21 +464,21 @@ class Timers:
         return _Reached(self._changes, checkpoint)
 
     def _write(self, reached: _Reached) -> None:
-        """Flush what a checkpoint vouches for, and write it. Thread-safe."""
+        """Flush everything that a checkpoint covers, and write the checkpoint. Thread-safe."""
         self._store.flush()
         self._slots.flush()
         reached.checkpoint.write(self._store.path, self._files)
 
     def _saved(self, reached: _Reached) -> None:
-        """Let go of what lies before a checkpoint that was written."""
+        """Release everything before a written checkpoint."""
         self._checkpoint = reached.checkpoint
         self._slots.log.trim(self._store.log.begin)
-        self._saved_changes = reached.changes  # behind what may fail, so that it is tried again
+        self._saved_changes = reached.changes  # after the steps that can fail, so that they are tried again
 
     def passed(self, before: int) -> Callable[[int], bool]:
-        """Return which messages of the timer topic's queue, stored before a physical offset, wait no more. Thread-safe.
+        """Return which messages of the timer topic, stored before a physical offset, no longer wait. Thread-safe.
 
-        By queue offset. What cancels another message waits as long as that one.
+        They are given by queue offset. A cancelling message waits as long as the one that it cancels.
         """
         queue, next_offset = self._store.queue(TIMER_TOPIC, _QUEUE), self._queue_offset
         waiting = self._slots.waiting_below(before, self._read_ms)
@@ -480,7 +490,7 @@ class Timers:
         return has_passed
 
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
-        """What waits in the wheel, by slot: when it is due (ms), and the message."""
+        """Yield the messages that wait in the wheel, slot by slot, with their times (ms)."""
         for time_ms in self._slots.times_ms():
             slot = self._begin_slot(time_ms)
             for at in range(len(slot.units) - 4, -1, -4):
@@ -490,7 +500,7 @@ class Timers:
 
 
 def _encoded(properties: Mapping[str, str]) -> bytes:
-    """Properties as 5.x writes them: with a separator behind the last, too."""
+    """Encode properties like 5.x, with a separator behind the last one too."""
     return record.encode_properties(properties) + b"\2" if properties else b""
 
 
