@@ -1,16 +1,16 @@
-"""The file seam: everything a store does to files goes through one `Files` object.
+"""The file seam: a store accesses files only through one `Files` object.
 
-All writes to store files are slice assignments on a file's ``buffer`` (many numbers at once may go into a plain mapping
-by numpy, but never past a subclass of it, which is to see each write); opening, creating, allocating, flushing,
-listing, renaming and deleting are methods of `Files`. Production maps real files (`DiskFiles`); tests and ephemeral
-stores use anonymous memory (`MemoryFiles`); wrappers that record or fail stand in `librmq.testing.files`.
+All writes to store files are slice assignments on a file's ``buffer``. numpy can write many numbers at once into a
+plain mapping, but not into a subclass, which must see each write. Opening, creating, allocating, flushing, listing,
+renaming and deleting are methods of `Files`. Production maps real files (`DiskFiles`), tests and ephemeral stores use
+anonymous memory (`MemoryFiles`), and `librmq.testing.files` has wrappers that record or fail.
 
 Rules of use:
 
-* A mapping is never closed. It goes with the last reference to its `File`, or to a view of its buffer, so that it
-  stays for a reader whatever is deleted or rolled meanwhile.
-* A store to a mapped page without a block behind it kills the process when the disk is full: `reserve` a range before
-  writing to it.
+* A mapping is never closed. It ends with the last reference to its `File` or to a view of its buffer, so a reader keeps
+it
+  although the file is deleted or rolled meanwhile.
+* On a full disk, writing to a mapped page without a block kills the process: `reserve` a range before writing to it.
 * Errors of the operating system leave as `StoreIOError`, which names the call and the file.
 """
 
@@ -44,7 +44,7 @@ Buffer = mmap.mmap
 _CHUNK: Final = 1 << 20
 _ZEROS_SIZE: Final = 1 << 16
 _ZEROS: Final = bytes(_ZEROS_SIZE)
-# Why a file system does not link: it can't, the other name is on another one, there are too many, or it is not allowed.
+# A file system refuses a link because it has none, the names are on two file systems, or there are too many.
 _NO_LINKS: Final = {errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES}
 
 
@@ -75,93 +75,104 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class FolderEntry:
-    """One name in a folder; ``size`` is 0 for a folder."""
+    """A name in a folder; ``size`` is 0 for a folder."""
 
     name: str
     size: int
     is_folder: bool
     is_file: bool = True
-    """Whether it is a regular file, or leads to one: no pipe, socket or device."""
+    """Whether it is a regular file, or a link to one, and no pipe, socket or device."""
 
 
 class FileLock(Protocol):
     """A held lock of a store."""
 
     def check(self) -> None:
-        """Check that the lock still keeps other writers out; `StoreIOError` if its file was deleted or replaced."""
+        """Check that the lock still keeps other writers out.
+
+        Raises:
+            StoreIOError: its file was deleted or replaced.
+        """
         ...
 
     def release(self) -> None:
-        """Give the lock back; doing so again does nothing."""
+        """Release the lock; a repetition does nothing."""
         ...
 
 
 class Files(Protocol):
-    """What a store asks of a file system. Paths are plain strings; all methods are thread-safe."""
+    """Operations of a file system that a store needs. Paths are plain strings; all methods are thread-safe."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes see these files, and may change them."""
+        """Whether other processes can see and change these files."""
         ...
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
-        """Map an existing file. `CorruptionError` if it is empty or no regular file."""
+        """Map an existing file.
+
+        Raises:
+            CorruptionError: it is empty or no regular file.
+        """
         ...
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        """Make a file of ``size`` zero bytes (an existing one is an error) and map it for writing."""
+        """Make a file of ``size`` zero bytes, which must not exist, and map it for writing."""
         ...
 
     def reserve(self, file: File, begin: int, end: int) -> None:
-        """Make sure that blocks exist behind bytes ``begin`` to ``end``, so that writing there can't fail."""
+        """Allocate blocks for bytes ``begin`` to ``end``, so that writing there cannot fail."""
         ...
 
     def touch(self, file: File, begin: int, end: int) -> None:
-        """Make the pages of bytes ``begin`` to ``end`` ready for writing, where the system can.
+        """Prepare the pages of bytes ``begin`` to ``end`` for writing, if the system can.
 
-        The first write to a page is slow: call this where no producer waits.
+        The first write to a page is slow, so call this while no producer waits.
         """
         ...
 
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        """Write much data at once into blocks that are there, and start it on its way to the device.
+        """Write much data at once into existing blocks, and start its way to the device.
 
-        The file's buffer shows it. For a few bytes an assignment to the buffer is quicker.
+        The file's buffer shows it. For a few bytes an assignment to the buffer is faster.
         """
         ...
 
     def no_read_ahead(self, file: File, begin: int, end: int) -> None:
-        """Let the first touch of a page of bytes ``begin`` to ``end`` bring that page alone, not MiBs behind it.
+        """Switch off read-ahead for bytes ``begin`` to ``end``, so that touching a page loads only that page.
 
-        For places where there is nothing to read yet, or where reads do not follow each other.
+        Use it for places without data, or with random reads.
         """
         ...
 
     def unmap(self, file: File, begin: int, end: int) -> None:
-        """Unmap the whole pages among bytes ``begin`` to ``end`` until they are next asked for; nothing is lost.
+        """Unmap the whole pages in bytes ``begin`` to ``end`` until their next use, without losing data.
 
-        Worth it before a flush of many: the kernel makes mapped pages read-only one by one, and interrupts all other
-        threads for each.
+        It pays before a flush of many pages, because the kernel makes mapped pages read-only one by one and interrupts
+        all other threads for each.
         """
         ...
 
     def flush(self, file: File) -> None:
-        """Return when all that was written to the file has reached the device."""
+        """Flush the file to the device."""
         ...
 
     def flush_folder(self, path: str) -> None:
-        """Return when names made, renamed and deleted in the folder have reached the device."""
+        """Flush the names made, renamed and deleted in the folder to the device."""
         ...
 
     def list(self, path: str) -> list[FolderEntry]:
-        """The names in a folder, sorted; empty when there is no such folder.
+        """Return the names in a folder, sorted; empty if there is no such folder.
 
-        Links are followed; `CorruptionError` for one that leads nowhere.
+        Links are followed.
+
+        Raises:
+            CorruptionError: a link leads nowhere.
         """
         ...
 
     def size(self, path: str) -> int | None:
-        """The length of a file, None when there is none."""
+        """Return the length of a file, None if there is none."""
         ...
 
     def is_folder(self, path: str) -> bool:
@@ -169,11 +180,11 @@ class Files(Protocol):
         ...
 
     def make_folder(self, path: str) -> None:
-        """Make a folder and its parents; one that exists is fine."""
+        """Make a folder and its parents, unless they exist."""
         ...
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with all that is in it; one that is gone is fine."""
+        """Delete a file, or a folder with its content, if it exists."""
         ...
 
     def rename(self, old: str, new: str) -> None:
@@ -181,49 +192,61 @@ class Files(Protocol):
         ...
 
     def link(self, old: str, new: str) -> None:
-        """Give a file a second name, under which it is the same bytes; `StoreIOError` where that can't be done."""
+        """Make a hard link.
+
+        Raises:
+            StoreIOError: the file system refuses.
+        """
         ...
 
     def own(self, path: str) -> bool:
-        """Before a file is changed in place: let it share its bytes with no other name.
+        """Break hard links before an in-place write; return True if the file was copied.
 
-        One that was linked is replaced by a copy, and the answer is true: what was mapped before is the other's now.
+        A linked file is replaced by a copy. Earlier mappings then show the other name's file.
         """
         ...
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        """The whole of a small file; `CorruptionError` if it is longer than ``limit``."""
+        """Return the content of a small file.
+
+        Raises:
+            CorruptionError: it is longer than ``limit``.
+        """
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Replace the whole of a small file, durably and at once: a crash leaves the old or the new."""
+        """Replace the content of a small file durably and atomically: a crash leaves the old or the new."""
         ...
 
     def lock(self, path: str) -> FileLock:
-        """Take the lock of a store, ``path`` its lock file; `StoreLockedError` names the holder."""
+        """Take the lock of a store with the lock file ``path``.
+
+        Raises:
+            StoreLockedError: another writer has it; the error names the holder.
+        """
         ...
 
     def lock_holder(self, path: str) -> str | None:
-        """Return what holds the lock, None where nothing does; changes nothing."""
+        """Return the holder of the lock, None if there is none, without changing anything."""
         ...
 
     def flush_all(self, path: str) -> bool:
-        """Flush the whole file system of ``path``; false where success can't be known."""
+        """Flush the whole file system of ``path``, and return False if success is unknown."""
         ...
 
     def data_end(self, file: File, begin: int) -> int:
-        """Return a position from ``begin`` on behind which all bytes are zero, as far as that is known without a look.
+        """Return a position from ``begin`` on behind which all bytes are zero, without reading the file.
 
-        The file's size where nothing is known.
+        It is the file's size if nothing is known.
         """
         ...
 
     def copy_times(self, source: str, target: str) -> None:
-        """Give a file the modification time of another, where files have such times."""
+        """Give a file the modification time of another, if files have such times."""
         ...
 
     def used_ratio(self, path: str) -> float:
-        """How much of the disk that ``path`` is on is in use, 0.0 to 1.0; 0.0 where there is no disk behind it."""
+        """Return the used fraction of the disk of ``path``, 0.0 to 1.0; 0.0 without a disk."""
         ...
 
 
@@ -237,7 +260,7 @@ def fills_by_itself(files: Files) -> bool:
 
 @contextmanager
 def named(call: str, path: str) -> Iterator[None]:
-    """Give errors of the operating system their address."""
+    """Raise errors of the operating system as `StoreIOError` with the file's name."""
     try:
         yield
     except StoreIOError:
@@ -249,7 +272,7 @@ def named(call: str, path: str) -> Iterator[None]:
 def used_end(files: Files, file: File, begin: int, end: int) -> int:
     """Return the position behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are.
 
-    What the file system never stored is not read.
+    Holes of the file are not read.
     """
     high = min(end, files.data_end(file, begin)) if end - begin > _ZEROS_SIZE else end
     while high > begin:
@@ -264,9 +287,12 @@ def used_end(files: Files, file: File, begin: int, end: int) -> int:
 def copy_file(
     files: Files, source: File, target: str, *, begin: int = 0, end: int | None = None, size: int | None = None
 ) -> None:
-    """Make the file ``target`` of bytes ``begin`` to ``end`` of another, zeros behind them up to ``size``; flushed.
+    """Make the flushed file ``target`` of bytes ``begin`` to ``end`` of another, with zeros behind them up to ``size``.
 
-    What is zero gets no blocks. `StoreIOError` for want of space, among others; ``target`` may be there in part then.
+    Zeros get no blocks.
+
+    Raises:
+        StoreIOError: for example, the disk is full; a part of ``target`` can exist then.
     """
     end = source.size if end is None else end
     file = files.create(target, end - begin if size is None else size)
@@ -280,10 +306,9 @@ def copy_file(
 
 
 def folders_to_name(files: Files, folder: str) -> list[str]:
-    """The folders that are to be flushed when ``folder`` and its parents have been made; call it before.
+    """Return the folders to flush after making ``folder`` and its parents, the innermost first. Call it before.
 
-    Those that are not there have no name on the device either, until the one above them is flushed. The innermost
-    first; empty if the folder is there.
+    A new folder has a name on the device only after a flush of its parent. The list is empty if the folder exists.
     """
     above = []
     while not files.is_folder(folder):

@@ -35,7 +35,7 @@ PROPERTY_TRACE_SWITCH: Final = "TRACE_ON"
 PROPERTY_UNIQUE_KEY: Final = "UNIQ_KEY"
 PROPERTY_MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
 PROPERTY_DEAD_LETTER_CAUSE: Final = "DEAD_LETTER_CAUSE"
-"""Librmq's own: the exception for which a consumer gave a message up."""
+"""Property of librmq's own: the exception for which a consumer gave up a message."""
 PROPERTY_CONSUME_START_TIME: Final = "CONSUME_START_TIME"
 PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET: Final = "TRAN_PREPARED_QUEUE_OFFSET"
 PROPERTY_TRANSACTION_CHECK_TIMES: Final = "TRANSACTION_CHECK_TIMES"
@@ -62,13 +62,13 @@ RESERVED_PROPERTIES: Final = frozenset((
     PROPERTY_PUSH_REPLY_TIME, PROPERTY_CLUSTER, PROPERTY_MESSAGE_TYPE, PROPERTY_INNER_MULTI_QUEUE_OFFSET,
 ))
 # fmt: on
-"""The names that a user's properties may not have."""
+"""Names that users' properties must not have."""
 
 
 def encode_properties(properties: Mapping[str, str]) -> bytes:
-    """Return properties as they are stored: in the order of a Java map that was filled in that of ``properties``.
+    """Encode properties in stored form, in the order of a Java map filled in the order of ``properties``.
 
-    The length is not judged here. A value may contain 01, which is read back as part of it.
+    The length is not checked here. A value can contain 01, which is read back as part of it.
 
     Raises:
         MessageIllegalError: a name contains 01 or 02, a value 02, one of them is no text, or has no UTF-8 (half a
@@ -87,7 +87,7 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
         text = _join(parts)
     except TypeError:
         raise _unwritable(properties) from None
-    if text.count("\2") != separators:  # what stands behind it would be read as another property
+    if text.count("\2") != separators:  # a reader would take the rest for another property
         raise _unwritable(properties)
     try:
         return text.encode()
@@ -96,7 +96,7 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
 
 
 def _unwritable(properties: Mapping[str, str]) -> MessageIllegalError:
-    """Say which property can't be stored."""
+    """Return the error for a property that cannot be stored."""
     for name, value in properties.items():
         for text in (name, value):
             if not isinstance(text, str):
@@ -107,7 +107,7 @@ def _unwritable(properties: Mapping[str, str]) -> MessageIllegalError:
 
 
 def is_encoding_of(raw: bytes, properties: Mapping[str, str]) -> bool:
-    """Whether ``raw``, of which ``properties`` were decoded, is also what they are encoded as; False if in doubt."""
+    """Return whether encoding ``properties`` gives ``raw``, from which they were decoded; False if in doubt."""
     names = tuple(properties)
     return raw.isascii() and raw.count(b"\2") == len(names) - 1 and _is_in_order(names)
 
@@ -156,10 +156,10 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
 
 
 def decode_properties(raw: bytes | str) -> dict[str, str]:
-    """Stored properties as a dict, in stored order. Never raises.
+    """Decode stored properties to a dict, in stored order. Never raises.
 
-    Parts without 01 and those with an empty name or value are dropped; a value may contain 01; of properties
-    with the same name the last wins.
+    Parts without 01, with an empty name or with an empty value are dropped. A value can contain 01. If a name occurs
+    twice, the last one counts.
     """
     text = raw if isinstance(raw, str) else java_decode(raw)
     properties = {}
@@ -171,7 +171,7 @@ def decode_properties(raw: bytes | str) -> dict[str, str]:
 
 
 def find_property(raw: bytes, name: bytes) -> bytes | None:
-    """The value that `decode_properties` finds for ``name``, as stored, without looking at the others."""
+    """Return the stored value of property ``name`` that `decode_properties` finds, without decoding the others."""
     needle = _property_needle(name)
     if not needle:
         return None
@@ -181,14 +181,14 @@ def find_property(raw: bytes, name: bytes) -> bytes | None:
         value_end = raw.find(b"\2", value_at)
         if value := raw[value_at:] if value_end < 0 else raw[value_at:value_end]:
             return value
-        at = raw.rfind(needle, 0, at)  # an empty one counts as absent: an earlier one may do
+        at = raw.rfind(needle, 0, at)  # an empty one counts as absent, so an earlier one can count
     if raw.startswith(needle[1:]):
         return raw[len(needle) - 1 :].split(b"\2", 1)[0] or None
     return None
 
 
 def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | None]:
-    """What `find_property` finds for UNIQ_KEY, KEYS and TAGS, in one call: what every record is filed under."""
+    """Return UNIQ_KEY, KEYS and TAGS as `find_property` does, in one call for each record."""
     last, following = raw.rfind, raw.find
     unique = keys = tags = b""
     begin = last(b"\2UNIQ_KEY\1") + 10
@@ -203,7 +203,7 @@ def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | 
     if begin > 5:
         upto = following(b"\2", begin)
         tags = raw[begin:upto] if upto > 0 else raw[begin:]
-    # One that stands first, or is not there, or is there and empty, is looked for with care.
+    # A property that is first, absent or empty needs the careful search.
     return (
         unique or find_property(raw, b"UNIQ_KEY"),
         keys or find_property(raw, b"KEYS"),
@@ -213,12 +213,12 @@ def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | 
 
 @lru_cache(maxsize=256)
 def _property_needle(name: bytes) -> bytes:
-    """What stands before the value of ``name``; empty for a name that cannot be."""
+    """Return the bytes before the value of ``name``; empty for an impossible name."""
     return b"" if not name or b"\1" in name or b"\2" in name else b"\2" + name + b"\1"
 
 
 def join_properties(own: bytes, batch: bytes) -> bytes:
-    """The stored properties of a message in a batch: its own, and behind them those of the batch."""
+    """Return the stored properties of a message in a batch: its own, then those of the batch."""
     if own and batch and own[-1] != 2:
         return own + b"\2" + batch
     return own + batch
@@ -226,10 +226,10 @@ def join_properties(own: bytes, batch: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def tags_code(tags: str | None) -> int:
-    """What a queue entry keeps of a message's tags (all of them as one text), 0 without any."""
+    """Return the tags code of a queue entry: the hash of the tag, 0 without one."""
     return string_hash(tags) if tags else 0
 
 
 def split_keys(keys: str | None) -> list[str]:
-    """The keys of a message as the index takes them: between single spaces, empty ones left out."""
+    """Return the keys of a message for the index: the parts between spaces, without empty ones."""
     return [key for key in keys.split(" ") if key] if keys else []

@@ -97,9 +97,9 @@ MESSAGE_MAGIC: Final = 0xDAA320A7
 MESSAGE_MAGIC_V2: Final = 0xDAA320AB
 BLANK_MAGIC: Final = 0xCBD43194
 BLANK_SIZE: Final = 8
-"""What a blank takes at least; so many bytes always stay free at the end of a file."""
+"""Smallest size of a blank; this many bytes always stay free at the end of a file."""
 FIXED_SIZE: Final = 91
-"""A record without body, topic and properties, with IPv4 hosts."""
+"""Size of a record without body, topic and properties, with IPv4 hosts."""
 HOST_V6_EXTRA: Final = 12
 MAX_TOPIC_SIZE: Final = 127
 MAX_TOPIC_SIZE_V2: Final = 32_767
@@ -126,7 +126,7 @@ LAYOUT: Final = {
 
 
 def span(first: str, last: str, sys_flag: int = 0) -> int:
-    """Return how many bytes the fields from ``first`` to ``last`` take, by the kinds of hosts in ``sys_flag``."""
+    """Return the size of the fields from ``first`` to ``last``, by the kinds of hosts in ``sys_flag``."""
     names = list(LAYOUT)
     wanted = names[names.index(first) : names.index(last) + 1]
     return sum(struct.calcsize(f">{_code(name, sys_flag)}") for name in wanted)
@@ -138,9 +138,9 @@ def _code(name: str, sys_flag: int) -> str:
 
 
 def header_struct(*names: str, sys_flag: int = 0, unsigned: Container[str] = ()) -> struct.Struct:
-    """Return the struct of the fields ``names``, all unless given, in the order drawn above.
+    """Return the struct of the fields ``names``, by default all, in the order drawn above.
 
-    Those that are ``unsigned`` come out large where they are negative.
+    Negative values of ``unsigned`` fields are read as large numbers.
     """
     parts, skipped = [">"], 0
     for name in LAYOUT:
@@ -189,7 +189,7 @@ HEADERS: Final = {
     hosts: header_struct(sys_flag=hosts, unsigned=("size", "magic", "body_crc"))
     for hosts in (0, BORN_HOST_V6, STORE_HOST_V6, HOSTS_V6)
 }
-"""A record up to its body, by the two bits of the sys flag that say which hosts have 16 bytes."""
+"""Structs of a record up to its body, by the two bits of the sys flag for hosts of 16 bytes."""
 
 _CHECK: Final = header_struct("size", "magic", "body_crc", "sys_flag", "body_length")
 _unpack_check = _CHECK.unpack_from
@@ -210,13 +210,13 @@ _DELAY_BYTES: Final = PROPERTY_DELAY.encode()
 
 
 def host_flags(born_host: Host, store_host: Host) -> int:
-    """The bits of the sys flag that say which hosts are IPv6."""
+    """Return the bits of the sys flag for IPv6 hosts."""
     return (BORN_HOST_V6 if ":" in born_host[0] else 0) | (STORE_HOST_V6 if ":" in store_host[0] else 0)
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """The values of one log record; ``body`` and ``properties_raw`` as they are stored."""
+    """The values of one log record, with ``body`` and ``properties_raw`` in stored form."""
 
     topic: str
     queue_id: int = 0
@@ -244,14 +244,15 @@ class Record:
 
 
 def body_checksum(body: bytes | memoryview) -> int:
-    """What a record keeps of its body as stored."""
+    """Return the checksum of a stored body."""
     return zlib.crc32(body) & 0x7FFFFFFF
 
 
 def encode_record(record: Record) -> bytes:
-    """The bytes of ``record``; its ``body_crc`` is written as it is.
+    """Encode ``record``; its ``body_crc`` is not computed.
 
-    `MessageIllegalError` for what does not fit its field, and for hosts of another kind than the sys flag's.
+    Raises:
+        MessageIllegalError: a value does not fit its field, or a host's kind contradicts the sys flag.
     """
     try:
         topic = record.topic.encode()
@@ -297,16 +298,16 @@ def encode_record(record: Record) -> bytes:
 
 
 def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int, int]:
-    """Return where the parts of the record at ``position`` of ``raw`` lie, which ends at or before ``limit``.
+    """Return the places of the parts of the record at ``position`` of ``raw``, which ends at or before ``limit``.
 
-    No length is believed that does not agree with the others, and nothing lies outside of the record. What the parts
-    contain is not checked. A negative length of body or properties counts as 0, as in RocketMQ.
+    All lengths are checked against each other, and no part is outside of the record. The content of the parts is not
+    checked. As in RocketMQ, a negative length of body or properties counts as 0.
 
     Returns:
         Begin and end of the body, begin and end of the topic, begin of the properties, end of the record.
 
     Raises:
-        RecordError: it is no record; the error names the field.
+        RecordError: the bytes are no record; the error names the field.
     """
     if limit - position < FIXED_SIZE:
         raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {limit - position} bytes")
@@ -348,9 +349,9 @@ def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int,
 
 
 def host_ends(sys_flag: int) -> tuple[int, int]:
-    """Where in a record born host and store host end, which depends on their kinds.
+    """Return the ends of born host and store host in a record, which depend on their kinds.
 
-    The store timestamp (8 bytes) lies between them, the reconsume times behind the second.
+    The store timestamp (8 bytes) is between them, the reconsume times behind the second.
     """
     born_end = STORE_TIMESTAMP_AT + (HOST_V6_EXTRA if sys_flag & BORN_HOST_V6 else 0)
     return born_end, born_end + 16 + (HOST_V6_EXTRA if sys_flag & STORE_HOST_V6 else 0)
@@ -359,16 +360,16 @@ def host_ends(sys_flag: int) -> tuple[int, int]:
 def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> int:
     """Return the size of the sound record at ``position``, 0 for the blank that ends a file.
 
-    A sound record is one behind which RocketMQ's recovery goes on: a frame without contradictions, a body that matches
-    its checksum (if ``check_body``), and in the schedule topic a DELAY that is a number. The other fields, topic and
-    properties have no checksum. The file ends at ``limit``, which is at most ``len(raw)``.
+    RocketMQ's recovery continues behind a sound record. Its lengths agree, its body matches the checksum (if
+    ``check_body``), and in the schedule topic its DELAY is a number. The other fields, topic and properties have no
+    checksum. The file ends at ``limit``, which is at most ``len(raw)``.
 
     Raises:
         RecordError: the record is not sound; the error names the field.
         BodyChecksumError: only the body is wrong.
     """
     if limit - position >= FIXED_SIZE:
-        # The usual record at once: IPv4 hosts, no length out of its bounds. Whatever else goes the careful way.
+        # Fast path for IPv4 hosts and plausible lengths. Any other record takes the careful path.
         size, magic, expected, sys_flag, body_length = _unpack_check(raw, position)
         topic_end = position + 89 + body_length
         end = position + size
@@ -407,9 +408,11 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
 
 
 def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Record:
-    """The values of the record at ``position`` of ``raw``.
+    """Decode the record at ``position`` of ``raw``.
 
-    Raises `RecordError`; with ``check_body`` `BodyChecksumError` if only the body is wrong.
+    Raises:
+        RecordError: the bytes are no record.
+        BodyChecksumError: only the body is wrong (with ``check_body``).
     """
     body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, len(raw))
     _, magic, body_crc, queue_id, flag, queue_offset, physical_offset, sys_flag, born_timestamp_ms = (
@@ -446,6 +449,6 @@ def _bad_checksum(expected: int, found: int) -> BodyChecksumError:
 
 
 def store_timestamp_ms(raw: Raw, position: int = 0) -> int:
-    """The store time of the record at ``position``, of which at least ``FIXED_SIZE`` bytes must be there."""
+    """Return the store time of the record at ``position``, which must have at least ``FIXED_SIZE`` bytes there."""
     at = position + host_ends(raw[position + SYS_FLAG_AT + 3])[0]
     return int(_LONG.unpack_from(raw, at)[0])

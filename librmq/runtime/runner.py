@@ -6,9 +6,8 @@
     Work   user code (a listener, a check-back): without the lock; its outcome is applied under it
 
 Broker and clients see six names of a runner: ``now_ms``, ``lock``, ``wake``, ``submit``, ``point``, ``choose`` (and
-coroutines ``offload``). They neither sleep nor wait: a step says when it is due next, or None where another turn
-will wake it. The usual order is due steps, ready work, then time; the runners differ only in who takes
-the next turn.
+coroutines ``offload``). They neither sleep nor wait. A step returns its next due time, or None if another turn will
+wake it. The usual order is due steps, ready work, then time. Runners differ only in how they pick the next turn.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_b
 
 _T = TypeVar("_T")
 NEVER: Final = 1 << 62
-"""A time that does not come, in milliseconds."""
+"""A time that never comes, in milliseconds."""
 
 Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
 """``aside(wait, done)`` has ``wait()``, which waits for a disk, run while other things go on, and then ``done(error)``
@@ -35,16 +34,16 @@ where a step is run, which gives the time in ms at which that one wants to be ru
 
 
 class Owner(Protocol):
-    """The process that a turn belongs to, as far as there are several in one: the turns of a dead one are not taken."""
+    """Simulated process of a turn; turns of a dead process do not run."""
 
     dead: bool
 
 
 class Step:
-    """A turn of librmq's own. ``run_due(now_ms)`` does what is due, and says when it is due next (None: unknown).
+    """A turn of librmq's own. ``run_due(now_ms)`` does due work and returns the next due time, None if unknown.
 
-    ``label`` is stable from run to run: process, group, topic, queue; never an id that was drawn. ``at`` is when it is
-    due, None where another turn will wake it.
+    ``label`` is stable from run to run: process, group, topic, queue, but never a random id. ``at`` is the due time,
+    None if another turn will wake the step.
     """
 
     __slots__ = ("at", "label", "owner", "run_due")
@@ -57,7 +56,7 @@ class Step:
 
     def go(self, runner: Runner) -> None:
         """Take the turn, under the runner's lock."""
-        self.at = None  # first, so that a wake-up meanwhile counts
+        self.at = None  # before the turn, so that a wake-up meanwhile counts
         if self.owner is None or not self.owner.dead:
             due = self.run_due(runner.now_ms())
             if due is not None:
@@ -68,10 +67,10 @@ class Step:
 
 
 class Work:
-    """A turn of the user's: ``call()`` without the lock, then ``done(result, error)`` under it.
+    """A turn of user code: ``call()`` without the lock, then ``done(result, error)`` under it.
 
-    ``call`` may return a coroutine, which runs on ``loop`` (None: one of the runner's own). ``about`` names what it
-    works on (for a listener the addresses of the messages: broker's name and physical offset).
+    ``call`` can return a coroutine, which runs on ``loop`` (None: a loop of the runner's own). ``about`` names its
+    subjects; for a listener they are the addresses of the messages, broker's name and physical offset.
     """
 
     __slots__ = ("about", "call", "done", "label", "loop", "owner")
@@ -103,7 +102,7 @@ class Work:
 
 
 class Runner:
-    """What all runners share: the heap of steps, the work that is ready and the work that runs."""
+    """Base of all runners: the heap of steps, ready work and running work."""
 
     now_ms: Callable[[], int]
     """The time of day in milliseconds since 1970 (UTC)."""
@@ -113,18 +112,18 @@ class Runner:
         self.now_ms = clock.now_ms
         self.lock = threading.RLock()
         self.ready: deque[Work] = deque()
-        """Work that waits for its turn."""
+        """Work that waits for a turn."""
         self.running: set[Work] = set()
-        """Work that has begun and not ended, coroutines that wait included."""
+        """Work that has begun and not ended, including waiting coroutines."""
         self.is_inherited = False
-        """In a child process after a fork: the threads are the parent's, and no work that has begun ends here."""
+        """Reset in a child process after a fork: the threads belong to the parent, and running work never ends here."""
         self._heap: list[tuple[int, int, Step]] = []
         self._count = itertools.count()
 
     # ---- the six names
 
     def wake(self, step: Step, at: int = 0) -> None:
-        """Let ``step`` be due at ``at`` (ms since 1970; 0: at once), unless it is due earlier. Under the lock."""
+        """Make ``step`` due at ``at`` (ms since 1970; 0 means at once), unless it is due earlier. Under the lock."""
         if step.at is None or at < step.at:
             try:
                 heapq.heappush(self._heap, (at, next(self._count), step))
@@ -135,7 +134,7 @@ class Runner:
                 raise
 
     def submit(self, work: Work) -> None:
-        """Let ``work`` run as soon as a thread is free. Under the lock."""
+        """Run ``work`` as soon as a thread is free. Under the lock."""
         try:
             self.ready.append(work)
             self._signal(0)
@@ -144,24 +143,24 @@ class Runner:
             raise
 
     def point(self, label: str) -> None:
-        """Say that others may run here; called without the lock at each of librmq's calls within user code."""
+        """Let other turns run here; called without the lock at each of librmq's calls within user code."""
 
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
-        """One of what the real thing may do; the first is the usual one."""
+        """Return one of several legal choices; the first is the usual one."""
         return options[0]
 
     async def offload(self, call: Callable[[], _T]) -> _T:
-        """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
+        """Run a function that can wait for a disk, without blocking the event loop of the caller."""
         return call()
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass for a caller that waits for others. Without the lock."""
+        """Let time pass for a caller that waits for other turns. Without the lock."""
         self.clock.wait(threading.Event(), seconds)
 
     # ---- taking turns
 
     def perform(self, work: Work) -> None:
-        """Run the user's code, without the lock, and apply its outcome. A `BaseException` goes up."""
+        """Run user code without the lock, and apply its result. A `BaseException` propagates."""
         with self.lock:
             self.running.add(work)
         result: object = None
@@ -179,7 +178,7 @@ class Runner:
             self._finish(work, result, error)
 
     def _escaped(self, work: Work, error: BaseException) -> None:
-        """User code ended by what is no `Exception` (pytest.fail, Ctrl-C, SystemExit): it goes up."""
+        """Propagate an end of user code that is no `Exception` (pytest.fail, Ctrl-C, SystemExit)."""
         with self.lock:
             self.running.discard(work)
         raise error
@@ -197,10 +196,10 @@ class Runner:
         raise NotImplementedError
 
     def _signal(self, at: int) -> None:
-        """Something is due at ``at``."""
+        """Note that a step is due at ``at``."""
 
     def _top(self) -> Step | None:
-        """The step that is due first; entries of steps that were woken for earlier, or have run, are stale."""
+        """Return the step that is due first. Entries of steps that were woken earlier, or have run, are outdated."""
         heap = self._heap
         while heap and heap[0][2].at != heap[0][0]:
             heapq.heappop(heap)
@@ -227,7 +226,7 @@ def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], Non
 
 
 class _TimePasses:
-    """The last option of a runner by hand: let time pass up to the next due step."""
+    """Last choice of a runner by hand: let time pass up to the next due step."""
 
     __slots__ = ("_move_to", "at", "label")
 

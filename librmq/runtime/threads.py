@@ -1,4 +1,4 @@
-"""Turns taken by threads: one that sleeps until the next due time, and workers, made on demand."""
+"""Runner with threads: one that sleeps until the next due time, and workers made on demand."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ _log = logging.getLogger("librmq.runner")
 _T = TypeVar("_T")
 _NOT_APPLIED: Final = "%s: what came of it could not be applied"
 _SLICE_MS: Final = 5
-"""So long a thread takes one step after the other; then others get the lock."""
+"""Longest time in which a thread takes steps before it offers the lock to others."""
 _YIELD_S: Final = 0.0005
 _START_AGAIN_MS: Final = 1000
 _SLEWED_MS: Final = 500
-"""A clock that is corrected by this much was not put back."""
+"""A correction of the clock up to this much does not count as set back."""
 _MANY: Final = 32
 _SWIFT_S: Final = 0.001
-"""Listeners are swift when one worker begins with `_MANY` in this time,"""
+"""Listeners count as fast when one worker begins `_MANY` of them in this time,"""
 _FEW: Final = 50
 _WATCH_S: Final = 0.005
-"""and are not when fewer than `_FEW` begin in this, which is how often the interpreter lets another thread run."""
+"""and as slow when fewer than `_FEW` begin in this time, the interpreter's switch interval."""
 
 
 class ThreadRunner(Runner):
-    """Runs by threads: one that sleeps until the next due time, and workers, made on demand, for steps and user code.
+    """A runner with one thread that sleeps until the next due time, and workers for steps and user code.
 
-    Thread-safe. `close` ends all of them. Of no use in a child process after a fork.
+    Thread-safe. `close` ends all threads. It does not work in a child process after a fork.
 
     A worker is *parked* (it waits for its turn), *looking* (awake, and it looks at steps and ready work before it
-    parks), or in user code. Making something due rouses a worker only if none is looking, nor roused already.
-    Where listeners are swift, a worker that leaves ready work behind rouses none either, since waking a thread takes
-    longer than what it would do: the clock thread then sees to it, every few milliseconds, that the work does not wait
-    for a listener that is swift no more.
+    parks), or in user code. New due work wakes a worker only if none is looking or woken already. If listeners are
+    fast, a worker that leaves ready work behind wakes none either, because waking a thread takes longer than the work.
+    The clock thread then checks every few milliseconds that the work does not wait for a slow listener.
 
-    A signal handler may raise in the main thread at any place. So rousing a thread only lets go of the lock that it
-    waits for, which may be done again; all counts are the threads' own.
+    A signal handler can raise in the main thread at any place. So waking a thread only releases the lock that it waits
+    for, which can be repeated. Only the threads themselves change the counts.
     """
 
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:
@@ -54,18 +53,18 @@ class ThreadRunner(Runner):
         self._clock_turn = _turn()  # the lock that the clock thread waits for
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
-        self._parked: list[threading.Lock] = []  # of each parked worker the lock that it waits for; the last goes first
+        self._parked: list[threading.Lock] = []  # the lock of each parked worker; the last one wakes first
         self._looking = 0
-        self._is_roused = False  # a worker, which is about to look
+        self._is_roused = False  # a woken worker is about to look
         self._workers = 0
-        self._holder_looks = False  # the lock's holder is one of these threads, and looks again before it waits
+        self._holder_looks = False  # one of these threads holds the lock, and looks again before it waits
         self._sleeps_until = 0  # 0 while the clock thread is awake
-        self._seen_ms = 0  # the time when the clock thread looked last
-        self._begun = 0  # how often a worker has begun with user code
+        self._seen_ms = 0  # time of the clock thread's last look
+        self._begun = 0  # number of times that a worker began user code
         self._is_swift = False
         self._is_watched = False  # by the clock thread, which has
         self._seen_begun = 0  # seen so many then
-        self._many_since = 0.0  # when the last `_MANY` began
+        self._many_since = 0.0  # times at which the last `_MANY` began
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock_runs = False  # as far as those know who start it
@@ -79,7 +78,7 @@ class ThreadRunner(Runner):
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=f"librmq-{name}", daemon=True)
-        self._threads.append(thread)  # first: it may run though its start is interrupted
+        self._threads.append(thread)  # first, because it can run although its start is interrupted
         try:
             thread.start()
         except RuntimeError:
@@ -97,12 +96,12 @@ class ThreadRunner(Runner):
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
             self._start(self._run_clock, "clock")
-            self._clock_runs = True  # once it has started, which may fail
+            self._clock_runs = True  # after the start, which can fail
         elif at < self._sleeps_until:
             _let_go(self._clock_turn)
 
     def _tell_clock(self, at: int) -> bool:
-        """`_signal_clock` where a worker is or will be; false where the system has no thread for it: it looks again."""
+        """Signal the clock thread for a worker; return False if no thread could start, so that it looks again."""
         try:
             self._signal_clock(at)
         except RuntimeError as error:
@@ -113,14 +112,14 @@ class ThreadRunner(Runner):
         return True
 
     def _rouse(self) -> None:
-        """Have one more worker look."""
+        """Make one more worker look."""
         if self._parked:
             _let_go(self._parked[-1])
             self._is_roused = True
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
-            self._tell_clock(0)  # every worker is in user code: steps go on
+            self._tell_clock(0)  # every worker is in user code, so the clock thread runs steps
 
     def _start_worker(self) -> None:
         try:
@@ -136,25 +135,27 @@ class ThreadRunner(Runner):
             self._workers += 1
 
     def _run_steps(self) -> Step | None:
-        """Take the due steps, for a slice of time; gives the next one, which may be due by then."""
+        """Take due steps for a slice of time, and return the next one, which can be due by then."""
         begin = now = self.now_ms()
         while (top := self._top()) is not None and (top.at or 0) <= now:
             if now - begin > _SLICE_MS:
-                break  # a long backlog: others want the lock too
+                break  # after a long backlog, offer the lock to others
             heapq.heappop(self._heap)
             try:
                 top.go(self)
-            except BaseException:  # a thread of the runner's has no caller to raise it to
+            except BaseException:  # a thread of the runner has no caller
                 _log.exception("%s: librmq's own step has failed", top.label)
             now = self.now_ms()
         return top
 
     def _heed_clock_put_back(self) -> None:
-        """Let every step look at the time that the clock has now, where that was put back."""
+        """Make every step look at the clock again if it was set back."""
         now, seen = self.now_ms(), self._seen_ms
         self._seen_ms = now
         if now < seen - _SLEWED_MS:
-            _log.warning("the clock was put back by %d s: all that waits looks at the time again", (seen - now) // 1000)
+            _log.warning(
+                "the clock was set back by %d s: everything that waits uses the new time", (seen - now) // 1000
+            )
             for _, _, step in list(self._heap):
                 if step.at is not None and step.at > now:
                     step.at = now
@@ -164,7 +165,7 @@ class ThreadRunner(Runner):
         turn, lock = self._clock_turn, self.lock
         with lock:
             if self._is_clock_there:
-                return  # the start of that one was interrupted
+                return  # its start was interrupted
             self._is_clock_there = True
             while not self._stopping:
                 self._holder_looks = True
@@ -175,27 +176,27 @@ class ThreadRunner(Runner):
                 if self.ready and not self._looking and not self._is_roused and not self._is_watched:
                     try:
                         self._rouse()
-                    except RuntimeError as error:  # of the first worker; this thread must not end by it
+                    except RuntimeError as error:  # an error of the first worker must not end this thread
                         _log.error("%s waits for a thread: %s", self.ready[0].label, error)
                         until = min(until, self.now_ms() + _START_AGAIN_MS)
                 self._sleeps_until = until
                 lock.release()
                 was_told = turn.acquire(timeout=self._sleep_s())
                 goes_on = True
-                # Without the lock, for which a busy worker would let this thread wait and be slower itself.
+                # Without the lock, because waiting for it would slow a busy worker.
                 while self._is_watched and not was_told and (goes_on := self._goes_on()):
                     if self._sleeps_until <= self.now_ms():
                         break
                     was_told = turn.acquire(timeout=self._sleep_s())
                 lock.acquire()
-                turn.acquire(blocking=False)  # of a caller that came too late to wake it
+                turn.acquire(blocking=False)  # from a caller that came too late to wake it
                 self._sleeps_until = 0
                 if not goes_on:
                     self._is_watched = False
                     self._is_swift &= not self.ready
 
     def _sleep_s(self) -> float:
-        """How long the clock thread may sleep, -1 for ever."""
+        """Return how long the clock thread can sleep, -1 without limit."""
         seconds = -1.0
         if self._sleeps_until < NEVER:
             seconds = min(max(_YIELD_S, (self._sleeps_until - self.now_ms()) / 1000), threading.TIMEOUT_MAX)
@@ -204,13 +205,13 @@ class ThreadRunner(Runner):
         return seconds
 
     def _goes_on(self) -> bool:
-        """See whether what was left to a worker in user code is taken, or there was something, if nothing is left."""
+        """Check whether a worker in user code has taken the work that was left to it."""
         begun = self._begun - self._seen_begun
         self._seen_begun = self._begun
         return begun >= _FEW if self.ready else begun > 0
 
     def _leave_ready_work(self) -> None:
-        """See to ready work that a worker leaves behind as it begins with user code, with no other thread looking."""
+        """Handle ready work that a worker leaves behind when it begins user code and no other thread is looking."""
         if not self._is_swift:
             self._rouse()
         else:
@@ -240,7 +241,7 @@ class ThreadRunner(Runner):
             if is_under_way:
                 try:
                     self._launch(work, cast("Coroutine[Any, Any, object]", result))
-                except Exception as raised:  # there is no loop for it, or no more
+                except Exception as raised:  # its loop is missing or closed
                     is_under_way, result, error = False, None, raised
             with self.lock:
                 self._looking += 1
@@ -254,7 +255,7 @@ class ThreadRunner(Runner):
                 work = self._next_work(turn)
 
     def _next_work(self, turn: threading.Lock) -> Work | None:
-        """Take the due steps, and what is ready or will be; None when all ends."""
+        """Take due steps, and return ready work or wait for some; None at the end."""
         lock, ready, heap, parked = self.lock, self.ready, self._heap, self._parked
         while not self._stopping:
             at = heap[0][0] if heap else NEVER
@@ -266,7 +267,7 @@ class ThreadRunner(Runner):
             has_clock = True
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
                 has_clock = self._tell_clock(at)
-            # Where listeners are swift one worker is enough: what others would do, they spend on waiting for the lock.
+            # If listeners are fast one worker is enough; others would mostly wait for the lock.
             if ready and not (self._is_swift and (self._is_roused or self._workers - len(parked) > 1)):
                 work = ready.popleft()
                 self.running.add(work)
@@ -329,7 +330,7 @@ class ThreadRunner(Runner):
             raise
 
     async def offload(self, call: Callable[[], _T]) -> _T:
-        """Run what may wait for a disk, without blocking the event loop that this is awaited in."""
+        """Run a function that can wait for a disk, without blocking the event loop of the caller."""
         return await asyncio.to_thread(call)
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
@@ -355,7 +356,7 @@ class ThreadRunner(Runner):
             return self._loop
 
     def close(self, timeout: float = 5.0) -> list[str]:
-        """End the threads; clients have been shut down before. Gives the labels of work that runs on after ``timeout``.
+        """End the threads, after clients have been shut down; return the labels of work that runs on after ``timeout``.
 
         Waits at most ``timeout`` seconds in all.
         """
@@ -374,20 +375,20 @@ class ThreadRunner(Runner):
 
 
 def _turn() -> threading.Lock:
-    """What one thread waits for, until another lets it go."""
+    """Return a held lock, at which one thread waits until another releases it."""
     turn = threading.Lock()
     turn.acquire()
     return turn
 
 
 def _let_go(turn: threading.Lock) -> None:
-    """Have the thread go on that waits for its turn; an interrupted caller does it again. Under the lock."""
+    """Wake the thread that waits for its turn; an interrupted caller repeats this. Under the lock."""
     if turn.locked():
         turn.release()
 
 
 def _failure(work: Work, error: BaseException) -> RunnerError:
-    """Return what is no `Exception` as a failure of the listener: a thread has no caller to raise it to."""
+    """Return an error that is no `Exception` as a failure of the listener, because a thread has no caller."""
     failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
@@ -397,11 +398,11 @@ _runners: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for runner in list(_runners):  # its threads are the parent's
+    for runner in list(_runners):  # its threads belong to the parent
         runner._stopping = runner.is_inherited = True
         runner._threads.clear()
         runner.running.clear()
-        runner.lock = threading.RLock()  # some thread of the parent may hold it
+        runner.lock = threading.RLock()  # a thread of the parent can hold it
         runner._parked.clear()
     _runners.clear()
 
