@@ -1,8 +1,8 @@
 """Producers: send messages to the brokers of a route.
 
-Mirrors ``DefaultMQProducer`` and ``DefaultMQProducerImpl``. A send goes to the next queue of its topic in turn; where a
-broker can't be reached, or refuses for a reason that may pass, it is tried elsewhere: three tries in all within one
-timeout. A try whose answer was lost may have stored the message, so that it may be stored twice, with one unique id.
+Mirrors ``DefaultMQProducer`` and ``DefaultMQProducerImpl``. A send goes to the next queue of its topic in turn. If a
+broker cannot be reached, or refuses for a temporary reason, the producer tries another: three tries in all within one
+timeout. A try can store the message although its answer is lost, so a message can be stored twice, with one unique id.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _RETRIED: Final = frozenset(
 _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
 _WAIT: Final = record.PROPERTY_WAIT
-_OK: Final = SendStatus.SEND_OK  # a member of an enum is found in twice the time
+_OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 _RUNNING: Final = State.RUNNING
 
 
@@ -76,14 +76,14 @@ _new_result = tuple.__new__  # in half the time
 
 
 Body = bytes | bytearray | memoryview | str
-"""What a body is given as; text is sent as UTF-8."""
+"""Type of a body; text is sent as UTF-8."""
 
 
 class Producer:
-    """Sends messages; starts with its first send, or by `start`. Thread-safe.
+    """A sender of messages, which starts with its first send or by `start`. Thread-safe.
 
-    ``route`` is a `Broker` or several. Several producers of one group are told apart by their clients: each has its
-    own unless ``client`` is given. ``settings`` are those of `ProducerConfig`; ``metrics`` counts what is sent.
+    ``route`` is a `Broker` or a `RouteTable`. Producers of one group have different clients; each has one of its own
+    unless ``client`` is given. ``settings`` are those of `ProducerConfig`; ``metrics`` counts sends.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Producer:
             instance_name: Makes the client's id the same from run to run.
             config: Settings; ``settings`` replace single ones.
             hooks: Called before and after each try.
-            metrics: Counts what is sent.
+            metrics: Counts sends.
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.
@@ -138,7 +138,7 @@ class Producer:
     # ------------------------------------------------------------------------------------------------------------ life
 
     def start(self) -> Self:
-        """Join the group now instead of with the first send. While the producer runs, this does nothing.
+        """Join the group now instead of with the first send. If the producer runs, this does nothing.
 
         Raises:
             BrokerUnreachableError: The route is a single broker, which is closed.
@@ -154,10 +154,10 @@ class Producer:
         self._unwatch = self.route.watch(self._routes.changed)
 
     def shutdown(self) -> bool:
-        """Leave the group; a later send is a `ClientStateError`. Doing so again does nothing.
+        """Leave the group; a later send raises `ClientStateError`. A repetition does nothing.
 
         Returns:
-            True, as a consumer's shutdown does when all that ran has ended.
+            True, like a consumer's shutdown after all its listeners have ended.
         """
         with self._runner.lock:
             if self._life.shut_down():
@@ -186,11 +186,11 @@ class Producer:
         return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"
 
     def consumer_data(self) -> ConsumerData | None:
-        """Return None: this is no consumer."""
+        """Return None, because this is no consumer."""
         return None
 
     def answer(self, request: Request[R], /) -> R:
-        """Refuse a broker's request: a plain producer is asked for nothing."""
+        """Refuse a broker's request, which a plain producer does not get."""
         raise ClientStateError(f"producer of group {self.group!r} answers no {type(request).__name__}")
 
     # ------------------------------------------------------------------------------------------------------------ send
@@ -208,25 +208,25 @@ class Producer:
     ) -> SendResult:
         """Send a message, or one made of topic, ``body`` and the keywords of `Message`; return where it is stored.
 
-        A message goes to the next queue in turn, and is tried again elsewhere, unless ``queue`` or ``selector`` chooses
-        its queue. The message given is not changed: each send makes a new unique id, unless the message has one.
+        A message goes to the next queue in turn, and on failure to another, unless ``queue`` or ``selector`` chooses
+        its queue. The given message is not changed: each send makes a new unique id, unless the message has one.
 
         Args:
             message: A `Message`, or a topic.
             body: With a topic: bytes, or text.
-            queue: The queue, or its number where one broker has the topic.
+            queue: The queue, or its number if only one broker has the topic.
             selector: Called as ``selector(queues, message, arg)``; returns the queue.
             arg: For the selector.
             timeout: For all tries; None: as configured.
             **fields: With a topic: ``json`` instead of a body, ``tags``, ``keys``, ``properties``, ``delay``,
-                ``deliver_at`` and what else `Message` takes.
+                ``deliver_at`` and the other keywords of `Message`.
 
         Raises:
             MessageIllegalError: The message is refused; nothing was sent.
             NoRouteError: No broker has the topic, and none makes it.
             BrokerError: A broker refused it; `BrokerBusyError` is not tried again.
-            BrokerUnreachableError: No try reached a broker, or had its answer.
-            SendTimeoutError: The time is over; the message may be stored.
+            BrokerUnreachableError: No try reached a broker or got its answer.
+            SendTimeoutError: The time is over; the message can be stored nevertheless.
         """
         made = self._prepare(message, body, fields)
         timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
@@ -239,11 +239,11 @@ class Producer:
         return self._send_in_turn(made, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
-        """Send messages of one topic as one batch: all are stored, one after the other in one queue, or none.
+        """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
 
         Raises:
-            MessageIllegalError: The messages have several topics or wait flags, one has a delay, or they have over
-                4 MiB in all: `split_batch` cuts what is longer. Otherwise errors are those of `send`.
+            MessageIllegalError: The messages have several topics or wait flags, one has a delay, or together they have
+                more than 4 MiB; `split_batch` cuts longer lists. Other errors are those of `send`.
         """
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
@@ -261,9 +261,9 @@ class Producer:
         arg: object = None,
         **fields: Unpack[MessageFields],
     ) -> None:
-        """Send without waiting for the outcome, and without a second try: what a broker refuses is logged.
+        """Send without waiting for the result and without a second try; a refusal by a broker is logged.
 
-        What can be known without the broker is raised as in `send`.
+        Errors that need no broker are raised as in `send`.
         """
         made = self._prepare(message, body, fields)
         if queue is not None and selector is not None:
@@ -290,7 +290,7 @@ class Producer:
         timeout: float | timedelta | None = None,
         **fields: Unpack[MessageFields],
     ) -> SendResult:
-        """Send without blocking the event loop while the store waits for its disk; otherwise as `send`."""
+        """Send like `send`, without blocking the event loop while the store waits for its disk."""
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
@@ -306,7 +306,7 @@ class Producer:
     # --------------------------------------------------------------------------------------------------------- details
 
     def _prepare(self, message: Message | str, body: Body | None, fields: MessageFields) -> Message:
-        """Return a copy that has a unique id, checked."""
+        """Return a checked copy with a unique id."""
         if isinstance(message, Message):
             if body is not None or fields:
                 raise MessageIllegalError("body and fields go with a topic; a message has its own")
@@ -384,7 +384,7 @@ class Producer:
         attempt: int = 0,
         sys_flag: int = 0,
     ) -> SendResult:
-        """One try. `SendTimeoutError` for an answer that comes after ``timeout_ms``: the message is stored."""
+        """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
         if self._life.state is not _RUNNING:
             self._start_or_refuse()
         self._runner.point(f"send {queue.topic}")
@@ -454,11 +454,11 @@ class Producer:
         for then in after:
             try:
                 then(result, error)
-            except Exception:  # what is stored is stored
+            except Exception:  # a stored message stays stored
                 _log.exception("group %s: a hook has failed after a send", self.group)
 
     def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
-        """Count a try, and note how long its broker took."""
+        """Count a try, and note its broker's latency."""
         took_ms = self._now_ms() - request.born_timestamp_ms
         if self._latencies is not None:
             self._latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")

@@ -20,15 +20,15 @@ class ProducerConfig(Config):
     retries: Annotated[int, Between(0)] = 2
     """Further tries of `Producer.send` and `Producer.send_async`."""
     retry_another_broker_when_not_ok: bool = False
-    """Try elsewhere when a message was stored, but not as well as asked (`SendStatus`)."""
+    """Try another broker if a message was stored with less durability than asked (`SendStatus`)."""
     compress_from: Annotated[int, Between(0)] = 4096
-    """Bodies of this many bytes and more are compressed."""
+    """Bodies of at least this many bytes are compressed."""
     max_message_size: Annotated[int, Between(0)] = 4 << 20
     """The longest body, in bytes."""
     default_topic_queues: Annotated[int, Between(0)] = 4
-    """Queues of a topic that is made by the first send."""
+    """Number of queues of a topic that the first send makes."""
     avoid_slow_brokers: bool = False
-    """Keep away, for a while, from brokers that failed or were slow (`librmq.client.queue_selectors`)."""
+    """Avoid brokers for a while after a failure or a slow answer (`librmq.client.queue_selectors`)."""
 
 
 class ProducerSettings(TypedDict, total=False):

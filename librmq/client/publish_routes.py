@@ -15,7 +15,7 @@ __all__ = ["PublishRoutes", "TopicQueues"]
 
 
 class TopicQueues(NamedTuple):
-    """The queues that a topic can be sent to, and whose turn it is."""
+    """The writable queues of a topic, and the next one in turn."""
 
     queues: tuple[MessageQueue, ...]
     turns: RoundRobin
@@ -30,7 +30,7 @@ class PublishRoutes:
         """The topics that were looked up since the route changed last."""
         self.endpoints: dict[str, Endpoint] = {}
         """The brokers likewise."""
-        self._topics_before: dict[str, TopicQueues] = {}  # of a route that may have changed since
+        self._topics_before: dict[str, TopicQueues] = {}  # the route can have changed since
         self._client = client
         self._route = client.route
         self._runner = client.runner
@@ -50,7 +50,7 @@ class PublishRoutes:
         version = self._version
         endpoint = self._route.endpoint(broker_name)
         with self._runner.lock:
-            if version == self._version:  # else it may be an old one
+            if version == self._version:  # otherwise it can be an old one
                 self.endpoints[broker_name] = endpoint
         return endpoint
 
@@ -83,14 +83,14 @@ class PublishRoutes:
             )
         before = self._topics_before.pop(topic, None)
         if before is not None and before.queues == tuple(queues):
-            found = before  # another topic has changed: this one's turns go on
+            found = before  # another topic has changed, so this one keeps its turn
         else:
             count, random = len(queues), self._client.random
             begin = 0 if random is None else random.randrange(count)
             first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
             found = TopicQueues(tuple(queues), RoundRobin(first))
         with self._runner.lock:
-            if not is_new and version == self._version:  # once it is made, it may have another number
+            if not is_new and version == self._version:  # once it is made, it can have another number
                 self.topics[topic] = found
         return found
 

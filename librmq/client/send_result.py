@@ -12,7 +12,7 @@ __all__ = ["SendContext", "SendHook", "SendResult"]
 
 
 class SendResult(NamedTuple):
-    """Where a message, or a batch, went."""
+    """Place of a sent message or batch."""
 
     status: SendStatus
     message_id: str
@@ -21,12 +21,12 @@ class SendResult(NamedTuple):
     """The broker's id; those of a batch joined by commas."""
     queue: MessageQueue
     queue_offset: int
-    """The first message's."""
+    """That of the first message."""
     transaction_id: str | None = None
 
 
 class SendContext(NamedTuple):
-    """What a hook sees of a send."""
+    """A send, as hooks see it."""
 
     group: str
     message: Message
@@ -36,4 +36,4 @@ class SendContext(NamedTuple):
 
 
 SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]
-"""Called before each try; what it returns is called after it, with the result or the error."""
+"""A function called before each try, which returns a function to call after it with the result or the error."""

@@ -73,15 +73,15 @@ class Consumer(Generic[C]):
         self.client = client or Client(route, instance_name=instance_name)
         name = self.client.client_id.partition("@")[2] if self.client.has_stable_name else ""
         self.label = f"{group}@{name}" if name else group
-        """Group and instance, the same from run to run."""
+        """Group and instance, the same in each run."""
         self.subscriptions: dict[str, Subscription] = {}
         """By topic."""
         self.filters: dict[str, TagFilter] = {}
-        """By topic, where only some tags are asked for: the exact check."""
+        """Exact checks by topic, for subscriptions with tags."""
         self.assigned: dict[MessageQueue, AssignedQueue] = {}
-        """The queues that this instance has at the moment, dropped ones until they are given up."""
+        """The queues of this instance now, including dropped ones until they are given up."""
         self.stopping = False
-        """Shutting down: nothing new begins."""
+        """Whether the instance is shutting down, so that nothing new begins."""
         self.offsets: Offsets
         self.metrics: Metrics | None = None
         self.states = StateLog(_log, self.label)
@@ -96,7 +96,7 @@ class Consumer(Generic[C]):
     # ---- what push and pull do differently
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make the state of a queue that is about to be taken."""
+        """Make the state of a queue before taking it."""
         raise NotImplementedError
 
     @property
@@ -112,7 +112,7 @@ class Consumer(Generic[C]):
         return True
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
-        """Whether the progress of a queue is this instance's to tell."""
+        """Return whether this instance may report the progress of a queue."""
         return True
 
     def _lock(self, queue: MessageQueue) -> bool:
@@ -124,7 +124,7 @@ class Consumer(Generic[C]):
     # ---- subscriptions
 
     def _subscription(self, topic: str, tags: str | None, sql: str | None) -> tuple[Subscription, TagFilter | None]:
-        """Return a subscription, and its exact check where it has tags."""
+        """Return a subscription, and its exact check if it has tags."""
         validate_client_topic(topic)
         if tags is not None and sql is not None:
             raise ConfigError(f"topic {topic!r}: either tags or sql")
@@ -162,7 +162,7 @@ class Consumer(Generic[C]):
         return self._life.is_running
 
     def _check_ready(self) -> None:
-        """Refuse to start what can be mended first; the instance can be started afterwards."""
+        """Refuse to start an incomplete instance; it can be started later."""
 
     def _start(self) -> None:
         config = self.config
@@ -187,7 +187,7 @@ class Consumer(Generic[C]):
         self.rebalancing.start()
 
     def _subscriptions_of_all(self) -> dict[str, dict[str, tuple[str, str]]]:
-        """What each instance of the group subscribes to, by client id and topic."""
+        """Return the subscriptions of each instance of the group, by client id and topic."""
         group: dict[str, dict[str, tuple[str, str]]] = {}
         for name in self.route.broker_names():
             for client_id, subscriptions in self.client.endpoint(name).call(GroupSubscriptions(self.group)).items():
@@ -196,11 +196,11 @@ class Consumer(Generic[C]):
         return group
 
     def warn_of_differences(self) -> None:
-        """Log once a change that instances of the group subscribe to different things."""
+        """Log at each change that the group's instances have different subscriptions."""
         try:
             group = self._subscriptions_of_all()
         except RmqError:
-            return  # whether they differ is not known
+            return  # it is unknown whether they differ
         own = group[self.client.client_id]
         told = "" if all(other == own for other in group.values()) else told_differences(self.group, group)
         if told and told != self._differences:
@@ -210,7 +210,7 @@ class Consumer(Generic[C]):
         self._differences = told
 
     def _check_at_brokers(self, subscription: Subscription) -> None:
-        """Ask each broker that can be reached whether it serves an SQL subscription; `BrokerError` if one does not."""
+        """Ask each reachable broker whether it serves an SQL subscription; raise `BrokerError` if one does not."""
         if subscription.expression_type == TAG:
             return
         request = CheckSubscription(self.client.client_id, self.group, subscription)
@@ -219,7 +219,7 @@ class Consumer(Generic[C]):
                 self.client.endpoint(name).call(request)
 
     def _warn_of_same_id(self) -> None:
-        """Log where another instance of the group uses the same client id."""
+        """Log if another instance of the group uses the same client id."""
         for name in self.route.broker_names():
             try:
                 is_there = self.client.client_id in self.client.endpoint(name).call(ConsumerIds(self.group))
@@ -237,7 +237,7 @@ class Consumer(Generic[C]):
                 return
 
     def _stop(self, timeout: float | timedelta | None, begin: Callable[[], threading.Event | None]) -> bool:
-        """Call ``begin`` under the lock, wait for what that gives, save, leave; gives whether all ended in time."""
+        """Call ``begin`` under the lock, wait for its result, save, leave, and return whether all ended in time."""
         ended, in_time = None, True
         try:
             with self.runner.lock:
@@ -250,7 +250,7 @@ class Consumer(Generic[C]):
             if ended is not None and not self.runner.is_inherited:
                 seconds = self.config.shutdown_timeout if timeout is None else to_seconds("timeout", timeout)
                 in_time = self.runner.clock.wait(ended, seconds)
-        finally:  # Ctrl-C ends the waiting alone; what it keeps from ending, the next call ends
+        finally:  # Ctrl-C ends only the wait; the next call ends the rest
             if self._leaving:
                 with self.runner.lock:
                     try:
@@ -268,7 +268,7 @@ class Consumer(Generic[C]):
         self.client.leave(self)
 
     def _end(self) -> None:
-        """Give back what the brokers keep for this instance."""
+        """Release this instance's locks at the brokers."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -296,7 +296,7 @@ class Consumer(Generic[C]):
             BrokerUnreachableError: The route is a single broker, which is closed.
             ConfigError: A push consumer has no listener yet; subscribe one, then start.
             ClientStateError: The consumer was started before.
-            GroupMismatchError: With ``guard``, instances of the group subscribe to something else.
+            GroupMismatchError: With ``guard``, instances of the group have other subscriptions.
         """
         is_first = False
         try:
@@ -308,14 +308,14 @@ class Consumer(Generic[C]):
         except BaseException:
             if is_first:
                 with self.runner.lock:
-                    self._life.state = State.START_FAILED  # by Ctrl-C, where it had started
+                    self._life.state = State.START_FAILED  # interrupted by Ctrl-C after the start
                     self.stopping = True
                     self._leave()
             raise
         return self
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
-        """Leave the group in order; gives whether all that ran has ended in time."""
+        """Leave the group, and return whether all listeners ended in time."""
         raise NotImplementedError
 
     async def shutdown_async(self, timeout: float | timedelta | None = None) -> bool:
@@ -325,13 +325,13 @@ class Consumer(Generic[C]):
     # ---- progress
 
     def progressed(self, assigned: AssignedQueue, progress: int) -> None:
-        """Note how far a queue has come; it is stored soon."""
+        """Set the progress of a queue, which is stored soon."""
         assigned.progress = progress
         if self._saving.at is None:
             self.save_soon()
 
     def save_soon(self) -> None:
-        """Store progress at the next time for it: 10 s after the start, then every 5 s."""
+        """Schedule the storing of progress: 10 s after the start, then every 5 s."""
         first_ms = self._started_ms + FIRST_SAVE_MS
         self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
 
@@ -341,7 +341,7 @@ class Consumer(Generic[C]):
         return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
 
     def _save(self, queues: Iterable[AssignedQueue]) -> bool:
-        """Store what is not stored yet; gives whether all is."""
+        """Store unstored progress, and return whether all is stored."""
         return self.offsets.save(self._changed(queues))
 
     def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
@@ -351,7 +351,7 @@ class Consumer(Generic[C]):
         return [assigned for assigned in changed if self._may_store(assigned)]
 
     def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
-        """Return how far the assigned queues have come: the queue offset of the next message to be consumed."""
+        """Return the progress in the assigned queues, the queue offset of the next message to consume."""
         with self.runner.lock:
             return {
                 queue: assigned.progress
@@ -362,7 +362,7 @@ class Consumer(Generic[C]):
     # ---- what brokers ask
 
     def consumer_data(self) -> ConsumerData | None:
-        """Return what heartbeats tell of this instance."""
+        """Return the description of this instance for heartbeats."""
         config = self.config
         return ConsumerData(self.group, self.kind, config.model, config.consume_from, dict(self.subscriptions))
 
@@ -381,7 +381,7 @@ class Consumer(Generic[C]):
         return cast(R, result)
 
     def _routes_changed(self) -> None:
-        """Pull again from a broker that was reopened, or has forgotten this client, and tell it the progress."""
+        """Pull again from a broker that was reopened or has removed this client, and send it the progress."""
         forgotten = self.client.times_forgotten != self._times_forgotten
         self._times_forgotten = self.client.times_forgotten
         names = self.route.broker_names()
@@ -395,7 +395,7 @@ class Consumer(Generic[C]):
                     self.save_soon()
 
     def queues(self, topic: str) -> list[MessageQueue]:
-        """Return all queues of a topic that can be read, sorted."""
+        """Return all readable queues of a topic, sorted."""
         return sorted(
             MessageQueue(topic, data.broker_name, number)
             for data in self.route.topic_route(topic)

@@ -3,7 +3,7 @@
 ::
 
     <folder>/<client id>/<group>/offsets.json    {"offsetTable": {{"brokerName", "queueId", "topic"}: queue offset, …}}
-    <folder>/<client id>/<group>/offsets.json.bak                as it was before
+    <folder>/<client id>/<group>/offsets.json.bak                its former content
 
 Mirrors ``RemoteBrokerOffsetStore`` and ``LocalFileOffsetStore``.
 """
@@ -33,22 +33,22 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class Offsets(Protocol):
-    """Keeps the progress of one instance of a group. Called under the runner's lock."""
+    """Store of the progress of one instance. Called under the runner's lock."""
 
     def read(self, queue: MessageQueue) -> int | None:
         """Return the stored progress, None if there is none.
 
         Raises:
-            RmqError: That can't be found out.
+            RmqError: It cannot be read.
         """
         ...
 
     def save(self, assigned: Iterable[AssignedQueue]) -> bool:
-        """Store progress that is not stored yet; gives whether all of it is."""
+        """Store unstored progress, and return whether all of it is stored."""
         ...
 
     def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
-        """Store progress without waiting for a disk; gives whether all of it is stored by now."""
+        """Begin to store progress without waiting for a disk, and return whether all of it is stored."""
         ...
 
 
@@ -66,7 +66,7 @@ class BrokerOffsets:
         return self._client.endpoint(queue.broker_name).call(request)
 
     def save(self, assigned: Iterable[AssignedQueue]) -> bool:
-        """Tell the brokers progress that they do not know yet; gives whether they took all of it."""
+        """Send new progress to the brokers, and return whether they accepted all of it."""
         all_stored = True
         for one in assigned:
             progress, queue = one.progress, one.queue
@@ -87,7 +87,7 @@ class BrokerOffsets:
 
 
 class LocalOffsets:
-    """Progress in a file, for this client alone."""
+    """Progress in a file, of this client alone."""
 
     def __init__(
         self,
@@ -98,19 +98,19 @@ class LocalOffsets:
         aside: Aside | None = None,
         states: StateLog | None = None,
     ) -> None:
-        """Read the file, or the copy of what it was before.
+        """Read the file, or the copy of its former content.
 
         Args:
             folder: Holds the files of all clients.
             client_id: Names a folder in it.
             group: Names a folder in that.
             files: Reads and writes.
-            aside: Lets others go on while `save_soon` writes; None writes within it.
+            aside: Writes while other work continues; None writes within `save_soon`.
             states: Logs failures.
 
         Raises:
-            ConfigError: ``client_id`` is no name of a folder.
-            MalformedError: Neither file can be read.
+            ConfigError: ``client_id`` cannot be the name of a folder.
+            MalformedError: Neither file is readable.
         """
         if os.path.basename(client_id) != client_id:
             raise ConfigError(f"instance_name: {client_id!r} is no name of a folder")
@@ -142,9 +142,9 @@ class LocalOffsets:
         return self._table.get(queue)
 
     def save(self, assigned: Iterable[AssignedQueue]) -> bool:
-        """Write progress that is not in the file yet; gives whether it is now."""
+        """Write new progress to the file, and return whether all is there."""
         changed = self._note(assigned)
-        if not changed or os.getpid() != self._process:  # after a fork the file is the parent's
+        if not changed or os.getpid() != self._process:  # after a fork the file belongs to the parent
             return True
         try:
             self._write(*self._document())
@@ -155,7 +155,7 @@ class LocalOffsets:
         return True
 
     def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
-        """Have progress written while others go on; gives whether there was nothing to write."""
+        """Write progress while other work continues, and return whether there was nothing to write."""
         if self._aside is None:
             return self.save(assigned)
         changed = self._note(assigned)
@@ -173,13 +173,13 @@ class LocalOffsets:
         return not changed
 
     def _note(self, assigned: Iterable[AssignedQueue]) -> dict[AssignedQueue, int]:
-        """Take what is not stored yet into the table; gives the queues and their progress."""
+        """Add new progress to the table, and return the queues with their progress."""
         changed = {one: one.progress for one in assigned if one.progress is not None and one.progress != one.told}
         self._table.update((one.queue, progress) for one, progress in changed.items())
         return changed
 
     def _document(self) -> tuple[int, bytes]:
-        """The table as it is now, with a number that is larger later."""
+        """A copy of the table, with a number that grows from copy to copy."""
         rows = {
             ObjectKey((("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))): offset
             for queue, offset in sorted(self._table.items())
@@ -188,7 +188,7 @@ class LocalOffsets:
         return self._begun, dumps({"offsetTable": rows}).encode()
 
     def _write(self, number: int, document: bytes) -> None:
-        """Write a table, unless a later one is written. Thread-safe."""
+        """Write a table, unless a later one was written. Thread-safe."""
         with self._one_at_a_time:
             if number <= self._written:
                 return

@@ -1,16 +1,16 @@
-"""Orderly consumption: of each queue one call at a time, in order, under a lock of the queue at its broker.
+"""Orderly consumption: one call at a time for each queue, in order, under the broker's lock of the queue.
 
 ::
 
     broker's lock      of group, queue and client; ends 60 s after it was last renewed
     trusted            for 30 s after it was renewed; renewed on a grid of 20 s that begins 1 s after the start
     one call a queue   ``AssignedQueue.delivering``: nothing else of the queue begins
-    consume lock       a queue is not given up while its listener runs, unless that takes over 1 s: then the next
-                       rebalance tries again
+    consume lock       a queue is not given up while its listener runs; if that takes over 1 s, the next rebalance
+                       tries again
 
-A failure below the maximum lets the queue rest and calls again; at the maximum the message is sent back by the client
-itself and becomes a dead letter. Locks are renewed by time only while messages are held; else where they are needed
-next. Mirrors ``ConsumeMessageOrderlyService``, ``RebalancePushImpl`` and ``MessageQueueLock``.
+After a failure below the maximum the queue pauses, and the listener is called again. At the maximum the client itself
+sends the message back, as a dead letter. Locks are renewed by time only while messages are held, otherwise at their
+next use. Mirrors ``ConsumeMessageOrderlyService``, ``RebalancePushImpl`` and ``MessageQueueLock``.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ REST_MS: Final = 10
 LEAST_SUSPENSION_MS: Final = 10
 MOST_SUSPENSION_MS: Final = 30_000
 MOST_PROPERTIES: Final = 30_000
-"""A message with fewer bytes of properties has room for why it is given up."""
+"""A message with fewer bytes of properties has room for the cause of its failure."""
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 
 _log = logging.getLogger("librmq.consumer")
 
 
 class OrderlyResult(enum.Enum):
-    """What an orderly listener may return to take several calls together. Mirrors 4.9's manual commits."""
+    """Result of an orderly listener that commits several calls together. Mirrors 4.9's manual commits."""
 
     HOLD = "HOLD"
-    """Go on, but count nothing as consumed before a COMMIT (or a listener that returns nothing)."""
+    """Continue, but count nothing as consumed before a COMMIT or a plain return."""
     COMMIT = "COMMIT"
-    """All since the last commit is consumed."""
+    """Count everything since the last commit as consumed."""
     ROLLBACK = "ROLLBACK"
-    """After a rest deliver all since the last commit again; counts as no failure."""
+    """After a pause deliver everything since the last commit again, without counting a failure."""
 
 
 class OrderlyDelivery(Delivery):
-    """Calls listeners queue by queue. Called under the runner's lock."""
+    """Delivery to listeners, queue by queue. Called under the runner's lock."""
 
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
@@ -88,25 +88,25 @@ class OrderlyDelivery(Delivery):
         self._renewing = Step(f"{consumer.label} locks", self._renew, consumer.client)
 
     def start(self) -> None:
-        """Note when the consumer joined its group: locks are renewed on a grid from then."""
+        """Note when the consumer joined its group, the start of the grid on which locks are renewed."""
         self._started_ms = self.runner.now_ms()
 
     def max_times(self) -> int | None:
-        """Return the redeliveries before a message becomes a dead letter; None: no end."""
+        """Return the number of redeliveries before a message becomes a dead letter, None without a limit."""
         return self.config.max_reconsume_times
 
     # ---- locks
 
     def lock(self, queue: MessageQueue) -> bool:
-        """Ask the broker for the lock of a queue; gives whether this client has it."""
+        """Ask the broker for the lock of a queue, and return whether this client has it."""
         if not self._locks:
             return True
-        self._unlocking.pop(queue, None)  # it would take away what is gained now
+        self._unlocking.pop(queue, None)  # the late unlock would release the new lock
         request = LockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
         return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
 
     def take(self, assigned: AssignedQueue) -> None:
-        """Note that a queue was taken: it is consumed after the next periodic lock."""
+        """Note that a queue was taken; its consumption begins after the next periodic lock."""
         if self._locks:
             assigned.owned_timestamp_ms = self.runner.now_ms()
             self._renew_on_grid(self.runner.now_ms())  # as in 4.9, a taken queue waits for it
@@ -117,7 +117,7 @@ class OrderlyDelivery(Delivery):
             self.runner.wake(self._renewing, due_ms)
 
     def _renew(self, now_ms: int) -> int | None:
-        """Lock all assigned queues, or go on holding them; those that were not locked begin."""
+        """Lock all assigned queues or renew their locks, and begin with those that were not locked."""
         consumer = self.consumer
         if consumer.stopping:
             return None
@@ -147,9 +147,9 @@ class OrderlyDelivery(Delivery):
             return
         assigned.owned_timestamp_ms = now_ms
         renewed_ms = assigned.lock_timestamp_ms
-        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # others may have been here
+        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # others can have consumed meanwhile
             if assigned.running:
-                return  # what its listener does is judged first
+                return  # apply the listener's result first
             try:
                 self._find_position(assigned)
             except RmqError as error:
@@ -163,7 +163,7 @@ class OrderlyDelivery(Delivery):
             self._go_on(assigned, now_ms)
 
     def _find_position(self, assigned: AssignedQueue) -> None:
-        """Go on where the group is, if that is further."""
+        """Continue at the group's progress if that is further."""
         stored = self.consumer.offsets.read(assigned.queue)
         if stored is None:
             stored = assigned.next_offset if assigned.progress is None else assigned.progress
@@ -176,7 +176,7 @@ class OrderlyDelivery(Delivery):
             self.runner.wake(assigned.pull)
 
     def _has_lock(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Whether the lock is there and trusted; one that was not renewed while nothing was to do is renewed."""
+        """Return whether the lock is trusted; renew it if it ran out while there was nothing to do."""
         if not self._locks:
             return True
         if not assigned.locked or assigned.lock_timestamp_ms is None:
@@ -191,13 +191,13 @@ class OrderlyDelivery(Delivery):
         return True
 
     def may_store(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Return whether this client may store the progress: after a minute without a lock others may be further."""
+        """Return whether this client may store the progress; after a minute without a lock others can be further."""
         if not self._locks or now_ms - assigned.owned_timestamp_ms < BROKER_LOCK_MS:
             return True
         return self._renew_one(assigned, now_ms) and assigned.locked
 
     def _renew_one(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Ask for the lock of one queue; False where the broker can't be asked."""
+        """Ask for the lock of one queue; return False if the broker cannot be asked."""
         broker_name = assigned.queue.broker_name
         try:
             self._judge_lock(assigned, self.lock(assigned.queue), now_ms)
@@ -211,7 +211,7 @@ class OrderlyDelivery(Delivery):
         """Return whether this client has the queue's lock."""
         if self._has_lock(assigned, now_ms):
             return True
-        if assigned.locked:  # as far as is known: the broker could not be asked
+        if assigned.locked:  # the broker could not be asked, so the last answer counts
             self.runner.wake(assigned.pull, now_ms + LOCK_AGAIN_MS)
         return False
 
@@ -225,7 +225,7 @@ class OrderlyDelivery(Delivery):
     # ---- giving up
 
     def give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Unlock a queue that was dropped; False while its listener runs."""
+        """Unlock a dropped queue; return False while its listener runs."""
         if assigned.running:
             if not assigned.release_until_ms:
                 assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
@@ -250,7 +250,7 @@ class OrderlyDelivery(Delivery):
         self.runner.wake(step, now_ms + UNLOCK_DELAY_MS)
 
     def end(self) -> None:
-        """Give all locks back but those of listeners that run on."""
+        """Release all locks except those of running listeners."""
         if self._locks:
             running = {assigned.queue for assigned in self.consumer.assigned.values() if assigned.running}
             queues = {*self.consumer.assigned, *self._unlocking} - running
@@ -265,13 +265,13 @@ class OrderlyDelivery(Delivery):
     # ---- delivery
 
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
-        """Begin with messages that were added to a queue, unless its listener runs."""
+        """Begin with messages added to a queue, unless its listener runs."""
         if self._locks:
             self._renew_on_grid(now_ms)
         self._go_on(assigned, now_ms)
 
     def _go_on(self, assigned: AssignedQueue, now_ms: int) -> None:
-        """Let the next messages of a queue begin, if nothing of it is under way."""
+        """Begin with the next messages of a queue, unless some are being delivered."""
         if not assigned.delivering and not assigned.dropped and assigned.messages.waiting:
             assigned.delivering = True
             assigned.since_ms = now_ms
@@ -295,7 +295,7 @@ class OrderlyDelivery(Delivery):
                     assigned.delivering = False
 
     def _rest(self, assigned: AssignedQueue, milliseconds: int | None) -> None:
-        """Begin nothing of the queue for a time; None: until it is locked."""
+        """Pause the queue for a time; None means until it is locked."""
         if milliseconds is None:
             assigned.delivering = False
             return
@@ -337,7 +337,7 @@ class OrderlyDelivery(Delivery):
             if rest_ms is not None:
                 self._rest(assigned, rest_ms)
             elif assigned.messages.waiting:
-                self._waiting.appendleft(assigned)  # go on with the same queue
+                self._waiting.appendleft(assigned)  # continue with the same queue
             else:
                 assigned.delivering = False
         self._begin(now_ms)
@@ -361,7 +361,7 @@ class OrderlyDelivery(Delivery):
         result: object,
         error: Exception | None,
     ) -> int | None:
-        """Apply what a listener returned or raised; gives for how long the queue rests."""
+        """Apply the result or the exception of a listener, and return the pause of the queue."""
         failed = error is not None
         if not failed and not isinstance(result, OrderlyResult):
             failed = listener.must_return and result is not True
@@ -414,7 +414,7 @@ class OrderlyDelivery(Delivery):
             )
 
     def blocked(self) -> list[BlockedQueue]:
-        """Return the queues that rest because their first message fails."""
+        """Return the queues that pause because their first message fails."""
         found = []
         for assigned in self.consumer.assigned.values():
             first = assigned.messages.peek()
@@ -425,7 +425,7 @@ class OrderlyDelivery(Delivery):
     # ---- at the maximum
 
     def _all_given_up(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None) -> bool:
-        """Count a failure of each message, or send it back if it has had enough; whether all have."""
+        """Count a failure of each message, send it back at the maximum, and return whether all were sent back."""
         most = self.config.max_reconsume_times
         at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
         done = True
@@ -439,7 +439,7 @@ class OrderlyDelivery(Delivery):
     def _give_message_up(
         self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, at_once: bool
     ) -> bool:
-        """Make a message a dead letter: as 4.9 does by way of its next delay, or ``at_once``; whether it is one."""
+        """Make a message a dead letter, as 4.9 does after its next delay, or ``at_once``; return whether it is one."""
         consumer = self.consumer
         if self.config.model is MessageModel.BROADCASTING:
             self.counts.dropped += 1

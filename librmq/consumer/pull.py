@@ -1,6 +1,6 @@
-"""Consumer that fetches, for applications that drive the loop. Mirrors ``DefaultLitePullConsumer``.
+"""Pull consumers, for applications that drive the loop. Mirrors ``DefaultLitePullConsumer``.
 
-Nothing is pulled ahead: a poll asks the queues in turn, and waits at the brokers where none has anything.
+They pull nothing ahead: a poll asks the queues in turn, and waits at the brokers if none has a message.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from librmq.runtime.runner import Step
 __all__ = ["PullConsumer"]
 
 BREATH: Final = 0.0001
-"""Seconds for which a poll leaves the lock to others between two rounds."""
+"""Seconds between two rounds of a poll, in which others can take the lock."""
 
 _log = logging.getLogger("librmq.consumer")
 
 
 class _Arrival(threading.Event):
-    """Event that wakes a poll, which waits in a thread or in an event loop."""
+    """Event that wakes a poll in a thread or in an event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class _Arrival(threading.Event):
         super().set()
         if self.awaited is not None:
             loop, event = self.awaited
-            with suppress(RuntimeError):  # the loop was closed, with all that waited in it
+            with suppress(RuntimeError):  # the loop was closed, with its waiting coroutines
                 loop.call_soon_threadsafe(event.set)
 
     def is_awaited_here(self) -> bool:
-        """Whether it is waited for in the event loop that runs in this thread."""
+        """Return whether a coroutine in this thread's event loop waits for it."""
         awaited = self.awaited
         if awaited is None:
             return False
@@ -68,11 +68,10 @@ class _Arrival(threading.Event):
 
 
 class PullConsumer(Consumer[PullConsumerConfig]):
-    """Instance of a group that polls. Thread-safe, but one thread or coroutine at a time polls.
+    """Instance of a group that polls. Thread-safe, but only one thread or coroutine at a time can poll.
 
-    Either `subscribe`, and the group's queues are shared out among its instances, or `assign` queues. A message counts
-    as consumed at the next poll or `commit` after the poll that gave it. ``settings`` are those of
-    `PullConsumerConfig`.
+    Either `subscribe`, which divides the queues among the group's instances, or `assign` queues. A message counts as
+    consumed at the next poll or `commit` after its poll. ``settings`` are those of `PullConsumerConfig`.
     """
 
     kind = "pull"
@@ -104,15 +103,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
-        self._pulled_end = 0  # where the queue goes on behind the messages that are being handed out
-        self._last: tuple[AssignedQueue, int, int] | None = None  # what was pulled last: from where, and up to where
+        self._pulled_end = 0  # next offset behind the messages that are being handed out
+        self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
         self._arrived = _Arrival()
         self._polling = threading.Lock()
 
     # ---- which queues
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
-        """Share in a topic: ``tags`` between ``||`` (None: all), or an SQL92 expression."""
+        """Subscribe to a topic by ``tags`` between ``||`` (None: all), or by an SQL92 expression."""
         if self._assigned is not None:
             raise ClientStateError(f"{self._life.what} has queues assigned: subscribe and assign exclude each other")
         self._set_subscription(*self._subscription(topic, tags, sql))
@@ -121,7 +120,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.rebalancing.run_due(self.runner.now_ms())
 
     def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
-        """Read exactly these queues, whether or not others read them; queues assigned before are given up."""
+        """Read exactly these queues, even if others read them, in place of the queues assigned before."""
         if self._assigned is None and self.subscriptions:
             raise ClientStateError(f"{self._life.what} has subscribed: subscribe and assign exclude each other")
         wanted = tuple(dict.fromkeys(queues))
@@ -147,7 +146,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:
-        """The queues that are read at the moment, sorted."""
+        """Return the queues that are read now, sorted."""
         with self.runner.lock:
             return tuple(sorted(queue for queue, assigned in self.assigned.items() if not assigned.dropped))
 
@@ -162,13 +161,13 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     @property
     def shares_queues(self) -> bool:
-        """Whether the group's queues are shared out among its instances."""
+        """Whether the group's queues are divided among its instances."""
         return self._assigned is None
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
-        """Commit as configured, save, leave the group. Doing so again does nothing.
+        """Commit as configured, save, and leave the group. A repetition does nothing.
 
-        What the last poll gave counts as consumed, unless a ``with`` block of this consumer is left by an exception.
+        The messages of the last poll count as consumed, unless an exception leaves a ``with`` block of this consumer.
         """
         return self._shut_down(timeout, self.config.auto_commit)
 
@@ -186,7 +185,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     # ---- queues as the rebalance gives them
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """A queue that is about to be taken."""
+        """Make the state of a queue before taking it."""
         label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
         assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
         assigned.notify = self._arrived.set
@@ -212,9 +211,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def poll(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
         """Return up to ``pull_batch_size`` messages of one queue; wait up to ``timeout`` (None: as configured).
 
-        Empty when the time is over, though the next poll may go on over messages that the filter does not take; under
-        a clock that is moved by hand, at once where there is nothing. Waits for a poll that goes on in another thread;
-        `ClientStateError` in an event loop in which `poll_async` goes on.
+        The list is empty when the time is over; the next poll then continues over messages that the filter skips. With
+        a clock moved by hand it is empty at once if there is nothing. The call waits for a poll in another thread.
+
+        Raises:
+            ClientStateError: `poll_async` runs in this event loop.
         """
         return self._poll(timeout, one_by_one=False)
 
@@ -235,19 +236,20 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                         return messages
                     remaining = deadline - clock.monotonic()
                     if has_moved and remaining >= 0:
-                        clock.wait(self._arrived, BREATH)  # so that others get the lock
+                        clock.wait(self._arrived, BREATH)  # offer the lock to others
                         continue
                     if remaining <= 0 or not clock.wait(self._arrived, remaining):
                         return []
-        except BaseException:  # Ctrl-C: what was pulled is lost, so it is pulled again
+        except BaseException:  # Ctrl-C lost the pulled messages, so pull them again
             if has_begun:
                 self._take_back()
             raise
 
     async def poll_async(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
-        """Poll while others in the event loop go on. A poll that is cancelled loses no message.
+        """Poll while other coroutines of the event loop run. A cancelled poll loses no message.
 
-        `ClientStateError` while another poll of this consumer goes on.
+        Raises:
+            ClientStateError: another poll of this consumer is running.
         """
         return await self._poll_async(timeout, one_by_one=False)
 
@@ -280,17 +282,17 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def __iter__(self) -> Iterator[DeliveredMessage]:
         """Hand out messages one by one, until a poll finds none in its time.
 
-        A message counts as consumed when the next one is asked for. A loop that is left early leaves the messages
-        that it was not given to the next poll.
+        A message counts as consumed when the loop asks for the next one. If the loop ends early, the remaining messages
+        come with the next poll.
         """
         while messages := self._poll(None, one_by_one=True):
             for message, behind in self._with_ends(messages):
                 if not self._hand_out(message, behind):
-                    break  # the position was moved meanwhile
+                    break  # the position has changed meanwhile
                 yield message
 
     async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
-        """Hand out messages as ``for`` does; other coroutines of the event loop go on meanwhile."""
+        """Hand out messages like ``for`` while other coroutines of the event loop run."""
         while messages := await self._poll_async(None, one_by_one=True):
             for message, behind in self._with_ends(messages):
                 if not self._hand_out(message, behind):
@@ -298,11 +300,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 yield message
 
     def _with_ends(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
-        """Pair each message with the queue offset at which reading goes on once it was handed out."""
+        """Pair each message with the queue offset of the next read after it."""
         return list(zip(messages, [*(message.queue_offset for message in messages[1:]), self._pulled_end], strict=True))
 
     def _hand_out(self, message: DeliveredMessage, behind: int) -> bool:
-        """Move the position past one message; False if the position is elsewhere by now."""
+        """Move the position past one message; return False if the position has changed meanwhile."""
         with self.runner.lock:
             assigned = self.assigned.get(message.queue)
             if assigned is None or assigned.dropped or assigned.next_offset != message.queue_offset:
@@ -313,14 +315,14 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             return True
 
     def _begin_poll(self) -> None:
-        """Count what was polled before as consumed, if so configured."""
+        """Count the messages of the previous poll as consumed, if so configured."""
         self._last = None
         if self.config.auto_commit:
             with self.runner.lock:
                 self._commit_polled()
 
     def _take_back(self) -> None:
-        """Have what was pulled last pulled again."""
+        """Pull the last messages again."""
         with self.runner.lock:
             if self._last is not None:
                 assigned, before, behind = self._last
@@ -328,13 +330,13 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     assigned.next_offset = before
 
     def _look(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
-        """Ask the queues, and leave word at those that have nothing."""
+        """Ask the queues, and wait at those without messages."""
         self._arrived.clear()
         with self.runner.lock:
             return ([], False) if self.stopping else self._pull_in_turn(one_by_one)
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
-        """Ask each queue once, up to the first that has something; and whether any went on without."""
+        """Ask each queue up to the first with messages; also return whether one moved on without any."""
         has_moved = False
         queues = [
             assigned
@@ -346,7 +348,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             before = queues[at].next_offset
             messages = self._pull(queues[at])
             if messages:
-                if one_by_one:  # each message moves the position itself, when it is handed out
+                if one_by_one:  # handing out each message moves the position
                     self._pulled_end = queues[at].next_offset
                     queues[at].next_offset = messages[0].queue_offset
                     self._last = queues[at], before, messages[0].queue_offset
@@ -396,11 +398,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return assigned.endpoint.call(request)
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
-        """Leave queues out of polls."""
+        """Exclude queues from polls."""
         self._paused.update(queues)
 
     def resume(self, queues: Iterable[MessageQueue]) -> None:
-        """Poll queues again."""
+        """Include queues in polls again."""
         self._paused.difference_update(queues)
         self._arrived.set()
 
@@ -417,7 +419,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._arrived.set()
 
     def seek(self, queue: MessageQueue, queue_offset: int) -> None:
-        """Go on polling at another queue offset.
+        """Continue polling at another queue offset.
 
         Raises:
             ClientStateError: The queue is not read, or has no such offset.
@@ -430,17 +432,17 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._go_to(assigned, queue_offset)
 
     def seek_to_begin(self, queue: MessageQueue) -> None:
-        """Go on at the oldest message."""
+        """Continue at the oldest message."""
         with self.runner.lock:
             self._go_to(self._assigned_queue(queue), self.min_offset(queue))
 
     def seek_to_end(self, queue: MessageQueue) -> None:
-        """Go on at what comes next."""
+        """Continue at the next new message."""
         with self.runner.lock:
             self._go_to(self._assigned_queue(queue), self.max_offset(queue))
 
     def position(self, queue: MessageQueue) -> int:
-        """Return the queue offset at which the next poll reads."""
+        """Return the queue offset of the next poll."""
         with self.runner.lock:
             return self._assigned_queue(queue).next_offset
 
@@ -449,7 +451,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return self.client.endpoint(queue.broker_name).call(MinOffset(queue.topic, queue.queue_id))
 
     def max_offset(self, queue: MessageQueue) -> int:
-        """Return the queue offset that the next message will get."""
+        """Return the queue offset of the next new message."""
         return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
 
     def offset_by_time(self, queue: MessageQueue, timestamp_ms: int) -> int:
@@ -464,7 +466,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.progressed(assigned, assigned.next_offset)
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
-        """Store progress now: that of all that was polled, or these queue offsets.
+        """Store progress now: behind all polled messages, or at these queue offsets.
 
         Raises:
             ClientError: A broker has not stored it.

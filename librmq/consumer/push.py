@@ -1,4 +1,4 @@
-"""Consumer that brings messages to listeners. Mirrors ``DefaultMQPushConsumer`` and ``DefaultMQPushConsumerImpl``."""
+"""Push consumers, which call listeners. Mirrors ``DefaultMQPushConsumer`` and ``DefaultMQPushConsumerImpl``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["PushConsumer"]
 F = TypeVar("F", bound=MessageListener | BatchListener)
 
 PREDICATE_BUDGET_S: Final = 1.0
-"""A predicate that takes longer is logged."""
+"""Time of a predicate, above which it is logged."""
 
 RESET_MS: Final = 10_000
 """Time for running listeners to end when a group is reset."""
@@ -48,11 +48,11 @@ _log = logging.getLogger("librmq.consumer")
 
 
 class PushConsumer(Consumer[ConsumerConfig]):
-    """Instance of a group that pulls, and calls the listener of a message's topic. Thread-safe.
+    """Instance of a group that pulls messages and calls the listeners of their topics. Thread-safe.
 
-    ``route`` is a `Broker` or several; ``settings`` are those of `ConsumerConfig`. Instances of a group are told apart
-    by their clients: each has its own unless ``client`` is given. Coroutines run on the loop in which `start` was
-    called, else on one of librmq's own.
+    ``route`` is a `Broker` or a `RouteTable`; ``settings`` are those of `ConsumerConfig`. Instances of a group have
+    different clients; each has one of its own unless ``client`` is given. Coroutines run on the loop in which `start`
+    was called, or else on a loop of librmq's own.
     """
 
     kind = "push"
@@ -80,7 +80,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             config: Settings; ``settings`` replace single ones.
             hooks: Called around each call of a listener.
             before_last_attempt: Called with a message that would become a dead letter if it failed once more.
-            metrics: Counts what is pulled and consumed.
+            metrics: Counts pulls and consumed messages.
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.
@@ -137,7 +137,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         batch: bool | None = None,
         must_return: bool = False,
     ) -> F | Callable[[F], F]:
-        """Have messages of a topic brought to ``listener``, or to the function that this decorates.
+        """Call ``listener``, or the decorated function, with messages of a topic.
 
         A topic has one listener for all its messages, or several with tags of their own. When a listener returns, its
         messages are consumed; an exception is a failure.
@@ -147,9 +147,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
             listener: A function, or coroutine function, of a `DeliveredMessage`.
             tags: Tags between ``||``; None: all messages.
             sql: An SQL92 expression over properties.
-            predicate: A function of the message, run beside the listener: False counts the message as consumed.
-            batch: Bring a list of up to ``batch_size`` messages; by default if ``batch_size`` is more than one. Such a
-                listener may return the index of the last message that is consumed.
+            predicate: A function of the message, run before the listener; False counts the message as consumed.
+            batch: Pass a list of up to ``batch_size`` messages; the default if ``batch_size`` is more than one. Such a
+                listener can return the index of the last consumed message.
             must_return: Nothing counts as consumed unless the listener returns True, or such an index.
 
         Raises:
@@ -175,7 +175,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 all_tags = self.listeners.register(topic, own, made)
                 if all_tags == own:
                     self._set_subscription(subscription, tag_filter)
-                else:  # those of other listeners of the topic too
+                else:  # tags of other listeners of the topic too
                     self._set_subscription(*self._subscription(topic, " || ".join(sorted(all_tags)), None))
                 self._subscribed.append((topic, function, how))
             return function
@@ -188,7 +188,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self.subscribe(topic, function, **how)
 
     def unsubscribe(self, topic: str) -> None:
-        """Give the topic's queues up."""
+        """Give up the topic's queues."""
         with self.runner.lock:
             self.subscriptions.pop(topic, None)
             self.listeners.forget(topic)
@@ -220,8 +220,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save, leave the group.
 
-        Gives whether all have ended. What a listener that runs on does is not noted: its message comes again elsewhere.
-        A second shutdown does nothing. Not for the loop on which coroutines run: `shutdown_async`.
+        Return whether all have ended. The result of a listener that runs on is ignored, and its message comes again
+        elsewhere. A second shutdown does nothing. On the loop of coroutine listeners, call `shutdown_async` instead.
         """
         try:
             in_time = self._stop(timeout, self.delivery.stop)
@@ -234,14 +234,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _end(self) -> None:
         resets, self._resets = self._resets, []
-        for assigned, queue_offset in (one for reset in resets for one in reset):  # a shutdown keeps a reset under way
+        for assigned, queue_offset in (one for reset in resets for one in reset):  # a reset goes on
             if self.assigned.get(assigned.queue) is assigned:
                 assigned.progress, assigned.told = queue_offset, None
                 self._save((assigned,))
         self.delivery.end()
 
     def pause(self) -> None:
-        """Stop pulling; what was pulled is still delivered."""
+        """Stop pulling; pulled messages are still delivered."""
         self.is_paused = True
 
     def resume(self) -> None:
@@ -255,7 +255,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
     # ---- queues
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """A queue that is about to be taken."""
+        """Make the state of a queue before taking it."""
         step = self.pulling.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
         return AssignedQueue(queue, next_offset, progress, step)
 
@@ -270,7 +270,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.pulling.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
-        is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # what it had is over
+        is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # its former work has ended
         return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
     def _give_up(self, assigned: AssignedQueue, now_ms: int) -> bool:
@@ -278,18 +278,18 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return self.delivery.give_up(assigned, now_ms)
 
     def let_go(self, assigned: AssignedQueue) -> None:
-        """Give up a queue whose progress was set from outside; the next rebalance takes it again from there."""
+        """Give up a queue whose progress was set from outside; the next rebalance takes it again there."""
         assigned.told = None
         if self._give_up(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
 
     def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
-        """Let go of what is held, wait for what runs, and go on from other offsets."""
+        """Drop held messages, wait for running listeners, and continue from other offsets."""
         self.is_paused = True
         reset = [
             (assigned, offsets[assigned.queue]) for assigned in self.assigned.values() if assigned.queue in offsets
         ]
-        for before in self._resets:  # the latest wins
+        for before in self._resets:  # the latest reset counts
             before[:] = [one for one in before if one[0].queue not in offsets]
         self._resets.append(reset)
         for assigned, _ in reset:
@@ -310,6 +310,6 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
 
     def blocked_queues(self) -> list[BlockedQueue]:
-        """Return the orderly queues that rest because their first message fails, with its number of failures."""
+        """Return the orderly queues that pause because their first message fails, with its number of failures."""
         with self.runner.lock:
             return self.delivery.blocked()

@@ -1,9 +1,9 @@
 """Rebalancing: each instance of a group computes its share of queues, topic by topic. Mirrors ``RebalanceImpl``.
 
-At the start and when members or routes change it is due at once; else at the next of its 20 s where something is open:
-a lock that was not got, a start that could not be found out, a strategy that failed, a queue whose listener still runs,
-or one whose pull was lost, which is made again when it was not pulled for 120 s. (A pull that the broker holds, or that
-waits for something else, is not lost.)
+It is due at once at the start and when members or routes change. It is due every 20 s while something is open: a
+missing lock, an unknown start, a failed strategy, a queue whose listener still runs, or a lost pull. A pull counts as
+lost when its queue was not pulled for 120 s; a pull that the broker holds, or that waits for another reason, is not
+lost.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _log = logging.getLogger("librmq.consumer")
 
 
 def next_on_grid(now_ms: int, first_ms: int, interval_ms: int) -> int:
-    """Return the first time after ``now_ms`` of those that begin at ``first_ms`` and come every ``interval_ms``."""
-    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # else the clock was put back
+    """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
+    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
         return first_ms
     return now_ms - (now_ms - first_ms) % interval_ms + interval_ms
 
 
 class Rebalancing:
-    """Takes and gives up queues. Called under the runner's lock."""
+    """Assignment of queues to one instance. Called under the runner's lock."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Rebalancing:
         give_up: Callable[[AssignedQueue, int], bool],
         lock: Callable[[MessageQueue], bool],
     ) -> None:
-        """Share out the queues of ``member``.
+        """Assign the queues of ``member``.
 
         Args:
             member: The instance.
             take: Begins with a queue.
-            give_up: Ends with a queue; False: not yet.
-            lock: Precedes a take.
+            give_up: Ends with a queue; returns False if that is not possible yet.
+            lock: Locks a queue before it is taken.
         """
         self._member = member
         self._take = take
@@ -76,7 +76,7 @@ class Rebalancing:
         self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
-        """Remember which queues are there, and rebalance at once."""
+        """Note the existing queues, and rebalance at once."""
         member = self._member
         self._started_ms = member.runner.now_ms()
         self._brokers = frozenset(member.route.broker_names())
@@ -85,7 +85,7 @@ class Rebalancing:
         member.runner.wake(self.step)
 
     def note_queues(self, topic: str) -> None:
-        """Remember which queues of a topic are there when the instance subscribes to it."""
+        """Note the existing queues of a topic when the instance subscribes to it."""
         self._there.setdefault(topic, frozenset(self._queues(topic)))
 
     def _queues(self, topic: str) -> list[MessageQueue]:
@@ -97,12 +97,12 @@ class Rebalancing:
         ]
 
     def wake(self) -> None:
-        """Rebalance at once: members or routes have changed."""
+        """Rebalance at once, because members or routes have changed."""
         if not self._member.stopping:
             self._member.runner.wake(self.step)
 
     def look_again(self) -> None:
-        """Rebalance at the next of the 20 s: something is open."""
+        """Rebalance at the next multiple of 20 s, because something is open."""
         if not self._member.stopping:
             now_ms = self._member.runner.now_ms()
             self._member.runner.wake(self.step, next_on_grid(now_ms, self._started_ms, INTERVAL_MS))
@@ -124,26 +124,26 @@ class Rebalancing:
             if member.metrics is not None:
                 for topic in changed:
                     member.metrics.count("rebalances", topic=topic, group=member.group)
-            for topic in changed:  # so that the broker keeps this instance's, if instances differ
+            for topic in changed:  # so that the broker keeps this instance's subscription if instances differ
                 member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
             member.client.beat()
         return next_on_grid(now_ms, self._started_ms, INTERVAL_MS) if self._open else None
 
     def _topic(self, topic: str, now_ms: int) -> bool:
-        """Rebalance one topic; gives whether anything has changed."""
+        """Rebalance one topic, and return whether anything has changed."""
         member = self._member
         queues = self._queues(topic)
         if not queues:
-            return False  # as in 4.9, what is held stays
+            return False  # as in 4.9, assigned queues stay
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in member.route.topic_route(topic)])
-            if not clients:  # no broker tells, or the broker has forgotten the group: what is held stays
+            if not clients:  # no broker answers, or it does not know the group, so assigned queues stay
                 self._open = True
                 return False
             key, what = ("share", topic), f"sharing out the queues of {topic}"
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
-            except Exception as error:  # a strategy may be the user's: as in 4.9, what is held stays
+            except Exception as error:  # a user's strategy can fail; as in 4.9, assigned queues stay
                 member.states.failing(key, what, error, logging.ERROR, traceback=True)
                 self._open = True
                 return False
@@ -170,14 +170,14 @@ class Rebalancing:
         member = self._member
         changed = False
         for assigned in [assigned for assigned in member.assigned.values() if assigned.queue.topic == topic]:
-            given_back = assigned.dropped and assigned.release_until_ms  # while its listener ran
+            given_back = assigned.dropped and assigned.release_until_ms  # its listener still ran
             if assigned.queue not in share or given_back:
                 changed |= self._drop(assigned, now_ms)
             elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
                 if assigned.lost:
-                    changed |= self._drop(assigned, now_ms)  # and made again below
+                    changed |= self._drop(assigned, now_ms)  # it is made again below
                 elif assigned.pull.at is None and not assigned.throttled:
-                    member.runner.wake(assigned.pull)  # the broker may have forgotten the pull that it held
+                    member.runner.wake(assigned.pull)  # the broker can have lost the pull that it held
         for queue in share:
             if queue not in member.assigned:
                 changed |= self._add(queue, now_ms)
@@ -213,7 +213,7 @@ class Rebalancing:
         return True
 
     def start_offset(self, queue: MessageQueue) -> int:
-        """Return where to begin in a queue of which no progress is stored."""
+        """Return the start in a queue without stored progress."""
         config = self._member.config
         is_retry = queue.topic.startswith(RETRY_PREFIX)
         if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):
@@ -229,7 +229,7 @@ class Rebalancing:
         return endpoint.call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
 
     def _is_new(self, queue: MessageQueue) -> bool:
-        """Whether the queue was made after a broadcasting instance had subscribed: it is to get all of its messages."""
+        """Return whether a broadcasting instance gets all messages of a queue, which is newer than its subscription."""
         there = self._there.get(queue.topic)
         is_known_broker = queue.broker_name in self._brokers
         is_broadcasting = self._member.config.model is MessageModel.BROADCASTING
