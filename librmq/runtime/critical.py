@@ -41,10 +41,10 @@ class Critical:
     """A context manager within which no signal handler runs. Use the one object `critical`."""
 
     def __init__(self) -> None:
-        # Of the main thread alone.
+        # only used by the main thread
         self._depth = 0
-        self._seen: list[object] = []  # what stood at each signal when a stretch last began
-        self._handlers: dict[int, _Handler] = {}  # the application's among them
+        self._seen: list[object] = []  # the handler of each signal when a block last began
+        self._handlers: dict[int, _Handler] = {}  # the application's handlers among them
         self._noted: list[int] = []
         self._actions: dict[int, ctypes.Array[ctypes.c_char]] = {}  # the system's of `_handlers`
 
@@ -61,7 +61,7 @@ class Critical:
             try:
                 for number in self._handlers:
                     self._set(number, _note)
-            except BaseException:  # of a signal that came before its handler was replaced
+            except BaseException:  # a signal came before its handler was replaced
                 self.restore()
                 raise
         self._depth += 1
@@ -73,7 +73,7 @@ class Critical:
             _sigaction(number, self._actions[number], None)
 
     def _look(self, seen: list[object]) -> None:
-        if _note in seen:  # left by a signal that came while a stretch ended
+        if _note in seen:  # left by a signal at the end of a block
             self.restore()
             seen = list(map(_getsignal, _SIGNALS))
         self._seen = []
@@ -93,7 +93,7 @@ class Critical:
             try:
                 for number, handler in self._handlers.items():
                     self._set(number, handler)
-            except BaseException:  # of a signal whose handler was there again
+            except BaseException:  # a signal came when its handler was restored already
                 self.restore()
                 raise
             finally:
@@ -101,13 +101,13 @@ class Critical:
                     self._handle_noted()
 
     def restore(self) -> None:
-        """Give the application its handlers back. What a signal interrupts here is done by the next that comes."""
+        """Restore the application's handlers. If a signal interrupts this, the next block completes it."""
         for number, handler in self._handlers.items():
             if _getsignal(number) in (_note, handler):
                 self._set(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: later if a stretch runs, else at once."""
+        """Handle a signal later if a block runs, otherwise at once."""
         if self._depth:
             if number not in self._noted:
                 self._noted.append(number)
@@ -120,11 +120,11 @@ class Critical:
         try:
             self._handlers[number](number, sys._getframe(2))
         finally:
-            if self._noted:  # though that one has raised
+            if self._noted:  # although that one has raised
                 self._handle_noted()
 
     def after_fork(self) -> None:
-        """Take the thread that goes on in a child process for its main thread."""
+        """Make the surviving thread of a child process its main thread."""
         global _main
         _main = get_ident()
         if self._depth and self._noted:
@@ -132,7 +132,7 @@ class Critical:
 
 
 critical: Final = Critical()
-"""The one of this process."""
+"""The critical block of this process."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
-"""The parts of a store that another process writes to, for reading: the files as they are, and what they lack.
+"""Read-only parts of a store that another process writes to: its files, and the entries and keys that they lack.
 
-A writer acknowledges a record when it stands in the log, and brings queues and index up to date in batches. What they
-do not have yet is kept here, taken from the log: a queue's last entries, and the keys of the last records. It is let go
-when the files have it. Files come and go meanwhile: one of no length is not there yet, one that is gone was the oldest.
+A writer acknowledges a record when it is in the log, and updates queues and index in batches. This module takes missing
+entries and keys from the log, and holds them until the files have them. Files appear and disappear meanwhile: a file of
+length 0 does not count yet, and a deleted file was the oldest.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from librmq.store.recovery.open import vouched_for
 __all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", "LiveQueues"]
 
 KEPT: Final = 4096
-"""So many entries of queues, and records with keys, are kept at most unless the writer is further behind."""
+"""Most entries, and most records with keys, to hold, unless the writer is further behind."""
 ATTEMPTS: Final = 20
-"""What is listed may be gone when it is opened: then all is listed again, so often at most."""
+"""Most repetitions of a listing after a listed file was deleted."""
 GLANCE: Final = 128
-"""So many bytes of a record by which it is known again: all but its text."""
+"""Number of bytes that identify a record: all but its text."""
 _LOG_FILES_MAPPED: Final = 32
 _MAX_TIMESTAMP: Final = (1 << 63) - 1
 
 
 def _without_unfinished(entries: list[FolderEntry], size: int) -> list[FolderEntry]:
-    """Entries without those of files at the end that do not have their length yet: they are just being made."""
+    """Return the entries without files at the end that are being made and have no length yet."""
     end = len(entries)
     while end and not entries[end - 1].is_folder and entries[end - 1].size < size:
         end -= 1
@@ -61,7 +61,7 @@ def _without_unfinished(entries: list[FolderEntry], size: int) -> list[FolderEnt
 
 
 class LiveSequence(MappedFileQueue):
-    """Files that another process makes and deletes; whatever is asked for that is not known is looked for again."""
+    """Files that another process makes and deletes; a request for an unknown file lists them again."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class LiveSequence(MappedFileQueue):
         for attempt in itertools.count():
             try:
                 return super()._list()
-            except (CorruptionError, StoreIOError):  # one may be gone in the midst of the listing
+            except (CorruptionError, StoreIOError):  # a file can be deleted during the listing
                 if attempt >= ATTEMPTS:
                     raise
         raise AssertionError
@@ -94,25 +94,25 @@ class LiveSequence(MappedFileQueue):
 
 
 class LiveQueue(ConsumeQueue):
-    """A queue whose last entries may not be in its files yet."""
+    """A queue whose last entries can be missing in its files."""
 
     __slots__ = ("_late",)
 
     _late: tuple[int, bytes]
-    """A queue offset, and the entries from there on that stand in memory; one value, so that readers need no lock."""
+    """A queue offset and the entries in memory from there on; one value, so that readers need no lock."""
 
     def __init__(
         self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, late: list[bytes]
     ) -> None:
-        """Take the files, up to what leads to the log below ``log_end``, and entries from queue offset ``first`` on."""
+        """Take the files up to entries for ``log_end``, and further entries from queue offset ``first`` on."""
         super().__init__(files, None)
         self.ext = None if ext is None else ConsumeQueueExt(ext, None)
-        # The writer may be ahead of what is known of the log.
+        # The writer can be ahead of the known log.
         stored = range(self.min_offset, self.max_offset)
         end = self.min_offset + bisect_left(stored, True, key=lambda at: sum(self._place(at * ENTRY_SIZE)) > log_end)
-        if late and end <= self.stored_begin:  # it has no file, or nothing in it
+        if late and end <= self.stored_begin:  # it has no file, or an empty one
             self.min_offset = end = first
-        elif late and first <= end:  # those in memory are sure to be whole
+        elif late and first <= end:  # those in memory are certainly complete
             end = first
             self.min_offset = min(self.min_offset, end)
         self.max_offset = end
@@ -122,7 +122,7 @@ class LiveQueue(ConsumeQueue):
             self.extend(late)
 
     def extend(self, entries: list[bytes]) -> None:
-        """Add entries at the end that stand in memory only."""
+        """Add entries at the end, in memory only."""
         if entries:
             first, late = self._late
             self._late = first, late + b"".join(entries)
@@ -131,16 +131,16 @@ class LiveQueue(ConsumeQueue):
             self.max_offset += len(entries)
 
     def catch_up(self) -> int:
-        """Let go of what the files have by now; returns how many entries are left in memory."""
+        """Drop entries that the files have by now, and return the number of the others."""
         first, late = self._late
-        self._files.unmap_all()  # a recovery may have deleted a file, and made another of its name
+        self._files.unmap_all()  # a recovery can have deleted a file and made another with its name
         while late:
             stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), ENTRY_DTYPE)
             kept = np.frombuffer(late, ENTRY_DTYPE, len(stored))
             same = (stored["physical_offset"] == kept["physical_offset"]) & (stored["size"] == kept["size"])
             count = len(same) if same.all() else int(same.argmin())
             if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:
-                # It may be an address, or not be written to its last byte; it is if another follows.
+                # It can be an address, or be incomplete; it is complete if another entry follows.
                 count -= self._place((first + count) * ENTRY_SIZE)[1] <= 0
             first, late = first + count, late[count * ENTRY_SIZE :]
             if not count or count < len(stored):
@@ -149,7 +149,7 @@ class LiveQueue(ConsumeQueue):
         return len(late) // ENTRY_SIZE
 
     def follow_begin(self, log_begin: int) -> None:
-        """Leave out what is gone from the log."""
+        """Drop entries whose records are deleted from the log."""
         self._files.refresh()
         self.advance(log_begin)
 
@@ -167,7 +167,7 @@ class LiveQueue(ConsumeQueue):
 
 
 class LiveQueues(QueueTable):
-    """The queues of a store that another process writes to: those that have a folder, or entries in memory."""
+    """The queues of a store that another process writes to: those with a folder or with entries in memory."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, log: CommitLog) -> None:
         super().__init__(self.open_queue, {})
@@ -181,7 +181,7 @@ class LiveQueues(QueueTable):
         self._kept = 0
 
     def open_queue(self, topic: str, queue_id: int) -> LiveQueue:
-        """Reopen the queue; the caller holds the guard where another thread may know of it."""
+        """Reopen the queue; the caller holds the guard if another thread can know the queue."""
 
         def sequence(size: int, *, ext: bool) -> LiveSequence:
             folder = directory.queue_folder(self._path, topic, queue_id, ext=ext)
@@ -229,14 +229,14 @@ class LiveQueues(QueueTable):
         return sum(1 for _ in self)
 
     def follow_begin(self) -> None:
-        """Leave out what is gone from the log, in queues that are open."""
+        """Drop entries whose records are deleted from the log, in open queues."""
         with self._guard:
             for queue in self._open.values():
                 assert isinstance(queue, LiveQueue)
                 queue.follow_begin(self._log.begin)
 
     def publish(self, log_end: int, new: dict[QueueName, tuple[int, list[bytes]]]) -> None:
-        """Let the log end at ``log_end``, and give queues their ``new`` entries, each from a queue offset on."""
+        """Set the log's end, and add ``new`` entries to queues, each from a queue offset on."""
         with self._guard:
             self._log.end = log_end
             for name, (first, entries) in new.items():
@@ -245,7 +245,7 @@ class LiveQueues(QueueTable):
                 if isinstance(queue, LiveQueue) and queue.max_offset == first:
                     queue.extend(entries)
                     continue
-                self._open.pop(name, None)  # the topic was made again: it is looked at when asked for
+                self._open.pop(name, None)  # the topic was made again; the next request opens the queue
                 before = self._late.get(name)
                 if before is not None and before[0] + len(before[1]) == first:
                     before[1].extend(entries)
@@ -258,7 +258,7 @@ class LiveQueues(QueueTable):
 
 
 class _Keys(NamedTuple):
-    """The keys of a record that the index may not have yet."""
+    """The keys of a record that can be missing in the index."""
 
     physical_offset: int
     store_timestamp_ms: int
@@ -270,7 +270,7 @@ class _Keys(NamedTuple):
 class LiveIndexFile(IndexFile):
     """An index file that another process writes.
 
-    Entries are written before the slots that lead to them, and the header last: what a slot leads to is there.
+    The writer writes entries before the slots that lead to them, and the header last. So each slot leads to an entry.
     """
 
     __slots__ = ()
@@ -288,7 +288,7 @@ class LiveIndexFile(IndexFile):
 
 
 class LiveIndex(KeyIndex):
-    """The index files of a store that another process writes to, and the keys of records that they may lack."""
+    """The index files of a store that another process writes to, and the keys that they can lack."""
 
     def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
         self._list = []
@@ -312,15 +312,15 @@ class LiveIndex(KeyIndex):
             try:
                 self._list = self._open_all()
                 return
-            except StoreIOError:  # gone between listing and opening it
+            except StoreIOError:  # deleted between listing and opening
                 if attempt >= ATTEMPTS:
                     raise
 
     def query(
         self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
     ) -> list[int]:
-        """Return physical offsets of records with a key, those that no file has yet included."""
-        indexed = self.end_physical_offset  # of its record the last keys may still be missing
+        """Return physical offsets of records with a key, including those that no file has yet."""
+        indexed = self.end_physical_offset  # the last keys of its record can still be missing
         found = [
             record.physical_offset
             for record in reversed(list(self.late))
@@ -356,7 +356,7 @@ class LiveParts:
         )
         self._queues = LiveQueues(path, config, files, log)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self._last: tuple[int, bytes] | None = None  # where the last record is, and how it begins
+        self._last: tuple[int, bytes] | None = None  # place and first bytes of the last record
         self._begin = log.begin
         self.parts = Parts(
             self._levels,
@@ -371,9 +371,9 @@ class LiveParts:
         self._find_end(vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
 
     def _find_end(self, begin: int) -> None:
-        """Walk through the log from ``begin``, and take from it what queues and index may not have yet.
+        """Walk over the log from ``begin``, and take the entries and keys that queues and index can lack.
 
-        A record is indexed behind its entry, and in order: queues lack nothing below the last that is indexed.
+        A record is indexed after its entry, in log order. So queues lack nothing below the last indexed record.
         """
         log = self._log
         found = log.walk(begin)
@@ -386,11 +386,11 @@ class LiveParts:
             self._last = found.last_record, log.data_at(found.last_record, GLANCE)
 
     def has_lost_its_place(self) -> bool:
-        """List the log's files again; true if its end, as far as it is known, is no longer there: deleted, or cut."""
+        """List the log's files again, and return whether its known end is deleted or cut."""
         log = self._log
         log.sequence.refresh()
         for start in log.sequence.starts:
-            if start + log.file_size > log.end:  # a recovery may have deleted it, and made another of its name
+            if start + log.file_size > log.end:  # a recovery can have deleted it and made another with its name
                 log.sequence.unmap(start)
         if log.begin > log.end or self._last is None:
             return log.begin > log.end
@@ -398,7 +398,7 @@ class LiveParts:
         return log.data_at(place, len(raw)) != raw
 
     def follow(self) -> bool:
-        """Take in what was written, and deleted, by the last listing; true if there is anything."""
+        """Take in changes up to the last listing, and return whether there are any."""
         log = self._log
         self._index.refresh()
         new = self._walk_on()
@@ -425,12 +425,12 @@ class LiveParts:
         self._queues.publish(log_end, new)
 
     def _note(self, place: int, size: int, raw: bytes) -> None:
-        """Keep what follows from a record."""
+        """Hold the entry and the keys of a record."""
         message = StoredMessage(raw)
         topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
         sys_flag = message.sys_flag
         if has_queue_entry(sys_flag):
-            with suppress(MessageIllegalError, struct.error):  # damage: it has no place in any queue
+            with suppress(MessageIllegalError, struct.error):  # damage: it fits into no queue
                 validate_queue(topic, queue_id)
                 entry = ENTRY.pack(place, size, derived_tags_code(message, self._levels))
                 first, entries = self._new.get((topic, queue_id), (-1, []))

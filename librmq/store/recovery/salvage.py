@@ -1,15 +1,15 @@
-"""What recovery cuts is kept, and records behind damage are found.
+"""Salvage: copies of everything that recovery cuts, and the records behind damage.
 
 ::
 
     librmq/salvage/00000000000000088235-1700000000000/      one cut: its physical offset, and when it was made (ms)
-        manifest.json                                       version, and what is told by `Kept`
-        00000000000000088235                                the bytes that stood at this physical offset and behind it
-        00000000000000131072                                the same, of the next file of the log
+        manifest.json                                       version, and the fields of `Kept`
+        00000000000000088235                                the bytes of the log from this physical offset on
+        00000000000000131072                                the same from the next file of the log
 
-A cut is copied (whole files are linked, where the file system can) and flushed before a byte of the log goes. The
-broker knows nothing of the folder, and it can be deleted at any time. Of cuts without a sound record, as a crash
-leaves them, the newest eight are kept; the others stay until you delete them.
+A cut is copied and flushed before a byte of the log goes; whole files are linked if the file system can. A broker
+ignores the folder, and it can be deleted at any time. Of cuts without a sound record, as a crash leaves them, the
+newest eight are kept. Other cuts stay until you delete them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ANY_MAGIC: Final = re.compile(b"|".join(map(re.escape, _MAGICS)))
 
 
 class Gap(NamedTuple):
-    """Bytes of the log, or of a cut that was kept, that are no sound record."""
+    """Bytes of the log or of a kept cut that are no sound record."""
 
     physical_offset: int
     size: int
@@ -58,14 +58,14 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A cut that was kept: ``size`` bytes behind ``physical_offset``; None is what its manifest does not tell."""
+    """A kept cut: ``size`` bytes behind ``physical_offset``; None for fields that its manifest lacks."""
 
     path: str
     physical_offset: int
     cut_timestamp_ms: int
     size: int | None
     records: int | None
-    """How many sound records are in it."""
+    """Number of sound records in it."""
     why: str
 
 
@@ -75,9 +75,9 @@ class Kept:
 def find_record(
     sequence: MappedFileQueue, begin: int, end: int | None = None, *, check_body: bool = True
 ) -> int | None:
-    """Where the first record begins from ``begin`` to ``end`` that is sound and says that it stands there.
+    """Return the place of the first sound record from ``begin`` to ``end`` that names its own place.
 
-    Costs one search for four bytes through all that is asked for.
+    This costs one search for four bytes through the range.
     """
     end = sequence.end if end is None else end
     at = begin
@@ -93,7 +93,7 @@ def find_record(
 def _find(
     buffer: Buffer, begin: int, end: int, start: int, upto: int | None = None, *, check_body: bool = True
 ) -> int | None:
-    """The same in one buffer whose first byte stands at ``start``; the record begins before ``upto``."""
+    """Search one buffer whose first byte is at ``start``, for a record that begins before ``upto``."""
     upto = end if upto is None else min(end, upto)
     for found in _ANY_MAGIC.finditer(buffer, begin + record.MAGIC_AT, min(end, upto + record.MAGIC_AT + 3)):
         place = found.start() - record.MAGIC_AT
@@ -120,7 +120,7 @@ class _Source:
         return self.start + self.size
 
     def items(self, buffer: Buffer) -> Iterator[tuple[int, int, str | None]]:
-        """Place and size of each record, and with what it is instead of each stretch that is none."""
+        """Yield place and size of each record, and of each other stretch with its description."""
         place = 0
         while place < self.size:
             what: str | None = None
@@ -143,7 +143,7 @@ class _Source:
 
 
 def _used(buffer: Buffer, begin: int, end: int) -> int:
-    """Behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are."""
+    """Return the position behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are."""
     while end > begin:
         at = max(begin, end - _CHUNK)
         data = buffer[at:end].rstrip(b"\0")
@@ -154,14 +154,17 @@ def _used(buffer: Buffer, begin: int, end: int) -> int:
 
 
 def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | Gap]:
-    """Every sound record of the store in ``path``, and what is between them.
+    """Yield every sound record of the store in ``path``, and the gaps between them.
 
-    First the log's, in physical order, whatever is damaged or missing there; then those of each cut that was kept, the
-    oldest first, but for what the log or an older cut has at the same place. Sound is a frame without contradictions
-    and a body that matches its checksum; behind damage a record must name the place where it stands. A record that
-    names another place in the midst of sound ones is given with the right one.
+    The log's records come first, in physical order, whatever is damaged or missing there. Those of each kept cut
+    follow, the oldest cut first, without records that the log or an older cut has at the same place. In a sound record
+    all lengths agree and the body matches its checksum; behind damage it must also name its own place. A record between
+    sound ones that names another place is returned with the right one.
 
-    Takes no lock and changes nothing. `NotAStoreError` for what is no store.
+    This takes no lock and changes nothing.
+
+    Raises:
+        NotAStoreError: there is no store.
     """
     files = files or DiskFiles()
     check_kind(path, files, log_only=True)
@@ -198,7 +201,7 @@ def _sources(folder: str, files: Files) -> list[_Source]:
 
 
 def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[StoredMessage | Gap]:
-    """What is in a file that none of those before it has at the same place."""
+    """Yield the content of a file that no earlier one has at the same place."""
     if source.end >= 1 << 63:
         yield Gap(source.start, source.size, source.path, "expected a start whose file ends below 2^63")
         return
@@ -229,7 +232,7 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
 
 
 def kept(path: str, files: Files | None = None) -> list[Kept]:
-    """The cuts of the store in ``path`` that were kept, the oldest first."""
+    """Return the kept cuts of the store in ``path``, the oldest first."""
     files = files or DiskFiles()
     folder = os.path.join(path, OWN, "salvage")
     found = []
@@ -254,7 +257,7 @@ def kept(path: str, files: Files | None = None) -> list[Kept]:
 
 
 def _manifest(path: str, files: Files) -> dict[str, Any]:
-    """What a manifest tells, nothing where it can't be read."""
+    """Return the fields of a manifest, none if it is unreadable."""
     with contextlib.suppress(ValueError, RecursionError, StoreError):
         told = json.loads(files.read(path, _MANIFEST_LIMIT))
         if isinstance(told, dict) and told.get("version") == VERSION:
@@ -263,9 +266,12 @@ def _manifest(path: str, files: Files) -> dict[str, Any]:
 
 
 def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, files: Files, now_ms: int) -> str:
-    """Keep the ``size`` bytes of the log behind ``physical_offset``, which are going to be cut; returns the folder.
+    """Keep the ``size`` bytes of the log behind ``physical_offset`` before a cut, and return their folder.
 
-    When it returns they are on the device. `StoreIOError`, for want of space among others: then nothing is kept.
+    They are on the device when it returns.
+
+    Raises:
+        StoreIOError: for example, the disk is full; nothing is kept.
     """
     parent = os.path.join(path, OWN, "salvage")
     files.make_folder(parent)
@@ -290,7 +296,7 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
             "cut_timestamp_ms": now_ms,
             "records": count,
         }
-        # Brings the names of the others to the device as well, being the last.
+        # The last file: writing it also flushes the names of the others.
         files.write(os.path.join(part, MANIFEST), json.dumps(told, indent=1).encode())
         files.rename(part, folder)
         files.flush_folder(parent)
@@ -305,7 +311,7 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
 
 
 def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> int:
-    """Copy what stands behind ``physical_offset``; returns the number of sound records in it."""
+    """Copy the bytes behind ``physical_offset``, and return the number of sound records in them."""
     sequence, count = log.sequence, 0
     for start in sequence.starts:
         begin = max(physical_offset, start)
@@ -319,7 +325,7 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
         if begin == start > physical_offset and link_file(files, file.path, target):
             files.flush(file)
         else:
-            # Of full length, as the last record may end in zeros; they take no blocks.
+            # Full length, because the last record can end in zeros; zeros take no blocks.
             copy_file(files, file, target, begin=begin - start, end=end, size=start + log.file_size - begin)
         source = _Source(target, begin, start + log.file_size - begin)
         count += sum(what is None for _, _, what in source.items(files.open(target).buffer))

@@ -1,7 +1,7 @@
-"""Rewrite the progress that a store's ``config`` folder keeps, when the store is copied.
+"""Progress in the ``config`` folder of a copied store.
 
-A copy may end earlier than its source, or number its messages differently. Progress that points beyond a queue would
-make a group skip messages that are stored later.
+A copy can end earlier than its source, or number its messages differently. Progress that points beyond a queue would
+make a group skip later messages.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 __all__ = ["PROGRESS_TABLES", "revise_progress"]
 
 PROGRESS_TABLES: Final = ("consumerOffset.json", "delayOffset.json")
-"""The files of ``config`` that say how far consumers and delay levels have come."""
+"""Files of ``config`` with the progress of consumers and delay levels."""
 
 NewOffset = Callable[[str, int, int], int]
-"""From topic, queue id and queue offset to the queue offset in the copy."""
+"""Function of topic, queue id and queue offset to the queue offset in the copy."""
 
 
 def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int) -> None:
-    """Put ``new_offset`` of every stored queue offset in its place.
+    """Replace every stored queue offset by its ``new_offset``.
 
     Backups are deleted, since they hold the progress of the source.
 
     Raises:
-        CorruptionError: a table and its backup can't be read.
+        CorruptionError: a table and its backup are unreadable.
     """
     folder = os.path.join(path, directory.CONFIG)
     tables = BrokerTables.open(folder, files=files)

@@ -1,29 +1,29 @@
-"""What may go: log files by size, by age and by how full the disk is; queues and key index follow.
+"""Retention: deletion of log files by size, age and disk use, with their part of queues and key index.
 
 ::
 
     disk in use           up to 75 %          up to 85 %     up to 90 %           above
     expired log files     go at their hour    go at any hour
     other log files       stay                stay           go, oldest first
-    messages              are taken           are taken      are taken            are refused
+    messages              are accepted        are accepted   are accepted         are refused
 
-Whole files go, from the oldest, never the one that holds the last record. A file has expired when its last record was
-stored ``file_reserved_hours`` ago; the times of files in the file system mean nothing. What is more than
-``max_total_size`` goes at once. No mapping is closed: a reader that holds a part of a deleted file goes on reading it.
+Retention deletes whole files, the oldest first, but never the file with the last record. A file expires when its last
+record is ``file_reserved_hours`` old; file times are not used. Files beyond ``max_total_size`` go at once. No mapping
+is closed, so a reader that holds a part of a deleted file can continue.
 
-A broker tells by `Readers` what its groups have not consumed. Such messages go with their file, which a warning tells,
-one for each group and file. With ``keep_unconsumed`` the file stays instead, and messages are refused while the log is
-larger than ``max_total_size``.
+A broker tells by `Readers` which messages its groups have not consumed. Such messages are deleted with their file, with
+one warning for each group and file. With ``keep_unconsumed`` the file stays instead, and messages are refused while the
+log is larger than ``max_total_size``.
 
-A crash may come at any point. Hence the order: what is derived from the records that go must have reached the device
-first, since a queue whose messages are all gone has its offsets only from its own files. Then the log's files go one
-by one, each deletion on the device before the next (a gap in the log would be damage), and only behind the last of
-them those of queues and index: entries that point below the log's begin are merely old, entries that are missing would
-be damage. What a crash leaves of them goes with the first `Retention.run_due` after it.
+The order of steps allows a crash at any point. First, entries and keys derived from the deleted records are flushed,
+because a queue without messages has its offsets only from its own files. Then the log's files are deleted one by one,
+each deletion flushed before the next, because a gap in the log would be damage. Files of queues and index follow last:
+entries below the log's beginning are merely old, while missing entries would be damage. The first `Retention.run_due`
+after a crash deletes the rest.
 
-Mirrors 4.9.4's ``CleanCommitLogService``, ``CleanConsumeQueueService`` and ``MappedFileQueue.deleteExpiredFileByTime``:
-10 s from round to round, 10 files a round, 100 ms from file to file. Unlike 4.9 it looks at the disk again
-before each file, so that a forced round deletes no more than the disk wants.
+Mirrors 4.9.4's ``CleanCommitLogService``, ``CleanConsumeQueueService`` and ``MappedFileQueue.deleteExpiredFileByTime``,
+with 10 s between rounds, 10 files a round, and 100 ms between files. Unlike 4.9 it checks the disk again before each
+file, so a forced round deletes no more than necessary.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ _ROUND_MS: Final = 10_000
 _BETWEEN_FILES_MS: Final = 100
 _UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
 _HOUR_MS: Final = 3_600_000
-_HOURS_TRIED: Final = 72  # an hour that a day lacks, for summer time, comes on the next
+_HOURS_TRIED: Final = 72  # if summer time skips the hour, the next day has it
 _NAMED: Final = 8  # queues in a warning
-_LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; what is to happen later never happens
+_LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
 
 _logger = logging.getLogger(__name__)
 
 
 class Retention:
-    """Decides what of a store goes, and lets it go; a step without a thread or a clock of its own.
+    """Retention of a store, as a step without a thread or a clock of its own.
 
-    One thread at a time may call it, beside producers and readers. It takes ``lock`` for each log file, each queue and
-    each look at the index by itself, never for longer, so the caller must not hold it; no other thread may close or
-    replace the parts meanwhile.
+    One thread at a time can call it, beside producers and readers. It takes ``lock`` separately for each log file, each
+    queue and each look at the index, so the caller must not hold it. No other thread may close or replace the parts
+    meanwhile.
     """
 
     refuses_writes: bool
-    """Whether there was no room for further messages when that was last looked at; `refusal` is the error."""
+    """Whether the last look found no room for further messages; `refusal` is the error."""
     used_ratio: float
-    """How much of the disk was in use then, 0.0 to 1.0."""
+    """Used fraction of the disk at the last look, 0.0 to 1.0."""
     is_held: bool
-    """Whether a file that was to go stayed when `run_due` last looked, as a group has not consumed all of it."""
+    """Whether the last `run_due` kept a file because a group has not consumed all of it."""
     deleted: list[str]
-    """The paths that the last `run_due` deleted: of the log, of queues, of the index."""
+    """Paths that the last `run_due` deleted: of the log, of queues, of the index."""
 
     def __init__(  # noqa: PLR0913 (a part of the store each)
         self,
@@ -92,14 +92,13 @@ class Retention:
     ) -> None:
         """Take the parts of the store in folder ``path``, open for writing.
 
-        ``queues()`` gives all that there are now. ``timezone`` is that of the hours, the machine's unless given.
-        ``lock`` is what producers hold while they write; none is needed where no producer writes meanwhile.
-        ``settled()`` is a physical offset below which all records, and the queue entries that follow from them, have
-        reached the device; files that reach beyond it stay. Without it log and queues are flushed before anything is
-        deleted. Without ``watch_disk``, as where a test moves the clock, a disk that others fill counts as empty, and
-        files that tests fill are looked at only when something else is due, or while they are too full for messages.
-        ``readers()`` gives the broker that knows what was consumed, None where there is none;
-        ``find_queue(topic, queue_id)`` gives a queue with the entries of all that was appended.
+        ``queues()`` returns all queues of the moment. ``timezone`` is that of the hours, by default the machine's.
+        ``lock`` is the producers' lock, unnecessary if none writes meanwhile. ``settled()`` returns a physical offset
+        below which all records and their queue entries are on the device; files that reach beyond it stay. Without it
+        log and queues are flushed before a deletion. Without ``watch_disk``, as when a test moves the clock, a disk
+        that others fill counts as empty, and a disk filled by tests is checked only when something else is due, or
+        while it is too full for messages. ``readers()`` returns the broker that knows consumed messages, None without a
+        broker. ``find_queue(topic, queue_id)`` returns a queue with the entries of all appended messages.
         """
         self._log = log
         self._queues = queues
@@ -124,8 +123,8 @@ class Retention:
         self._max_used = config.disk_max_used_ratio / 100
         self._force_clean = config.disk_force_clean_ratio / 100
         self._refuse = config.disk_refuse_ratio / 100
-        self._followed = 0  # queues and index have nothing that only concerns the log below
-        self._walked = (-1, 0)  # where a log file starts, and when its last record was stored
+        self._followed = 0  # queues and index hold nothing about the log below this offset
+        self._walked = (-1, 0)  # start of a log file, and the store time of its last record
         self._round_end = 0
         self._round_files = 0
         self.refuses_writes = False
@@ -135,13 +134,14 @@ class Retention:
     # --------------------------------------------------------------------------------------------------- the step
 
     def run_due(self, now_ms: int) -> int | None:
-        """Look at the disk and delete what is due; returns when to look next.
+        """Look at the disk, delete due files, and return the time of the next look.
 
-        At most 10 files that are beyond ``max_total_size`` go at once, or one that has expired. None: nothing happens
-        until the log begins a new file; look then in any case. A disk is looked at every 10 s, since others fill it
+        A call deletes at most 10 files beyond ``max_total_size``, or one expired file. None means that nothing happens
+        until the log begins a new file; look then in any case. A disk is checked every 10 s, because others fill it
         too; files in memory have none.
 
-        `StoreIOError` if a file can't be deleted, flushed, or the disk not be looked at: the next call tries again.
+        Raises:
+            StoreIOError: a file cannot be deleted or flushed, or the disk not be checked; the next call tries again.
         """
         self.deleted = []
         self._look_at_disk()
@@ -159,9 +159,9 @@ class Retention:
         return self._next_due(now_ms)
 
     def expire(self, now_ms: int, *, at_most: int = _FILES_A_ROUND, forced: bool = False) -> list[str]:
-        """Delete the log files that have expired, ``at_most`` so many, whatever the hour; returns all paths deleted.
+        """Delete expired log files, ``at_most`` so many, at any hour, and return all deleted paths.
 
-        ``forced`` deletes the oldest whether they have expired or not. Errors are those of `run_due`.
+        ``forced`` deletes the oldest files even if they have not expired. Errors are those of `run_due`.
         """
         ends = []
         for end in self._ends()[: max(at_most, 0)]:
@@ -171,14 +171,14 @@ class Retention:
         return self._delete(ends, f"the disk is {self.used_ratio:.1%} full" if forced else "expired")
 
     def delete_before(self, physical_offset: int) -> list[str]:
-        """Delete the log files that end at or before ``physical_offset``, and what of queues and index led there.
+        """Delete the log files that end at or before ``physical_offset``, with their part of queues and index.
 
-        Never the file of the last record. Returns all paths deleted. Errors are those of `run_due`.
+        The file of the last record stays. Return all deleted paths. Errors are those of `run_due`.
         """
         return self._delete([end for end in self._ends() if end <= physical_offset], f"before {physical_offset}")
 
     def refusal(self) -> StoreError:
-        """Return the error for a message that comes while `refuses_writes`."""
+        """Return the error for a message that arrives while `refuses_writes`."""
         if self._knows_no_reader_of_a_full_log():
             return StoreFullError(
                 f"{self._path}: no message is taken: the log has reached max_total_size, {self._max_total_size} bytes, "
@@ -190,9 +190,9 @@ class Retention:
         )
 
     def full_error(self) -> StoreFullError | None:
-        """Return the error for a send while unread messages that must stay take all the room; None while there is some.
+        """Return the error for a send if kept unread messages take all the room, otherwise None.
 
-        Takes no lock. What changes that (a group consumes) is seen by the next call; `run_due` makes the room then.
+        This takes no lock. When a group has consumed, the next call notices it, and `run_due` makes room.
         """
         error = self._full_error()
         if (error is not None) != self._is_full_told:
@@ -221,7 +221,7 @@ class Retention:
     # --------------------------------------------------------------------------------------------------- deciding
 
     def is_full(self) -> bool:
-        """Tell whether what is written has reached the size allowed, where files that may not go are kept."""
+        """Return whether the log has reached the allowed size, if unconsumed files are kept."""
         largest = self._max_total_size
         return self._keeps_unconsumed and largest is not None and self._log.end > self._log.begin + largest
 
@@ -229,7 +229,7 @@ class Retention:
         return self.is_full() and self._readers() is None
 
     def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
-        """Find what is stored between two places and not consumed; nothing where no broker tells."""
+        """Return the unconsumed messages between two places, none without a broker."""
         readers = self._readers()
         return iter(()) if readers is None else unread_between(readers, self._find_queue, begin, end)
 
@@ -254,12 +254,12 @@ class Retention:
         self.refuses_writes = refuses
 
     def _ends(self) -> list[int]:
-        """Where the files of the log end that lie before that of its last record, ascending."""
+        """Return the ends of the log's files before that of the last record, ascending."""
         size, end = self._log.file_size, self._log.end
         return [start + size for start in self._log.sequence.starts if start + size < end]
 
     def _oversized(self) -> int:
-        """How many of the oldest files that may go are beyond the size allowed for all."""
+        """Return how many of the oldest files exceed the allowed size."""
         if self._max_total_size is None:
             return 0
         sequence = self._log.sequence
@@ -267,9 +267,9 @@ class Retention:
         return min(max(-(-excess // sequence.file_size), 0), len(self._ends()))
 
     def _has_expired(self, start: int, now_ms: int) -> bool:
-        """Whether the file at ``start`` has: the times of its first record and the next file's mostly tell.
+        """Return whether the file at ``start`` has expired, mostly by the first records of this file and the next.
 
-        Only where its last record's is between two that disagree, it is walked through, once.
+        The file is walked through once only if these two disagree.
         """
         latest = now_ms - self._reserved_ms
         if self._known_timestamp(start) > latest:
@@ -282,26 +282,26 @@ class Retention:
         return self._walked[1] <= latest
 
     def _known_timestamp(self, start: int) -> int:
-        """When the last record of the file at ``start`` was stored, or a time no later than that, at no cost."""
+        """Return the store time of the last record of the file at ``start``, or an earlier time, at no cost."""
         if self._walked[0] == start:
             return self._walked[1]
         return self._log.first_store_timestamp_ms(start) or 0
 
     def _first_behind(self, start: int) -> int | None:
-        """When the first record behind the file at ``start`` was stored, by the first file that tells."""
+        """Return the store time of the first record behind the file at ``start``, from the first file that has one."""
         for other in self._log.sequence.starts:
             if other > start and (stored := self._log.first_store_timestamp_ms(other)):
                 return stored
         return None
 
     def _last_timestamp(self, start: int, following: int | None) -> int:
-        """When the last record of the file at ``start`` was stored; by what follows if that can't be read."""
+        """Return the store time of the last record of the file at ``start``, or of a later one if that is unreadable."""
         last = None
         try:
             for _, _, raw in self._log.scan(start, start + self._log.file_size, check_body=False):
                 last = raw or last
         except CorruptionError:
-            last = None  # there may be later ones behind the damage
+            last = None  # later records can be behind the damage
         if last is not None:
             return record.store_timestamp_ms(last)
         return _LAST_MOMENT if following is None else following
@@ -309,7 +309,7 @@ class Retention:
     # ------------------------------------------------------------------------------------------------- scheduling
 
     def _next_hour(self, at_ms: int) -> int | None:
-        """The first moment from ``at_ms`` on that lies in one of the hours; None if that is too far off."""
+        """Return the first moment from ``at_ms`` on in one of the hours, None if that is too far away."""
         for _ in range(_HOURS_TRIED):
             if at_ms >= _LAST_MOMENT:
                 return None
@@ -328,7 +328,7 @@ class Retention:
         return min(due, default=None)
 
     def _oldest_due(self, now_ms: int) -> int | None:
-        """When the oldest file is to go, or to be looked at, as things are now."""
+        """Return the time at which the oldest file can be deleted or must be checked."""
         ends = self._ends()
         if not ends or self.is_held:
             return None
@@ -348,14 +348,14 @@ class Retention:
     # --------------------------------------------------------------------------------------------------- deleting
 
     def _flush(self) -> int:
-        """All that the log has, and the queues, brought to the device."""
+        """Flush the whole log and the queues."""
         end = self._log.flush()
         for queue in list(self._queues()):
             queue.flush()
         return end
 
     def _delete(self, ends: Sequence[int], why: str) -> list[str]:
-        """Delete the log files that end at ``ends``, the oldest there are; queues and index follow."""
+        """Delete the oldest log files, which end at ``ends``, then their part of queues and index."""
         gone: list[str] = []
         if ends:
             self._settled_upto = self._settled()
@@ -378,7 +378,7 @@ class Retention:
         return gone + self._follow()
 
     def _tell_lost(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
-        """Tell what was deleted with a file before it was consumed: one warning for each group."""
+        """Warn of messages that were deleted before they were consumed, once for each group."""
         of_group: dict[str, list[UnreadInFile]] = {}
         for each in unread:
             of_group.setdefault(each.reader.group, []).append(each)
@@ -401,7 +401,7 @@ class Retention:
         self._files.flush_folder(self._log.sequence.folder)
 
     def _follow(self) -> list[str]:
-        """Delete what of queues and index concerns only what is gone from the log; minima move to its begin."""
+        """Delete the part of queues and index about deleted records, and move minima to the log's beginning."""
         begin = self._log.begin
         if begin <= self._followed:
             return []

@@ -1,11 +1,11 @@
-"""Stores made of other stores: snapshots of one in use, what is restored from them, what is saved of a damaged one.
+"""Stores made from other stores: snapshots of stores in use, restored snapshots, and rescued damaged stores.
 
-A snapshot holds the log up to where it ended when it was asked for, and the queues, full index files and tables of
-``config/`` copied thereafter. Those may be ahead, behind, or caught in the middle of a write: the snapshot is then
-recovered as a whole, by which they agree with its log. A writer is neither stopped nor noticed.
+A snapshot holds the log up to its end at the call, and the queues, full index files and tables of ``config/`` copied
+afterwards. These can be ahead, behind, or in the middle of a write. The snapshot is then recovered as a whole, so that
+they agree with its log. A writer continues undisturbed.
 
-What is made grows under the name ``TARGET.part``, is flushed, and gets its name at last; what a process leaves there
-that dies is removed by the next one.
+A new store grows under the name ``TARGET.part``, is flushed, and gets its name last. If a process dies before that, the
+next one removes the remains.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from librmq.store.upkeep.progress import revise_progress
 __all__ = ["Rescued", "Snapshot", "rescue", "restore", "snapshot"]
 
 _PART: Final = ".part"
-_STILL_WRITTEN: Final = 2  # files of the log that a writer, or its recovery, may yet change
+_STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change
 _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
@@ -66,7 +66,7 @@ _LONG: Final = struct.Struct(">q")
 
 
 class Snapshot(NamedTuple):
-    """What a snapshot holds: the log from ``begin`` to ``end``, in files of which some are the store's own, linked."""
+    """Content of a snapshot: the log from ``begin`` to ``end``, in copied files and in links to the store's own."""
 
     path: str
     begin: int
@@ -76,7 +76,7 @@ class Snapshot(NamedTuple):
 
 
 class Rescued(NamedTuple):
-    """A new store of what was sound in a damaged one."""
+    """A new store with the sound records of a damaged one."""
 
     path: str
     records: int
@@ -95,22 +95,25 @@ def snapshot(
 ) -> Snapshot:
     """Make a snapshot of the store in ``path`` in the folder ``target``, which must be empty or not exist.
 
-    The store may be in use, by this process or another; no lock is taken. Whatever was acknowledged before the call is
-    in the snapshot, which is a store, cleanly closed and sound. Files of the log that are full are linked where the
-    file system can, unless ``copy``, but for the last two; the rest is copied. Costs a copy of that and a walk over
-    all of the log. ``end()`` returns where the log ends; without it, the end is looked for.
+    This process or another can use the store meanwhile; no lock is taken. The snapshot contains every message
+    acknowledged before the call, and is a sound, cleanly closed store. Full files of the log, except the last two, are
+    linked if the file system can and ``copy`` is false. All others are copied. The whole log is walked. ``end()``
+    returns the end of the log; without it, the end is searched.
 
-    `CorruptionError` if the log is damaged, `StoreIOError` for want of space or a ``target`` that is not empty, and
-    whatever opening a store raises; there is no ``target`` then.
+    Errors of opening a store are raised too; after an error there is no ``target``.
+
+    Raises:
+        CorruptionError: the log is damaged.
+        StoreIOError: for example, the disk is full, or ``target`` is not empty.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     _check_copyable(path, files)
     config = config or directory.infer_config(path, files)
     keep_deleted = _is_whole(path, files)
     with _growing(target, files) as part:
-        # Before the log's end is known: what progress has passed, and what a note names, is in the log by now.
+        # Copied before the log's end is known, so that all messages behind progress and notes are in the log.
         _copy_progress(path, part, files)
-        # The same for index files: those that are full by now have no record behind the end.
+        # Index files that are full by now have no record behind the end.
         index = _listed(os.path.join(path, directory.INDEX), files)[:-1]
         log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
@@ -142,7 +145,7 @@ def snapshot(
 def restore(
     path: str, target: str, config: StoreConfig | None = None, *, files: Files | None = None, clock: Clock | None = None
 ) -> Snapshot:
-    """Make a store in ``target`` of the snapshot in ``path``, which stays as it is: all is copied, and checked."""
+    """Make a store in ``target`` from the snapshot in ``path``: copy and check every file; the snapshot stays."""
     return snapshot(path, target, config, copy=True, files=files, clock=clock)
 
 
@@ -155,13 +158,13 @@ def rescue(
     clock: Clock | None = None,
     tell: Callable[[Gap], object] = lambda gap: None,
 ) -> Rescued:
-    """Make a store in ``target`` (empty, or not there yet) of every sound record of the store in ``path``.
+    """Make a store in ``target``, which is empty or does not exist, of every sound record of the store in ``path``.
 
-    The order is that of `librmq.store.recovery.salvage.records`, the cuts that were kept among them; ``tell`` gets what
-    is left out. Records keep their fields but for the physical offset, and with it the offset id, and the queue offset:
-    the messages of each queue count from 0 without a gap, so that consumers get past what was lost. The progress of
-    groups, of delay levels and of transactions is translated. A Spark job with a ``jobId`` stays committed if its first
-    record was saved, or, once it was done, any record; otherwise it can write its messages again.
+    The order is that of `librmq.store.recovery.salvage.records`, with the kept cuts; ``tell`` is called with each gap.
+    Records keep their fields except physical offset, offset id and queue offset. The messages of each queue are
+    numbered from 0 without a gap, so that no consumer stops at a lost message. The progress of groups, delay levels and
+    transactions is translated. A Spark job with a ``jobId`` stays committed if its first record was saved, or, after
+    its end, any record; otherwise it can write its messages again.
     """
     files, clock = files or DiskFiles(), clock or SystemClock()
     config = config or directory.infer_config(path, files)
@@ -188,7 +191,7 @@ def rescue(
             make_folders(files, os.path.join(part, job_notes.FOLDER))
         for job, note in moved.items():
             note.write(job_notes.note_path(part, job), files)
-        _copy_config(path, part, files, without=_TIMER_CHECK)  # which belongs to a timer log that is not copied
+        _copy_config(path, part, files, without=_TIMER_CHECK)  # it belongs to a timer log that is not copied
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
         settle(part, config, files, clock)
@@ -205,7 +208,7 @@ def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[S
 class _Renumbering:
     """Queue offsets of a rescued store: each queue counts from 0 without a gap.
 
-    A consumer does not get past an entry that leads to no record, so no entry is left where a record was lost.
+    A consumer cannot pass an entry that leads to no record, so a lost record has no entry.
     """
 
     def __init__(self) -> None:
@@ -222,14 +225,14 @@ class _Renumbering:
             queue = self._old[name] = array("q")
         new = len(queue)
         if new > 1 and queue[-1] < queue[-2] and old == queue[-1] + 1:
-            self._made_again[name] = new - 1  # two agree that the topic was deleted and made again
+            self._made_again[name] = new - 1  # two such records show that the topic was deleted and made again
         queue.append(old)
         if message.topic == HALF_TOPIC:
             self._halves[message.queue_id, old] = new
         return new
 
     def end_log(self) -> None:
-        """Note that what follows was cut from the log: no progress passes over it."""
+        """Note that the following records were cut from the log, so no progress passes them."""
         self._log_ends = {name: len(queue) for name, queue in self._old.items()}
 
     def new_offset(self, topic: str, queue_id: int, queue_offset: int) -> int:
@@ -247,7 +250,7 @@ class _Renumbering:
 
 
 def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict[str, job_notes.JobNote]:
-    """Return what the store remembers of jobs; ``tell`` gets notes that can't be read."""
+    """Return the store's notes about jobs; ``tell`` is called with unreadable ones."""
     notes = {}
     for job in job_notes.jobs(path, files):
         try:
@@ -286,7 +289,7 @@ def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
 
 @contextlib.contextmanager
 def _growing(target: str, files: Files) -> Iterator[str]:
-    """A folder that gets the name ``target`` when all has gone well, and is removed otherwise."""
+    """Make a folder that gets the name ``target`` on success, and is removed after an error."""
     target = target.rstrip(os.sep) or target
     if files.list(target) if files.is_folder(target) else files.size(target) is not None:
         raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "there is something else already"))
@@ -335,7 +338,7 @@ def _check_copyable(path: str, files: Files) -> None:
 
 
 def _is_whole(path: str, files: Files) -> bool:
-    """Whether queues that are missing were deleted: the store was closed, and had no others then."""
+    """Return whether missing queues were deleted: the store was closed, and had no other queues then."""
     if has_abort(files, path) or files.lock_holder(directory.lock_path(path)) is not None:
         return False
     closed = read_closed_state(path, files)
@@ -343,7 +346,7 @@ def _is_whole(path: str, files: Files) -> bool:
 
 
 def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
-    """Return where the log ends, to which another process may be writing."""
+    """Return the end of the log, to which another process can be writing."""
     folder = os.path.join(path, directory.COMMITLOG)
     for _ in range(_ATTEMPTS - 1):
         try:
@@ -353,7 +356,7 @@ def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
         except CorruptionError as error:
             if (error.kind, error.offset) != ("size", 0):
                 raise
-            clock.wait(threading.Event(), _MAKING_S)  # a file is just being made, unless it stays so
+            clock.wait(threading.Event(), _MAKING_S)  # a file is being made, unless it stays so
     return _walked_end(folder, config, files)
 
 
@@ -361,14 +364,14 @@ def _walked_end(folder: str, config: StoreConfig, files: Files) -> int:
     with CommitLog.open(folder, config.commitlog_file_size, files=files, writable=False) as log:
         end = log.found_end.physical_offset
         following = salvage.find_record(log.sequence, end + 1)
-        if following is not None and log.walk(end).physical_offset == end:  # else it was just being written
+        if following is not None and log.walk(end).physical_offset == end:  # otherwise it was being written
             what = f"no record, though sound ones follow from {following} on: no snapshot is made of a damaged log"
             raise CorruptionError(log.sequence.path_at(end), end, "record", what)
         return end
 
 
 def _listed(folder: str, files: Files) -> list[FolderEntry]:
-    """The files of a folder that are named by numbers, but for those that are just being made."""
+    """Return the files of a folder with numbers as names, except those that are being made."""
     return [
         entry
         for entry in files.list(folder)
@@ -377,11 +380,11 @@ def _listed(folder: str, files: Files) -> list[FolderEntry]:
 
 
 def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, files: Files) -> tuple[int, int]:
-    """Copy or link the log up to ``end``; returns how many files were copied, and how many linked."""
+    """Copy or link the log up to ``end``, and return the numbers of copied and linked files."""
     size = config.commitlog_file_size
     starts = [int(entry.name) for entry in _listed(os.path.join(path, directory.COMMITLOG), files)]
     copied = linked = 0
-    # The newest first: retention may take the oldest away, and a gap would be damage.
+    # The newest first, because retention can delete the oldest, and a gap would be damage.
     for start in sorted((start for start in starts if start < end), reverse=True):
         name = os.path.join(directory.COMMITLOG, file_name(start))
         source, target = os.path.join(path, name), os.path.join(part, name)
@@ -402,7 +405,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
 
 
 def _copy_sequence(path: str, part: str, folder: str, files: Files) -> None:
-    """Copy the files of a queue, the newest first, as far as they are there."""
+    """Copy the existing files of a queue, the newest first."""
     files.make_folder(os.path.join(part, folder))
     for entry in reversed(_listed(os.path.join(path, folder), files)):
         if not _copy(path, part, os.path.join(folder, entry.name), files):
@@ -410,7 +413,7 @@ def _copy_sequence(path: str, part: str, folder: str, files: Files) -> None:
 
 
 def _copy(path: str, part: str, name: str, files: Files) -> bool:
-    """Copy a file; false if it has been deleted meanwhile."""
+    """Copy a file; return False if it was deleted meanwhile."""
     source, target = os.path.join(path, name), os.path.join(part, name)
     files.make_folder(os.path.dirname(target))
     try:
@@ -442,7 +445,7 @@ def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
 
 
 def _copy_progress(path: str, part: str, files: Files) -> None:
-    """Copy what says how far consumers, delays, timers and jobs have come."""
+    """Copy the progress of consumers, delays, timers and jobs."""
     _copy_config(path, part, files, only=_PROGRESS)
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
@@ -467,7 +470,7 @@ def _copy_config(
                 _copy_config(path, part, files, name)
             continue
         if not entry.is_file:
-            continue  # a pipe has nothing that belongs to a store
+            continue  # a pipe holds nothing of a store
         if (only is not None and not only.fullmatch(entry.name)) or (without and without.fullmatch(entry.name)):
             continue
         files.make_folder(os.path.join(part, folder))
