@@ -1,8 +1,8 @@
-"""What clients and brokers say to each other: requests and responses as values.
+"""The protocol of clients and brokers: requests and responses as values.
 
-Clients hold a `Route` to `Endpoint`s; a broker is an endpoint and a route of one. A client is an `Endpoint` too, to
-which its brokers speak (`Heartbeat.client`). Whatever stands between them (faults, latency, a wire, a recorder) wraps
-`Endpoint.call`. A refused request raises `BrokerError`.
+Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with one endpoint. A client is an `Endpoint`
+too, which its brokers call (`Heartbeat.client`). Faults, latency, a wire or a recorder wrap `Endpoint.call`. A refused
+request raises `BrokerError`.
 
 Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes are those of ``ResponseCode``.
 """
@@ -30,12 +30,12 @@ LOCAL_HOST: Final[Host] = ("127.0.0.1", 0)
 
 @dataclass_transform(frozen_default=True)
 def _value(cls: type[_C]) -> type[_C]:
-    # The type checker keeps values from being changed: a frozen dataclass costs 2 µs more to make.
+    # Only the type checker prevents changes, because a frozen dataclass takes 2 µs longer to make.
     return dataclass(slots=True, weakref_slot=False)(cls)
 
 
 class ResponseCode(enum.IntEnum):
-    """Why a broker refused."""
+    """Reason of a broker's refusal."""
 
     SYSTEM_ERROR = 1
     SYSTEM_BUSY = 2
@@ -59,7 +59,7 @@ class ResponseCode(enum.IntEnum):
 
 
 class SendStatus(enum.Enum):
-    """How well a message is stored."""
+    """Durability of a stored message."""
 
     SEND_OK = "SEND_OK"
     FLUSH_DISK_TIMEOUT = "FLUSH_DISK_TIMEOUT"
@@ -68,25 +68,25 @@ class SendStatus(enum.Enum):
 
 
 class PullStatus(enum.Enum):
-    """What a pull came to."""
+    """Status of a pull."""
 
     FOUND = "FOUND"
     NO_NEW_MESSAGE = "NO_NEW_MESSAGE"
     NO_MATCHED_MESSAGE = "NO_MATCHED_MESSAGE"
     OFFSET_ILLEGAL = "OFFSET_ILLEGAL"
     HELD = "HELD"
-    """Nothing yet: the broker calls `PullMessage.notify` when it is worth asking again."""
+    """No message yet: the broker calls `PullMessage.notify` when the client should ask again."""
 
 
 class MessageModel(enum.Enum):
-    """Whether the instances of a group share the messages or each gets all."""
+    """Sharing of messages among a group's instances: each message once, or every message to each."""
 
     CLUSTERING = "CLUSTERING"
     BROADCASTING = "BROADCASTING"
 
 
 class ConsumeFrom(enum.Enum):
-    """Where a group starts in a queue of which no progress is stored."""
+    """Start of a group in a queue without stored progress."""
 
     LAST = "CONSUME_FROM_LAST_OFFSET"
     FIRST = "CONSUME_FROM_FIRST_OFFSET"
@@ -94,7 +94,7 @@ class ConsumeFrom(enum.Enum):
 
 
 class TransactionState(enum.Enum):
-    """How a transaction ends; unknown is left to the check."""
+    """End of a transaction; UNKNOWN leaves it to the check."""
 
     COMMIT = 8
     ROLLBACK = 12
@@ -105,7 +105,7 @@ class TransactionState(enum.Enum):
 
 
 class Request(Generic[R]):
-    """A request that is answered with an ``R``."""
+    """A request whose answer is an ``R``."""
 
     __slots__ = ()
 
@@ -114,13 +114,17 @@ class Endpoint(Protocol):
     """Answers requests."""
 
     def call(self, request: Request[R], /) -> R:
-        """Answer; `BrokerError` if it is refused. Never waits for other clients. Thread-safe."""
+        """Answer a request without waiting for other clients. Thread-safe.
+
+        Raises:
+            BrokerError: the request is refused.
+        """
         ...
 
 
 @_value
 class QueueData:
-    """What a broker has of a topic."""
+    """The queues of a topic in one broker."""
 
     broker_name: str
     read_queues: int
@@ -130,29 +134,33 @@ class QueueData:
 
 
 class Route(Protocol):
-    """Which brokers there are, what topics they have, and who runs the turns of their clients."""
+    """The brokers, their topics, and the runner of their clients."""
 
     @property
     def runner(self) -> Runner:
-        """Takes the turns of all that use the route."""
+        """The runner of all users of the route."""
         ...
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """The brokers that have ``topic``, by name; empty if none does."""
+        """Return the brokers that have ``topic``, by name; empty if none does."""
         ...
 
     def broker_names(self) -> tuple[str, ...]:
-        """The brokers that can be reached, sorted."""
+        """Return the names of the brokers that can be reached, sorted."""
         ...
 
     def endpoint(self, broker_name: str) -> Endpoint:
-        """The broker of that name; `NoRouteError` if there is none."""
+        """Return the broker of that name.
+
+        Raises:
+            NoRouteError: there is none.
+        """
         ...
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Have ``changed`` called, under the runner's lock, when brokers, topics or their queues change.
+        """Call ``changed`` under the runner's lock when brokers, topics or queues change.
 
-        Gives a function that ends it.
+        Return a function that ends this.
 
         Raises:
             BrokerUnreachableError: The route is a single broker, which is closed.
@@ -165,21 +173,21 @@ class Route(Protocol):
 
 @_value
 class SendResponse:
-    """Where a message, or the first of a batch, was stored."""
+    """Place of a stored message, or of the first of a batch."""
 
     status: SendStatus
     queue_id: int
     queue_offset: int
-    """The first message's; those of a batch follow it."""
+    """That of the first message; those of a batch follow it."""
     physical_offset: int
     offset_ids: tuple[str, ...]
-    """The broker's ids, one a message."""
+    """The broker's ids, one for each message."""
     transaction_id: str | None = None
 
 
 @_value
 class SendMessage(Request[SendResponse]):
-    """Store a message; with properties as the client completed them."""
+    """Store a message, with properties that the client has completed."""
 
     group: str
     message: Message
@@ -190,10 +198,10 @@ class SendMessage(Request[SendResponse]):
     sys_flag: int = 0
     """Compression and transaction bits, as in a record."""
     default_queues: int = 4
-    """So many queues a topic gets that is made by this send (at most the broker's default)."""
+    """Number of queues of a topic that this send makes, at most the broker's default."""
     reconsume_times: int = 0
     max_reconsume_times: int | None = None
-    """Of a consumer that sends a message back by itself, as an orderly one does."""
+    """Of a consumer that sends a message back itself, as an orderly one does."""
 
 
 @_value
@@ -226,7 +234,7 @@ class EndTransaction(Request[None]):
 
 @_value
 class Subscription:
-    """What a group takes of a topic. ``version`` (ms) tells the newer of two."""
+    """Subscription of a group to a topic; of two, the one with the larger ``version`` (ms) is newer."""
 
     topic: str
     expression: str = "*"
@@ -237,7 +245,7 @@ class Subscription:
 
 @_value
 class ConsumerData:
-    """A group as one client has it."""
+    """A consumer group, as one client describes it."""
 
     group: str
     kind: str
@@ -250,18 +258,18 @@ class ConsumerData:
 
 @_value
 class Heartbeat(Request[None]):
-    """A client is there, with these groups; replaces what it said before."""
+    """Register a client with these groups, in place of its former ones."""
 
     client_id: str
     client: Endpoint
-    """To which the broker speaks: `ConsumersChanged`, `CheckTransaction`, `ResetOffsets`, …"""
+    """The client's endpoint, for `ConsumersChanged`, `CheckTransaction`, `ResetOffsets`, …"""
     producer_groups: frozenset[str]
     consumers: tuple[ConsumerData, ...]
 
 
 @_value
 class Unregister(Request[None]):
-    """A client leaves a group, as producer or as consumer."""
+    """Remove a client from a group, as producer or as consumer."""
 
     client_id: str
     producer_group: str | None = None
@@ -270,31 +278,32 @@ class Unregister(Request[None]):
 
 @_value
 class ChannelClosed(Request[None]):
-    """The connection of a client has ended: it leaves all its groups at once."""
+    """Remove a client from all its groups, because its connection has ended."""
 
     client_id: str
 
 
 @_value
 class ConsumerIds(Request[tuple[str, ...]]):
-    """The ids of a group's clients, in no particular order."""
+    """Return the ids of a group's clients, in any order."""
 
     group: str
 
 
 @_value
 class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
-    """What each client of a group subscribes to, by client id and topic, as its heartbeats told."""
+    """Return the subscriptions of a group's clients, by client id and topic, from their heartbeats."""
 
     group: str
 
 
 @_value
 class CheckSubscription(Request[None]):
-    """Ask, before a consumer starts, whether the broker can serve a subscription.
+    """Check whether the broker can serve a subscription, before a consumer starts.
 
-    `BrokerError` SYSTEM_ERROR where filters of its type are switched off, SUBSCRIPTION_PARSE_FAILED where it can't be
-    parsed.
+    Raises:
+        BrokerError: filters of its type are switched off (SYSTEM_ERROR), or it does not compile
+            (SUBSCRIPTION_PARSE_FAILED).
     """
 
     client_id: str
@@ -304,14 +313,14 @@ class CheckSubscription(Request[None]):
 
 @_value
 class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
-    """The groups that subscribe to a topic or have progress in it, as they are now; None where no instance runs."""
+    """Return the groups that subscribe to a topic or have progress in it; None for one without a running instance."""
 
     topic: str
 
 
 @_value
 class PullResponse:
-    """What a pull found; ``next_offset`` is where to go on, whatever the status."""
+    """Result of a pull; ``next_offset`` is the offset of the next pull, whatever the status."""
 
     status: PullStatus
     next_offset: int
@@ -319,16 +328,16 @@ class PullResponse:
     max_offset: int
     messages: Sequence[StoredMessage] = ()
     is_held: bool = False
-    """The broker calls `PullMessage.notify` when it is worth asking again: with HELD, or as `PullMessage.stay` says."""
+    """Whether the broker will call `PullMessage.notify`: with HELD, or as `PullMessage.stay` says."""
 
 
 @_value
 class PullMessage(Request[PullResponse]):
     """Read up to ``max_messages`` messages of a queue that match.
 
-    Where there is none yet, and ``notify`` is given, the answer is HELD, and the broker keeps ``notify`` (one for each
-    client, group and queue; a later pull replaces it) until a message arrives that matches or, where others have, up to
-    5 s later: then it calls it, once, under the runner's lock, and the client asks again. Progress travels with it.
+    If there is none yet, and ``notify`` is given, the answer is HELD. The broker keeps one ``notify`` for each client,
+    group and queue, which a later pull replaces. It calls it once, under the runner's lock, when a matching message
+    arrives, or up to 5 s after other messages. The client then asks again. The pull also stores progress.
     """
 
     client_id: str
@@ -338,50 +347,50 @@ class PullMessage(Request[PullResponse]):
     queue_offset: int
     max_messages: int = 32
     subscription: Subscription | None = None
-    """None: that which the group's heartbeats told."""
+    """None means the subscription in the group's heartbeats."""
     commit_offset: int | None = None
-    """Progress of the group in this queue, to be stored, unless None."""
+    """Progress of the group in this queue to store, unless None."""
     notify: Callable[[], None] | None = None
     stay: bool = False
-    """Keep ``notify`` even if messages were found, for those that come behind them, unless they are there already."""
+    """Keep ``notify`` for the next messages even if this pull finds some, unless the next are there already."""
 
 
 @_value
 class SentBack:
-    """What became of a message that was sent back."""
+    """Result of sending a message back."""
 
     is_dead: bool
-    """It is a dead letter: the group gets it no more."""
+    """Whether the message is a dead letter now."""
     max_reconsume_times: int
-    """Redeliveries before a message becomes a dead letter."""
+    """Number of redeliveries before a message becomes a dead letter."""
     due_timestamp_ms: int | None = None
-    """When the group gets it again; None for a dead letter."""
+    """Time of the next delivery; None for a dead letter."""
 
 
 @_value
 class SendBack(Request["SentBack | None"]):
-    """A consumer failed on a message: store it again for its group, for delivery after a delay, or as dead letter.
+    """Send a message back after a failure: store it for the group again, delayed, or as a dead letter.
 
-    None where the broker does not tell what became of it.
+    The answer is None if the broker does not report the result.
     """
 
     group: str
     physical_offset: int
     delay_level: int
-    """0: by how often it was delivered; below 0: a dead letter at once."""
+    """0 means by the number of deliveries, below 0 a dead letter at once."""
     max_reconsume_times: int | None = None
-    """Of the consumer; None: the group's."""
+    """The consumer's maximum; None means the group's."""
     origin_topic: str = ""
     origin_message_id: str = ""
     cause: str = ""
-    """Why the consumer failed; a dead letter keeps it as a property."""
+    """Cause of the failure, which a dead letter keeps as a property."""
 
 
 @_value
 class QueryOffset(Request["int | None"]):
-    """A group's stored progress in a queue.
+    """Return a group's stored progress in a queue, None if there is none.
 
-    None if there is none; but 0 where the queue's minimum is 0 and its first message still counts as in memory.
+    Without stored progress the answer is 0 if the queue's minimum is 0 and its first message counts as in memory.
     """
 
     group: str
@@ -401,7 +410,7 @@ class UpdateOffset(Request[None]):
 
 @_value
 class MaxOffset(Request[int]):
-    """The queue offset that the next message will get."""
+    """Return the queue offset of the next message."""
 
     topic: str
     queue_id: int
@@ -409,7 +418,7 @@ class MaxOffset(Request[int]):
 
 @_value
 class MinOffset(Request[int]):
-    """The queue offset of the oldest message."""
+    """Return the queue offset of the oldest message."""
 
     topic: str
     queue_id: int
@@ -417,7 +426,7 @@ class MinOffset(Request[int]):
 
 @_value
 class OffsetByTime(Request[int]):
-    """The queue offset whose store time is nearest ``timestamp_ms``."""
+    """Return the queue offset whose store time is nearest to ``timestamp_ms``."""
 
     topic: str
     queue_id: int
@@ -426,7 +435,7 @@ class OffsetByTime(Request[int]):
 
 @_value
 class LockQueues(Request[frozenset[MessageQueue]]):
-    """Lock queues for a client of a group, or go on holding them; the answer is those it holds then."""
+    """Lock queues for a client of a group, or renew its locks; return the queues that it holds then."""
 
     group: str
     client_id: str
@@ -447,7 +456,7 @@ class UnlockQueues(Request[None]):
 
 @_value
 class CreateTopic(Request[None]):
-    """Make a topic, or change its queues and permission; nothing that is stored moves."""
+    """Make a topic, or change its queues and permission; stored messages do not move."""
 
     topic: str
     read_queues: int = 8
@@ -457,16 +466,16 @@ class CreateTopic(Request[None]):
 
 @_value
 class DeleteTopic(Request[None]):
-    """Forget a topic: its queue counts and permission. Its messages stay until retention, for one made of its name."""
+    """Remove a topic with its queue counts and permission. Its messages stay until retention deletes them."""
 
     topic: str
 
 
 @_value
 class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
-    """Delete the queue files of topics that do not exist, where the log has none of their messages any more.
+    """Delete the queue files of removed topics whose messages have left the log.
 
-    The queues: topic, queue id.
+    Return the queues as topic and queue id.
     """
 
 
@@ -480,14 +489,14 @@ class SetGroup(Request[None]):
 
 @_value
 class ViewMessage(Request["StoredMessage | None"]):
-    """The message at a physical offset."""
+    """Return the message at a physical offset."""
 
     physical_offset: int
 
 
 @_value
 class QueryMessages(Request[tuple[StoredMessage, ...]]):
-    """Messages of a topic by key or unique id, in log order; 64 at most."""
+    """Return messages of a topic by key or unique id, in log order, at most 64."""
 
     topic: str
     key: str
@@ -498,9 +507,12 @@ class QueryMessages(Request[tuple[StoredMessage, ...]]):
 
 @_value
 class ResetGroup(Request[Mapping[MessageQueue, int]]):
-    """Move a running group's progress on a topic to a time (ms; -1: the end). Answers with the new offsets by queue.
+    """Move a running group's progress on a topic to a time (ms; -1 is the end), and return the new offsets by queue.
 
-    `BrokerError` CONSUMER_NOT_ONLINE where no client of the group runs. ``force`` moves forward too.
+    ``force`` moves forward too.
+
+    Raises:
+        BrokerError: no client of the group runs (CONSUMER_NOT_ONLINE).
     """
 
     group: str
@@ -514,21 +526,21 @@ class ResetGroup(Request[Mapping[MessageQueue, int]]):
 
 @_value
 class ConsumersChanged(Request[None]):
-    """The members of a group have changed: share its queues again."""
+    """Tell a client that the members of its group have changed, so that it rebalances."""
 
     group: str
 
 
 @_value
 class Forgotten(Request[None]):
-    """The broker takes the client to be gone. If it lives, its next heartbeat says so, as in 4.9."""
+    """Tell a client that the broker has removed it. As in 4.9, its next heartbeat registers it again."""
 
     broker_name: str
 
 
 @_value
 class CheckTransaction(Request[None]):
-    """How did the local transaction of this half message end? Answered by `EndTransaction`, or never."""
+    """Ask a producer how the local transaction of a half message ended; it answers by `EndTransaction`, or never."""
 
     group: str
     message: StoredMessage
@@ -538,7 +550,7 @@ class CheckTransaction(Request[None]):
 
 @_value
 class ResetOffsets(Request[None]):
-    """Go on from these queue offsets in a topic."""
+    """Tell a client to continue from these queue offsets in a topic."""
 
     group: str
     topic: str
@@ -547,7 +559,7 @@ class ResetOffsets(Request[None]):
 
 @_value
 class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
-    """A client's progress in memory, by queue."""
+    """Return a client's progress in memory, by queue."""
 
     group: str
     topic: str

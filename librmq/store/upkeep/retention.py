@@ -295,7 +295,7 @@ class Retention:
         return None
 
     def _last_timestamp(self, start: int, following: int | None) -> int:
-        """Return the store time of the last record of the file at ``start``, or of a later one if that is unreadable."""
+        """Return the store time of the last record of the file at ``start``, or of a later one if unreadable."""
         last = None
         try:
             for _, _, raw in self._log.scan(start, start + self._log.file_size, check_body=False):
