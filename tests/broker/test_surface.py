@@ -28,7 +28,6 @@ from librmq.errors import (
     StoreClosedError,
     StoreLockedError,
 )
-from librmq.listener import DeadLetter
 from librmq.protocol import ResetGroup, TransactionState
 from librmq.runtime.manual import ManualRunner
 from librmq.testing import Kit
@@ -182,27 +181,6 @@ def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
     broker.reset_group("g", "T", to=2)
     rmq.advance(ms=60_000)
     assert seen == [b"0", b"1", b"2", b"3", b"2", b"3"]
-
-
-def test_dead_letters_are_sent_again(rmq: Kit, broker: Broker) -> None:
-    seen: list[bytes] = []
-    consumer = PushConsumer(broker, "g")
-
-    @consumer.subscribe("T")
-    def listen(message: DeliveredMessage) -> None:
-        seen.append(message.body)
-        if len(seen) == 1:
-            raise DeadLetter("no")
-
-    consumer.start()
-    Producer(broker, "p").send("T", b"x")
-    rmq.advance(ms=10_000)
-    assert len(broker.dead_letters("g")) == 1
-    assert broker.resend_dead_letters("g") == 1
-    rmq.advance(ms=10_000)
-    assert seen == [b"x", b"x"]
-    with pytest.raises(ConfigError, match="no dead letter"):
-        broker.resend_dead_letters("g", broker.messages("T"))
 
 
 def test_messages_are_found(broker: Broker) -> None:

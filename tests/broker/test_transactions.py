@@ -76,18 +76,6 @@ def test_a_half_message_that_is_rolled_back_is_never_seen(rmq: Kit, broker: Brok
     assert (bodies(broker), bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC")) == ([], [])
 
 
-def test_an_end_of_something_else_is_refused(broker: Broker) -> None:
-    half = prepare(broker)
-    plain = send(broker, "T")
-    before = broker.store.log.end
-    for wrong, group in ((half, "q"), (plain, "p")):
-        for state in (COMMIT, ROLLBACK):
-            with pytest.raises(BrokerError) as caught:
-                end(broker, wrong, state, group)
-            assert caught.value.code == ResponseCode.SYSTEM_ERROR
-    assert broker.store.log.end == before
-
-
 def test_producers_are_asked_in_turn_and_their_answer_counts(rmq: Kit, broker: Broker) -> None:
     one, two = producer(broker, "c1"), producer(broker, "c2")
     for number in range(2):

@@ -13,7 +13,6 @@ from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError
 from librmq.message.message import Message
-from librmq.testing import Kit
 
 WAIT_S = 30.0
 
@@ -137,15 +136,3 @@ def test_a_poll_goes_on_in_another_loop(broker: Broker, reader: PullConsumer) ->
     assert asyncio.run(reader.poll_async(0)) == []
     Producer(broker, "writers").send("T", b"1")  # of a queue whose reader waited in the first loop
     assert [message.body for message in asyncio.run(reader.poll_async(WAIT_S))] == [b"1"]
-
-
-@pytest.mark.anyio
-async def test_the_kit_takes_part(rmq: Kit) -> None:
-    reader = PullConsumer(rmq.route, "readers")
-    reader.subscribe("T")
-    with reader:
-        assert await reader.poll_async() == []  # time stands still
-        await rmq.producer().send_async("T", b"1", delay_level=1)
-        assert await reader.poll_async() == []
-        await rmq.advance(seconds=2)
-        assert [message.body for message in await reader.poll_async()] == [b"1"]

@@ -113,16 +113,22 @@ def test_mended_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudg
         explore(lambda rmq: bug(rmq, True), runs=200, seed=str(number))
 
 
+def booking(rmq: Kit) -> list[bytes]:
+    """Have orders booked by a listener that looks first, and may be interrupted then."""
+    booked: list[bytes] = []
+
+    @rmq.consumer("billing").subscribe("orders")
+    def charge(message: DeliveredMessage) -> None:
+        if message.body not in booked:
+            rmq.checkpoint("between look and insert")
+            booked.append(message.body)
+
+    return booked
+
+
 def test_what_needs_a_fault_and_a_pause_is_found() -> None:
     def test(rmq: Kit) -> None:
-        booked: list[bytes] = []
-
-        @rmq.consumer("billing").subscribe("orders")
-        def charge(message: DeliveredMessage) -> None:
-            if message.body not in booked:
-                rmq.checkpoint("between look and insert")
-                booked.append(message.body)
-
+        booked = booking(rmq)
         for order in (b"o-1", b"o-2"):
             rmq.producer().send("orders", order)
         rmq.run_until_idle()
@@ -224,17 +230,10 @@ def test_at_most_two_faults() -> None:
 
 def test_a_schedule_survives_an_edit_of_the_test() -> None:
     def test(rmq: Kit, edited: bool) -> None:
-        booked: list[bytes] = []
         if edited:
             rmq.consumer("audit").subscribe("payments")(lambda message: None)
             rmq.producer().send("payments", b"p-1")
-
-        @rmq.consumer("billing").subscribe("orders")
-        def charge(message: DeliveredMessage) -> None:
-            if message.body not in booked:
-                rmq.checkpoint("between look and insert")
-                booked.append(message.body)
-
+        booked = booking(rmq)
         rmq.producer().send("orders", b"o-1")
         rmq.producer().send("orders", b"o-1")
         if edited:

@@ -15,7 +15,6 @@ import pytest
 from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client.transactions import CheckedMessage, TransactionProducer
-from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.dedup import DedupListener
 from librmq.errors import (
@@ -23,13 +22,12 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     EndlessLoopError,
-    RmqError,
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
 from librmq.idempotence import MemoryDedupStore
 from librmq.listener import ReconsumeLater
-from librmq.message.message import Message, MessageQueue
+from librmq.message.message import Message
 from librmq.protocol import MessageModel, Route, TransactionState
 from librmq.store.recovery.verify import verify
 from librmq.testing import (
@@ -210,28 +208,6 @@ def test_coroutine_listeners_in_a_loop() -> None:
     asyncio.run(test())
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.mark.anyio
-async def test_a_test_may_be_a_coroutine(rmq: Kit) -> None:
-    seen: list[bytes] = []
-    loops = [asyncio.get_running_loop()]
-
-    @rmq.consumer("billing").subscribe("orders")
-    async def charge(message: DeliveredMessage) -> None:
-        await asyncio.sleep(0)
-        loops.append(asyncio.get_running_loop())
-        seen.append(message.body)
-
-    await rmq.producer().send_async("orders", b"x")
-    await rmq.run_until_idle()
-    assert seen == [b"x"]
-    assert loops[0] is loops[1]
-
-
 def test_a_coroutines_exception_fails_the_test() -> None:
     async def fails(message: DeliveredMessage) -> None:
         await asyncio.sleep(0)
@@ -249,14 +225,6 @@ def test_a_coroutines_exception_fails_the_test() -> None:
 
 
 # ---- what happened
-
-
-def test_progress_is_shown(rmq: Kit) -> None:
-    rmq.consumer("billing").subscribe("orders")(lambda message: None)
-    for _ in range(3):
-        rmq.producer().send("orders", b"x", queue=2)
-    rmq.advance(seconds=10)
-    assert rmq.offsets("billing")[MessageQueue("orders", "broker-a", 2)] == 3
 
 
 def test_the_history_reads_well(rmq: Kit) -> None:
@@ -328,15 +296,6 @@ def test_a_late_answer_uses_the_time_of_the_tries(rmq: Kit) -> None:
     rmq.faults.lose_answer(times=3)
     with pytest.raises((SendTimeoutError, BrokerUnreachableError)):
         rmq.producer().send("orders", b"y")
-
-
-def test_a_slow_listener_lets_its_message_come_again(rmq: Kit) -> None:
-    rmq.consumer("billing", consume_timeout=60).subscribe("orders")(lambda message: None)
-    rmq.faults.slow_listener("billing", timedelta(minutes=10))
-    rmq.producer().send("orders", b"x")
-    rmq.advance(minutes=20)
-    assert bodies(rmq) == [b"x", b"x"]
-    assert [one.attempt for one in rmq.delivered("billing")] == [1, 2]
 
 
 def counting_shop(process: Process) -> list[bytes]:
@@ -578,16 +537,6 @@ def test_broadcasting_keeps_its_progress_with_the_kit(rmq: Kit) -> None:
     assert isinstance(rmq.files, MemoryFiles)
 
 
-def test_a_pull_consumer_in_a_test(rmq: Kit) -> None:
-    rmq.producer().send("orders", b"x", queue=1)
-    queue = MessageQueue("orders", "broker-a", 1)
-    consumer = PullConsumer(rmq.route, "reader")
-    consumer.assign([queue])
-    with consumer:
-        consumer.seek(queue, 0)
-        assert [m.body for m in consumer.poll(timeout=0)] == [b"x"]
-
-
 def test_a_transaction_whose_end_is_lost_is_asked_about(rmq: Kit) -> None:
     table: dict[str, TransactionState] = {}
 
@@ -648,14 +597,6 @@ def test_a_store_that_is_not_sound_fails_the_test(tmp_path: Path) -> None:
 def test_settings_of_the_broker() -> None:
     with Kit(broker_config=BrokerConfig(auto_create_topic=False)) as rmq, pytest.raises(Exception, match="orders"):
         rmq.producer().send("orders", b"x")
-
-
-def test_sql_is_refused_where_the_broker_does_not_filter() -> None:
-    """SQL where the broker does not filter is refused at the start."""
-    with Kit(store_config=StoreConfig.tiny(enable_property_filter=False)) as rmq:
-        rmq.consumer("billing").subscribe("orders", sql="amount > 3")(lambda message: None)
-        with pytest.raises(RmqError, match="enable_property_filter"):
-            rmq.run_until_idle()
 
 
 def test_work_that_does_not_end_is_told() -> None:
