@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,24 @@ KEEP = 1000
 _runs = itertools.count()
 workers = st.integers(0, WORKERS - 1)
 keys = st.integers(0, KEYS - 1)
+
+
+class Ask(NamedTuple):
+    """A call at which a worker may pause."""
+
+    call: Callable[[], Any]
+    of_store: bool
+
+
+@types.coroutine
+def paused(call: Callable[[], Any], of_store: bool = True) -> Generator[Ask, Any, Any]:
+    """Let the machine make a call, or fail it, whenever it likes: what a guard does with `asyncio.to_thread`."""
+    return (yield Ask(call, of_store))
+
+
+@pytest.fixture(autouse=True)
+def _calls_of_stores_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.to_thread", paused)
 
 
 def _send(answer: object, flow: Any) -> Any:
@@ -65,8 +84,12 @@ class GuardMachine(RuleBasedStateMachine):
         self.guards = [self._guard(worker) for worker in range(WORKERS)]
 
     def _guard(self, worker: int) -> DedupListener:
+        async def listener(message: Delivery) -> None:
+            await paused(lambda: self._effect(worker), of_store=False)
+
+        self.store.blocking = True  # so that its calls may pause
         return DedupListener(
-            lambda message: self._effect(worker),
+            listener,
             self.store,
             group=f"machine-{self.run}",
             consuming_timeout=TIMEOUT,
@@ -107,8 +130,8 @@ class GuardMachine(RuleBasedStateMachine):
     def deliver(self, key: int) -> None:
         worker = next(worker for worker in range(WORKERS) if worker not in self.flows)
         self.key_of[worker], self.did[worker], self.claimed_at[worker] = key, False, None
-        self.flows[worker] = self.guards[worker]._one(Delivery("orders", b"x", unique_key=str(key)))
-        self._go_on(worker, next)
+        self.flows[worker] = self.guards[worker](Delivery("orders", b"x", unique_key=str(key)))
+        self._go_on(worker, partial(_send, None))
 
     @precondition(lambda self: bool(self.flows))
     @rule(worker=workers)
@@ -230,10 +253,11 @@ def test_no_effect_without_an_excuse(place: Callable[[str], Place], name: str, c
 
 
 class Unfenced(MemoryDedupStore):
-    """Whoever was too late gives up what is another's by now."""
+    """A holder that is too late releases another's claim."""
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        return self._records.pop(key, None) is not None
+        record = self.look(key, now_ms)
+        return record is not None and super().release(key, record.owner, now_ms)
 
 
 class Unchecked(MemoryDedupStore):
