@@ -40,7 +40,7 @@ _keep: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @cache
-def store_of(count: int) -> str:
+def store_of(count: int, body_bytes: int = 512) -> str:
     """Make a store of so many messages, once."""
     folder = tempfile.TemporaryDirectory(prefix="librmq-benchmark-store-")
     _keep.append(folder)
@@ -52,8 +52,9 @@ def store_of(count: int) -> str:
             if not number % 1000:
                 clock.advance(ms=1)
             tag = "one" if number % 100 == 0 else "ten" if number % 10 == 0 else "rest"
+            body = b"%0*d" % (body_bytes, number)
             message = Message(
-                "Orders", b"%0512d" % number, tags=tag, keys=f"key{number:08d}", unique_key=f"{number:032X}",
+                "Orders", body, tags=tag, keys=f"key{number:08d}", unique_key=f"{number:032X}",
                 properties={"amount": str(number % 1000), "region": ("eu", "us", "cn", "jp")[number % 4]},
             )  # fmt: skip
             store.append(message, number % QUEUES)

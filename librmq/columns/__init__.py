@@ -13,24 +13,25 @@ if TYPE_CHECKING:
     from librmq.columns.exports import export as export
     from librmq.columns.options import ReadOptions as ReadOptions
     from librmq.columns.options import Wanted as Wanted
-    from librmq.columns.planner import DataLossError as DataLossError
-    from librmq.columns.planner import Part as Part
+    from librmq.columns.parts import DataLossError as DataLossError
+    from librmq.columns.parts import Part as Part
     from librmq.columns.planner import plan as plan
     from librmq.columns.read import CORRUPT as CORRUPT
     from librmq.columns.read import TYPES as TYPES
     from librmq.columns.read import Reading as Reading
     from librmq.columns.read import default_columns as default_columns
-    from librmq.columns.read import scan as scan
     from librmq.columns.record_batches import ReaderSettings as ReaderSettings
     from librmq.columns.record_batches import reader as reader
+    from librmq.columns.record_batches import scan as scan
 
 _MODULES = {
     "arrow_dataset": ("StoreDataset", "dataset"),
     "exports": ("Exported", "export"),
     "options": ("ReadOptions", "Wanted"),
-    "planner": ("DataLossError", "Part", "plan"),
-    "read": ("CORRUPT", "TYPES", "Reading", "default_columns", "scan"),
-    "record_batches": ("ReaderSettings", "reader"),
+    "parts": ("DataLossError", "Part"),
+    "planner": ("plan",),
+    "read": ("CORRUPT", "TYPES", "Reading", "default_columns"),
+    "record_batches": ("ReaderSettings", "reader", "scan"),
 }
 if not TYPE_CHECKING:  # else a checker would take any name for granted
     __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -193,10 +193,11 @@ class Block:
     def bad_checksums(self) -> dict[int, RecordError]:
         """Return the rows whose stored body does not match its checksum."""
         begins, ends = self._body
-        expected = self._head["body_crc"].tolist()
+        expected = self._head["body_crc"]
         view, crc32 = self._raw.data, zlib.crc32
-        found = [crc32(view[a:b]) & 0x7FFFFFFF for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
-        wrong = (np.array(found, np.int64) != np.array(expected, np.int64)) & self.sound & (ends > begins)
+        checksums = [crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+        found = np.array(checksums, np.int64) & 0x7FFFFFFF
+        wrong = (found != self._head["body_crc"]) & self.sound & (ends > begins)
         return {
             int(row): RecordError(f"body checksum: expected {expected[row]:08x}, found {found[row]:08x}", 8)
             for row in np.flatnonzero(wrong)

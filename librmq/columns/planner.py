@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from librmq.columns.options import EARLIEST, LATEST, Mode, Offsets, ReadOptions, Wanted, nearest
+from librmq.columns.parts import DataLossError, Part, Slice
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.consumequeue import ENTRY_DTYPE, ConsumeQueue, Entries
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
@@ -31,7 +32,7 @@ from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
-__all__ = ["DataLossError", "Part", "PlannedStore", "QueueRange", "Slice", "plan"]
+__all__ = ["PlannedStore", "QueueRange", "Ranges", "plan"]
 
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
@@ -40,35 +41,6 @@ Ranges = Sequence[tuple[QueueName, range]]
 _SAMPLES: Final = 256
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
-
-
-class DataLossError(StoreError):
-    """Wanted messages are no longer there; with ``failOnDataLoss`` false the rest is read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Some entries of a queue: from ``begin`` to ``end``, those from ``late_from`` on in ``late``, not in files."""
-
-    topic: str
-    queue_id: int
-    begin: int
-    end: int
-    late_from: int
-    late: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one task reads: entries of queues; or the log from a place to another, with the entries that lie there."""
-
-    path: str
-    log_file_size: int
-    queue_file_size: int
-    slices: tuple[Slice, ...]
-    walk: tuple[int, int] | None = None
-    damage: tuple[Damage, ...] = ()
-    """Damage found while planning that does not raise."""
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from typing import IO, Any, Final
 import pyarrow as pa
 
 from librmq.columns.options import ReadOptions
-from librmq.columns.planner import Part
+from librmq.columns.parts import Part
 from librmq.columns.read import Reading
 from librmq.errors import ConfigError, StoreError
 

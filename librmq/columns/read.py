@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +21,7 @@ import pyarrow as pa
 from librmq.columns.arrays import Ints, Mask, numbers, strings
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
 from librmq.columns.options import ReadOptions, View
-from librmq.columns.planner import DataLossError, Part, Slice, plan
+from librmq.columns.parts import DataLossError, Part, Slice
 from librmq.columns.starts import record_starts
 from librmq.consumequeue import ENTRY_DTYPE, ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from librmq.filter import TagFilter
     from librmq.filter.questions import Question
 
-__all__ = ["CORRUPT", "TYPES", "Reading", "default_columns", "scan"]
+__all__ = ["CORRUPT", "TYPES", "Reading", "columns_of", "default_columns"]
 
 CORRUPT: Final = "_corrupt_record"
 
@@ -95,17 +95,6 @@ def columns_of(view: View) -> set[str]:
     if view == "queues":
         return {*_ENTRY_COLUMNS, "store", CORRUPT}
     return set(TYPES) - ({"tagsCode"} if view == "log" else set())
-
-
-def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield what ``options`` choose of their stores as record batches, in this process, one part after the other.
-
-    ``columns`` are names of `TYPES`; `default_columns` unless given. What they do not name is not decoded.
-    """
-    names = default_columns(options) if columns is None else columns
-    schema = pa.schema([(name, TYPES[name]) for name in names])
-    for part in plan(options):
-        yield from Reading(options, schema).read(part)
 
 
 class Reading:

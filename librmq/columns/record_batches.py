@@ -23,7 +23,7 @@ from librmq.columns.read import TYPES, Reading, columns_of, default_columns
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 
-__all__ = ["ReaderSettings", "Stores", "batches_of", "reader", "selection"]
+__all__ = ["ReaderSettings", "Stores", "batches_of", "reader", "scan", "selection"]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """The folder of a store, or several."""
@@ -89,6 +89,16 @@ def reader(store: Stores, **settings: Unpack[ReaderSettings]) -> pa.RecordBatchR
         DataLossError: Offsets that were asked for are gone.
     """
     return batches_of(*selection(store, settings))
+
+
+def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield what ``options`` choose of their stores as record batches, in this process, one part after the other.
+
+    ``columns`` are names of `TYPES`; `default_columns` unless given. What they do not name is not decoded.
+    """
+    names = default_columns(options) if columns is None else columns
+    schema = pa.schema([(name, TYPES[name]) for name in names])
+    yield from batches_of(options, schema)
 
 
 def selection(store: Stores, settings: ReaderSettings) -> tuple[ReadOptions, pa.Schema, int, Files | None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import InputPartition
 
 if TYPE_CHECKING:
-    from librmq.columns.planner import Part
+    from librmq.columns.parts import Part
 
 __all__ = ["PartPartition"]
 

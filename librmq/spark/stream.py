@@ -24,7 +24,8 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from librmq.columns.options import ReadOptions
-from librmq.columns.planner import DataLossError, PlannedStore
+from librmq.columns.parts import DataLossError
+from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, RmqError
 from librmq.spark.partition import PartPartition
 

@@ -293,7 +293,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """What tasks do, alone: a damaged entry is told with its file; one that leads nowhere is lost data."""
-    from librmq.columns.planner import DataLossError, Part, Slice
+    from librmq.columns.parts import DataLossError, Part, Slice
     from librmq.columns.read import Reading, default_columns
     from librmq.consumequeue import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError

@@ -1,0 +1,132 @@
+"""Cost of reading a store as Arrow: header columns, all columns, two processes, export to Parquet.
+
+A store of a million messages over 16 queues, bodies of 256 bytes, unique id, one key, tag, two user properties. Rates
+of one process are messages per CPU second. "Decoding alone" decodes the same columns of records whose places are known,
+without queues and without checksums.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare, rate
+from benchmarks.spark import HEADER, raw_log, store_of
+
+MESSAGES: Final = 1_000_000
+BODY_BYTES: Final = 256
+PACKAGES: Final = ("pyarrow", "numpy")
+
+
+def _store(bench: Bench) -> tuple[str, int]:
+    count = bench.count(MESSAGES)
+    return store_of(count, BODY_BYTES), count
+
+
+def _per_cpu_second(path: str, columns: Sequence[str] | None) -> Run:
+    from librmq.columns import reader
+
+    def run(_: Path) -> float:
+        begin = time.process_time()
+        rows: int = sum(batch.num_rows for batch in reader(path, columns=columns))
+        return rows / (time.process_time() - begin)
+
+    return run
+
+
+def reading(bench: Bench) -> list[Row]:
+    """Compare whole reads in this process with decoding alone."""
+    from librmq.columns import ReadOptions, default_columns
+    from librmq.columns.decode import FIXED_COLUMNS, Block
+
+    path, _ = _store(bench)
+    raw, places, _ = raw_log(path)
+    every = default_columns(ReadOptions((path,)))
+
+    def decoding(columns: Sequence[str]) -> Run:
+        def run(_: Path) -> float:
+            begin = time.process_time()
+            frames = not set(columns) <= FIXED_COLUMNS
+            for at in range(0, len(places), 8192):
+                block = Block(raw, places[at : at + 8192], frames=frames)
+                for name in columns:
+                    block.column(name)
+            return len(places) / (time.process_time() - begin)
+
+        return run
+
+    rows = []
+    for case, columns, least, reach in (("six header columns", HEADER, 8e6, 15e6), ("all columns", every, 1.5e6, 3e6)):
+        rates = bench.interleave({"reader": _per_cpu_second(path, columns), "decoding": decoding(columns)})
+        median = statistics.median(rates["reader"])
+        rows.append(
+            Row("columns", case, "", median / 1e6, "M msg/CPU s", Target(least / 1e6, reach / 1e6),
+                ours=rate(median, "msg/s"))
+        )  # fmt: skip
+        rows.append(
+            compare("columns", case, "decoding alone", rates["reader"], rates["decoding"], Target(1 / 3), limit=True)
+        )
+    return rows
+
+
+def processes(bench: Bench) -> list[Row]:
+    """Compare the time of two processes with that of one."""
+    from librmq.columns import reader
+
+    path, count = _store(bench)
+
+    def by(number: int) -> Run:
+        def run(_: Path) -> float:
+            with Stopwatch() as watch:
+                for _batch in reader(path, processes=number):
+                    pass
+            return count / watch.seconds
+
+        return run
+
+    rates = bench.interleave({"one": by(1), "two": by(2)})
+    return [compare("columns", "all columns, two processes", "one process", rates["two"], rates["one"], Target(1.8))]
+
+
+def exporting(bench: Bench) -> list[Row]:
+    """Compare an export to Parquet with writing the same batches, which are in memory, by PyArrow."""
+    import pyarrow.parquet as pq
+
+    from librmq.columns import export, reader
+
+    path, count = _store(bench)
+    source = reader(path)
+    schema, batches = source.schema, list(source)
+
+    def ours(folder: Path) -> float:
+        with Stopwatch() as watch:
+            export(path, folder / "out")
+        return count / watch.seconds
+
+    def from_memory(folder: Path) -> float:
+        with Stopwatch() as watch, pq.ParquetWriter(folder / "out.parquet", schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return count / watch.seconds
+
+    rates = bench.interleave({"export": ours, "memory": from_memory})
+    return [
+        compare("columns", "export to Parquet", "batches in memory to Parquet", rates["export"], rates["memory"],
+                Target(0.7), limit=True)
+    ]  # fmt: skip
+
+
+ROWS: Final[dict[str, Measure]] = {"reading": reading, "processes": processes, "exporting": exporting}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show the table, and return the exit status."""
+    return command("columns", __doc__ or "", ROWS, PACKAGES, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
