@@ -1,12 +1,12 @@
-"""What a clean close leaves beside the broker's files, so that opening need not look at all of the store again.
+"""The state that a clean close leaves beside the broker's files, so that opening need not check the whole store.
 
 ::
 
     librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
                            "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
 
-The broker ignores it, and without it a store opens as the broker would open it. It is believed only where it agrees
-with the log: the same oldest file, the same last record, nothing behind it.
+A broker ignores it, and without it a store opens as a broker would open it. It counts only if it agrees with the log:
+the same oldest file, the same last record, nothing behind it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LARGEST_FILE: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ClosedState:
-    """A store as it was closed."""
+    """State of a store at its close."""
 
     log_begin: int
     log_end: int
@@ -48,7 +48,7 @@ class ClosedState:
     queues: Mapping[QueueName, QueueState]
 
     def agrees_with(self, log: CommitLog) -> bool:
-        """Whether the log is still the one that was closed. Reads one record."""
+        """Return whether the log is unchanged since the close; this reads one record."""
         if log.begin != self.log_begin or log.data_at(self.log_end, 8).strip(b"\0"):
             return False
         if self.last_record is None:
@@ -56,7 +56,7 @@ class ClosedState:
         return zlib.crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32
 
     def has_index(self, index: KeyIndex) -> bool:
-        """Whether the index is still the one that was closed."""
+        """Return whether the index is unchanged since the close."""
         return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)
 
 
@@ -65,9 +65,9 @@ def _path(path: str) -> str:
 
 
 def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
-    """Leave the state of the store in ``path``, all of which has been flushed.
+    """Write the state of the store in ``path``, which has been flushed completely.
 
-    A disk that has no room for it is no reason not to close cleanly: then there is none.
+    If the disk has no room for it, the store still closes cleanly, without it.
     """
     states = {
         name: state
@@ -93,12 +93,12 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         if error.errno != errno.ENOSPC:
             raise
         _log.warning("the next open takes longer: %s", error)
-        if files.size(_path(path)) is not None:  # that of an earlier close
+        if files.size(_path(path)) is not None:  # left by an earlier close
             files.delete(_path(path))
 
 
 def read_closed_state(path: str, files: Files) -> ClosedState | None:
-    """The state that the last close left; None where there is none, or none that can be read."""
+    """Return the state that the last close left, None if there is none or it is unreadable."""
     place = _path(path)
     if files.size(place) is None:
         return None

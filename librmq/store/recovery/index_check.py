@@ -1,7 +1,7 @@
-"""The key index held against the keys of the records, in the order of the log, and mended or made again.
+"""Comparison of the key index with the keys of the records, in the order of the log, and its repair.
 
-An index can't be mended in its middle, as its chains go through the whole file: what lacks the last keys gets them,
-all else is made again.
+An index cannot be repaired in its middle, because its chains go through the whole file. Missing keys at the end are
+added; for any other difference the index is rebuilt.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from librmq.store.recovery.queue_check import is_illegible
 __all__ = ["SETTLED", "IndexCheck", "index_again"]
 
 _BLOCK: Final = 65_536
-SETTLED: Final = 4096  # records whose keys are added together: as many as caches hold
+SETTLED: Final = 4096  # records whose keys are added together, as many as caches hold
 
 
 class _Run(NamedTuple):
-    """The entries of the index that name one record, side by side."""
+    """The adjacent entries of the index for one record."""
 
     physical_offset: int
     hashes: list[int]
@@ -42,7 +42,7 @@ class _Run(NamedTuple):
 
 
 def _runs(index: KeyIndex, begin: int) -> Iterator[_Run]:
-    """The entries for records from ``begin`` on, a record at a time; those of a record may lie in two files."""
+    """Yield the entries of records from ``begin`` on, record by record; those of one record can be in two files."""
     run: _Run | None = None
     for before, file in itertools.pairwise((None, *index.files)):
         assert file is not None
@@ -66,7 +66,7 @@ def _runs(index: KeyIndex, begin: int) -> Iterator[_Run]:
 
 
 class IndexCheck:
-    """The key index held against the keys of the records, in the order of the log."""
+    """Comparison of the key index with the keys of the records, in the order of the log."""
 
     def __init__(self, index: KeyIndex, begin: int, log: CommitLog, whole: bool, mend: bool) -> None:
         self._log = log
@@ -76,15 +76,15 @@ class IndexCheck:
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
         self.lacking: list[RawPending] = []
-        """Records whose keys the index lacks; call `settle` when there are `SETTLED`."""
+        """Records whose keys are missing in the index; call `settle` when there are `SETTLED`."""
         self._lacking = 0
         self.at_end = False
-        """Whether the index lacks all that follows."""
+        """Whether the index ends before the next record."""
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
-        self.sound = not (self._none and self._end > begin)  # else files say that there were others before them
-        """False where only making the index again mends it."""
-        self._checked = index.files if whole else []  # what is made meanwhile needs no look
+        self.sound = not (self._none and self._end > begin)  # otherwise files show that there were others before them
+        """Whether the index can be completed; otherwise it must be rebuilt."""
+        self._checked = index.files if whole else []  # rebuilt parts need no check
         for file in self._checked[:-1]:
             if not file.full:
                 self.sound = False
@@ -100,7 +100,7 @@ class IndexCheck:
         """Take the keys of the next record, unless `at_end`."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
-        if run is None:  # the index has come to its end before the log
+        if run is None:  # the index ends before the log
             if physical_offset > self._end or self._none:
                 self.at_end = True
                 self.lacking.append(record)
@@ -121,12 +121,12 @@ class IndexCheck:
         if there == expected or last is None:
             return
         if set(there) == set(expected) and not Counter(expected) - Counter(there):
-            return  # a key twice: 4.9 indexes a record again after an unclean exit
+            return  # 4.9 indexes a record again after an unclean exit
         if there and self._is_illegible(physical_offset):
             return
         if run is not None or not there or there != expected[: len(there)]:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
-        else:  # the last record that is indexed: a crash came between its keys
+        else:  # a crash came between the keys of the last indexed record
             texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(there) :]
             self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
@@ -138,7 +138,7 @@ class IndexCheck:
         header, place = run.file.header, run.physical_offset
         seconds = entry_seconds(store_timestamp_ms, header.begin_timestamp_ms)
         times = [seconds] * len(run.seconds)
-        if run.number == 1:  # it counts from the end of the file before it, which may be gone
+        if run.number == 1:  # it counts from the end of the file before it, which can be deleted
             before = run.before
             times[0] = run.seconds[0] if before is None else entry_seconds(store_timestamp_ms, before.end_timestamp_ms)
         if run.seconds != times:
@@ -151,7 +151,7 @@ class IndexCheck:
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
     def settle(self) -> None:
-        """Count what the index lacks, and write it if it is to be mended so."""
+        """Count missing keys, and write them if that completes the index."""
         self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
         if self._mend and self.sound and self.lacking:
             self._index.append_block(*key_block(self.lacking))
@@ -183,7 +183,7 @@ class IndexCheck:
 
 
 def index_again(log: CommitLog, index: KeyIndex) -> None:
-    """Make the whole key index again."""
+    """Rebuild the whole key index."""
     for file in index.files:
         index.drop(file.name)
     prefixes: dict[str, int] = {}

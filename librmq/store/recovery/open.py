@@ -1,8 +1,8 @@
-"""The parts of a store opened: what a crash left of its files, where its log is walked from, which recovery it needs.
+"""Opening of a store's parts: the files that a crash left, the start of the walk over the log, the needed recovery.
 
-After a clean exit the last three files of the log are walked, or, where librmq closed the store and nothing has changed
-since, its last record alone; after an unclean one (the abort marker stands) the walk begins at the newest file whose
-first record the checkpoint vouches for. Mirrors 4.9.4's ``DefaultMessageStore.load``.
+After a clean exit the walk covers the last three files of the log, or only the last record if librmq closed the store
+and nothing has changed since. After an unclean exit, which the abort marker shows, it begins at the newest file whose
+first record the checkpoint covers. Mirrors 4.9.4's ``DefaultMessageStore.load``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _INDEX_DIGITS: Final = 17
 
 
 def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Damage]:
-    """Delete files that a crash left without what precedes them; all that was in them can be made again.
+    """Delete files that a crash left incomplete; their content can be rebuilt.
 
-    Of the log those of length zero at its end; of queues (unless ``queues`` is false) and units those of length zero,
-    and beside a missing one; of the index one of length zero and those behind it, which go on from where it ended.
+    In the log these are files of length zero at its end; in queues (unless ``queues`` is false) and units files of
+    length zero and those beside a missing one; in the index a file of length zero and those behind it, which continue
+    it.
     """
     log = os.path.join(path, directory.COMMITLOG)
     found = _empty_at_end(log, files)
@@ -67,14 +68,14 @@ def _clear(found: Sequence[str], files: Files) -> list[Damage]:
 
 
 def _delete(paths: Sequence[str], files: Files) -> None:
-    """Delete files for good, one after the other: a crash must not bring some back, even after the store was closed."""
+    """Delete files durably, one after the other, so that no crash brings some back after the store was closed."""
     for path in paths:
         files.delete(path)
         files.flush_folder(os.path.dirname(path))
 
 
 def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
-    """Path and length of the files that are named by numbers, the smallest first."""
+    """Return path and length of the files with numbers as names, in ascending order."""
     return [
         (os.path.join(folder, entry.name), entry.size)
         for entry in files.list(folder)
@@ -88,10 +89,10 @@ def _empty_at_end(folder: str, files: Files) -> list[str]:
 
 
 def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
-    """The files of a sequence that a crash left beside one that is missing or of length zero.
+    """Return the files of a sequence that a crash left beside a missing file or one of length zero.
 
-    Where the last entry before the gap is of a message that is gone from the log, they are those before it, which were
-    about to go; else those behind it, the last first.
+    If the last entry before the gap belongs to a deleted message, they are the files before the gap, which were being
+    deleted. Otherwise they are those behind it, the last first.
     """
     found = _numbered(folder, files)
     if len({size for _, size in found if size}) > 1:
@@ -118,16 +119,18 @@ def load(  # noqa: C901 (a step for each part of a store)
     mode: RecoveryMode | None = RecoveryMode.LAST_EXIT,
     bitmap_of: BitmapOf | None = None,
 ) -> Parts:
-    """Open the parts of the store in ``path`` for writing, and bring them to agree as ``mode`` says.
+    """Open the parts of the store in ``path`` for writing, and recover them as ``mode`` says.
 
-    Without a mode they are opened for reading, and left as they are: the log ends where a recovery would end it.
+    Without a mode they are opened for reading and not changed: the log ends where a recovery would end it.
 
-    `CorruptionError` for what no crash explains, sound records behind a damage among it, unless the mode is thorough: a
-    store that is refused is left as it was.
+    Raises:
+        CorruptionError: no crash explains the damage, for example sound records follow it, and the mode is not
+        thorough.
+            The store is not changed.
     """
     clean = not has_abort(files, path)
     writable, thorough = mode is not None, mode is not None and mode.is_thorough
-    # After a kill the check of all queues opens them one by one, if their folders hold what they may.
+    # After a kill the check opens all queues one by one, if their folders hold only allowed names.
     at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
     cuts: list[Damage] = []
     if mode in (RecoveryMode.LAST_EXIT, RecoveryMode.WHOLE_LOG) and (thorough or not clean):
@@ -191,13 +194,13 @@ def load(  # noqa: C901 (a step for each part of a store)
         mend if clean or not writable else cuts,
         [folder],
         _INDEX_DIGITS,
-        only=None if thorough else "header",  # a crash may leave one half written
+        only=None if thorough else "header",  # a crash can leave one incomplete
         forget=checkpoint.forget_index,
     )
     names = directory.list_queues(path, files)
     lost: frozenset[QueueName] | None = None
     if trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index)):
-        lost = frozenset(trusted.queues.keys() ^ set(names))  # something went since the store was closed
+        lost = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since the store was closed
         trusted = None
         log.found_end = log.walk(log.third_last_file())
         log.last_write = log.found_end.last_record
@@ -240,13 +243,13 @@ def load(  # noqa: C901 (a step for each part of a store)
     elif mode is not None:
         planner = Planner(path, parts, mode, scan_from(log), is_clean=clean)
         plan = planner.plan(look, lost)
-        set_abort(files, path)  # only now: a store that is refused is left as it was
-        make_folders(files, log.sequence.folder)  # by which it is known as a store
+        set_abort(files, path)  # only now, because a refused store must not change
+        make_folders(files, log.sequence.folder)  # a store is recognised by it
         recovery = Recovery(path, files, clock, parts, has_ext=config.enable_consumequeue_ext)
         try:
             recovery.run(plan, planner)
         except CorruptionError:
-            if clean:  # refused after all: nothing was cut, and what was mended is as true as before
+            if clean:  # refused after all: nothing was cut, and repaired parts are right
                 clear_abort(files, path)
             raise
     if writable:
@@ -258,7 +261,7 @@ def load(  # noqa: C901 (a step for each part of a store)
 
 
 def describe_recovery(path: str, log_end: int, found: Sequence[Damage], took_ms: int) -> str:
-    """Say in one line what a recovery after an unclean exit has cut, and how long it took."""
+    """Log in one line what a recovery after an unclean exit has cut, and how long it took."""
     cut = [damage for damage in found if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
     if cut:
@@ -280,11 +283,10 @@ class Settled(NamedTuple):
 
 
 def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_deleted: bool = False) -> Settled:
-    """Recover all of the store in ``path``, flush it and mark it as closed.
+    """Recover the whole store in ``path``, flush it and mark it as closed.
 
-    ``keep_deleted`` makes no queue again that has no folder: its topic was deleted.
-
-    Takes no lock: the store must be one that no other process knows of yet.
+    With ``keep_deleted`` a queue without a folder stays deleted, like its topic. No lock is taken, so no other process
+    may know the store yet.
     """
     set_abort(files, path)
     levels = DelayLevels.parse(config.message_delay_level)
@@ -307,11 +309,11 @@ def _opened(
     only: str | None = None,
     forget: Callable[[], None] | None = None,
 ) -> _T:
-    """Open a part that is derived from the log; if ``mend``, one whose files can't be its is removed, and noted there.
+    """Open a part derived from the log; with ``mend``, remove a part with impossible files and note it there.
 
-    ``places`` are its files and folders, in which its files have names of so many ``digits``. Where there are others
-    too, it is refused, and nothing is removed; so it is for another kind of damage than ``only``, if that is given.
-    ``forget()`` is called before anything is.
+    ``places`` are its files and folders, in which names have so many ``digits``. If other names are there too, the part
+    is refused and nothing is removed. The same holds for another kind of damage than ``only``, if given. ``forget()``
+    is called before a removal.
     """
     try:
         return open_part()
@@ -338,7 +340,7 @@ def _opened(
 
 
 def vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
-    """Where the newest file starts whose first record is no younger than the checkpoint, else the oldest one."""
+    """Return the start of the newest file whose first record the checkpoint covers, or else of the oldest file."""
     for start in reversed(log.sequence.starts):
         stored = log.first_store_timestamp_ms(start)
         if stored and stored <= checkpoint.min_timestamp_ms:

@@ -1,8 +1,8 @@
-"""What a recovery is going to change, decided before anything is changed.
+"""The plan of a recovery, made before anything is changed.
 
-The walk that finds the log's end looks at each record once. After an unclean exit the first record that did not reach
-the device whole ends the log. Mirrors 4.9.4's ``recoverNormally`` and ``recoverAbnormally``, but does not cut sound
-records for a damage that no crash explains, unless it is asked for.
+The walk that finds the log's end checks each record once. After an unclean exit the first record that did not reach the
+device completely ends the log. Mirrors 4.9.4's ``recoverNormally`` and ``recoverAbnormally``, but cuts sound records
+only on demand if no crash explains the damage.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ __all__ = ["Planner", "RecordLook", "RecoveryMode", "RecoveryPlan", "unvouched_i
 
 _SECTOR: Final = 512
 _WORD: Final = 8
-_UNWRITTEN: Final = 16  # zeros at the end of a sector by which it is told that it was never written; headers have 15
+_UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was never written; headers have 15
 
 
 class RecoveryMode(enum.Enum):
-    """How far a recovery goes, and what it may cut."""
+    """Extent of a recovery and its cuts."""
 
     LAST_EXIT = "what the last exit calls for"
-    """Cut only what a crash explains; else the store is refused."""
+    """Cut only damage that a crash explains; otherwise refuse the store."""
     PREVIEW = "what the last exit calls for, in memory"
-    """For a read-only view, in an `OverlayFiles`: the log ends at the first damage, and what is behind it stays."""
+    """For a read-only view, in an `OverlayFiles`: end the log at the first damage, and keep the bytes behind it."""
     WHOLE_LOG = "all of the log"
-    """As the caller asked: cut at the first damage, and make again what has a wrong length or an impossible header."""
+    """On demand: cut at the first damage, and rebuild files with a wrong length or an impossible header."""
     LIVING = "all of the log of an open store"
-    """`WHOLE_LOG` for a store that this process had open until now: no crash left a record as it is."""
+    """`WHOLE_LOG` for a store that this process had open until now, so that no crash changed a record."""
     COPY = "all of the log of a copy"
-    """`WHOLE_LOG`, but a queue without a folder stays away: its topic was deleted."""
+    """`WHOLE_LOG`, but a queue without a folder stays deleted, like its topic."""
 
     @property
     def is_thorough(self) -> bool:
-        """Whether all of the log is looked at."""
+        """Whether the whole log is checked."""
         return self not in (RecoveryMode.LAST_EXIT, RecoveryMode.PREVIEW)
 
 
 class Suspect(NamedTuple):
-    """A record that a crash may have left in part."""
+    """A record that a crash can have left incomplete."""
 
     physical_offset: int
     what: str
     is_nameless: bool
-    """Whether it names no queue, so that it can't be served."""
+    """Whether it names no queue, so that it cannot be delivered."""
 
 
 class RecordLook:
-    """What the walk over the log learns of each record after an unclean exit.
+    """Findings of the walk over the log after an unclean exit.
 
-    Where a sector was not written there are zeros. In topic or properties they lead to no possible queue, or to zeros
-    as `_is_torn` knows them. The latter are looked for behind the first record that the checkpoint does not vouch for.
+    A sector that was not written holds zeros. In topic or properties they lead to an impossible queue, or to zeros that
+    `_is_torn` recognises. The latter are searched behind the first record that the checkpoint does not cover.
     """
 
     def __init__(self, vouched_for_ms: int) -> None:
         self._vouched_for_ms = vouched_for_ms
         self._known: set[tuple[bytes, bool]] = set()
         self.unvouched: int | None = None
-        """Where the first record is that the checkpoint does not vouch for."""
+        """Place of the first record that the checkpoint does not cover."""
         self.suspects: list[Suspect] = []
 
     def __call__(self, log: CommitLog, physical_offset: int, raw: bytes) -> None:
-        """Look at the next record."""
+        """Check the next record."""
         if self.unvouched is None and record.store_timestamp_ms(raw) > self._vouched_for_ms:
             self.unvouched = physical_offset
         _, _, topic_at, topic_end, properties_at, _ = record.frame(raw, 0, len(raw))
@@ -88,25 +88,25 @@ class RecordLook:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """What a recovery is going to do to the log, and from where on it checks."""
+    """Changes of a recovery to the log, and the start of its checks."""
 
     mode: RecoveryMode
     is_clean: bool
     """Whether the store was closed."""
     begin: int
-    """Where the walk over the log began."""
+    """Start of the walk over the log."""
     end: LogEnd
-    """Where the log is going to end."""
+    """Planned end of the log."""
     cut: int
-    """How many bytes are going to be cut there."""
+    """Number of bytes to cut there."""
     unvouched_from: int
-    """After an unclean exit: where the first record is that the checkpoint does not vouch for."""
+    """After an unclean exit, the place of the first record that the checkpoint does not cover."""
     lost: frozenset[QueueName] | None
-    """Queues that went or came since the store was closed; None if queues and index are as they were."""
+    """Queues deleted or added since the store was closed; None if queues and index are unchanged."""
 
 
 class Planner:
-    """Decides what a recovery may do to the parts of a store in folder ``path``; changes nothing."""
+    """Planner of a recovery of the store in folder ``path``; it changes nothing."""
 
     def __init__(self, path: str, parts: Parts, mode: RecoveryMode, begin: int, *, is_clean: bool) -> None:
         self._path = path
@@ -116,9 +116,11 @@ class Planner:
         self._clean = is_clean
 
     def plan(self, look: RecordLook, lost: frozenset[QueueName] | None) -> RecoveryPlan:
-        """Return where the log is going to end, by what the walk over it found.
+        """Return the planned end of the log, by the findings of the walk.
 
-        `CorruptionError` if that would cut sound records that no crash explains, unless the mode is thorough.
+        Raises:
+            CorruptionError: this would cut sound records for damage that no crash explains, and the mode is not
+            thorough.
         """
         log = self._parts.log
         end, unvouched = log.found_end, log.end
@@ -133,10 +135,12 @@ class Planner:
         return RecoveryPlan(self._mode, self._clean, self._begin, end, cut, unvouched, lost)
 
     def _first_torn(self, look: RecordLook) -> tuple[LogEnd | None, int]:
-        """Return the first record that did not reach the device whole though its body did, and what is vouched for.
+        """Return the first record that did not reach the device completely (but its body did), and the covered bytes.
 
-        A suspect that no crash explains is served, as by a broker: nothing but its body has a checksum. That can't be
-        where it names no queue: `CorruptionError`, unless the mode is thorough.
+        Like a broker, librmq delivers a suspect record that no crash explains, because only its body has a checksum.
+
+        Raises:
+            CorruptionError: the record names no queue, so it cannot be delivered, and the mode is not thorough.
         """
         log = self._parts.log
         unvouched = log.end if look.unvouched is None else look.unvouched
@@ -151,9 +155,9 @@ class Planner:
         return None, unvouched
 
     def _check_walk(self, log_end: int) -> None:
-        """Refuse what the walk over the log would refuse before where the log was looked at, while nothing is changed.
+        """Refuse, before any change, damage in the part of the log before the walk.
 
-        It begins where the index ends that is left then. What an exit vouched for is cut only on demand.
+        The check begins at the end of the remaining index. Covered bytes are cut only on demand.
         """
         log, index = self._parts.log, self._parts.index
         stale = unvouched_index(self._parts)
@@ -170,7 +174,7 @@ class Planner:
                 raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
 
     def _bytes_behind(self, end: LogEnd) -> int:
-        """How many bytes are to be cut; after a clean exit they are looked for only where there is a hint of any."""
+        """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
         parts = self._parts
         log, at = parts.log, end.physical_offset
         if (
@@ -181,13 +185,13 @@ class Planner:
             or any(any(log.sequence.file(start).buffer[:8]) for start in log.sequence.starts if start > at)
         ):
             return log.data_behind(at)
-        return 0  # nothing but zeros, which may be a gigabyte
+        return 0  # only zeros, possibly a gigabyte
 
     def check_cut(self, end: LogEnd, cut: int) -> None:
-        """Refuse to cut sound records, unless a crash explains that they stand behind something else.
+        """Refuse to cut sound records, unless a crash explains the damage before them.
 
-        It does where what was written last reached the device in another order: then records that no checkpoint vouched
-        for stand behind a page or sector that was never written.
+        A crash explains it if the last writes reached the device in another order: uncovered records are then behind a
+        page or sector that was never written.
         """
         if not cut or self._mode is RecoveryMode.PREVIEW:
             return
@@ -206,7 +210,7 @@ class Planner:
         )
 
     def _explained_by_crash(self, at: int, upto: int) -> bool:
-        """Whether no sound record stands behind ``at``, or one to which the checkpoint does not reach, behind zeros."""
+        """Return whether no sound record is behind ``at``, or only uncovered ones behind zeros."""
         log = self._parts.log
         following = salvage.find_record(log.sequence, at + 1, upto)
         if following is None:
@@ -218,7 +222,7 @@ class Planner:
 
 
 def unvouched_index(parts: Parts) -> Sequence[IndexFile]:
-    """Return the index files that may not be whole on the device: behind the first that the checkpoint ends with."""
+    """Return the index files behind the checkpoint, which can be incomplete on the device."""
     files, limit = parts.index.files, parts.checkpoint.index_timestamp_ms
     for number, file in enumerate(files):
         end = file.header.end_timestamp_ms
@@ -230,7 +234,7 @@ def unvouched_index(parts: Parts) -> Sequence[IndexFile]:
 
 
 def names_no_queue(raw: bytes, topic: bytes, known: set[tuple[bytes, bool]]) -> str | None:
-    """Return why a record names no possible queue, None if it names one; ``known`` are those looked at before."""
+    """Return why a record names no possible queue, None if it names one; ``known`` holds checked queues."""
     name = topic, raw[record.QUEUE_ID_AT] > 127
     if name not in known:
         queue_id = int.from_bytes(raw[record.QUEUE_ID_AT : record.QUEUE_ID_AT + 4], "big", signed=True)
@@ -243,10 +247,10 @@ def names_no_queue(raw: bytes, topic: bytes, known: set[tuple[bytes, bool]]) -> 
 
 
 def _is_torn(log: CommitLog, physical_offset: int, raw: bytes, properties_at: int) -> bool:
-    """Whether a crash left zeros in the properties of a record.
+    """Return whether a crash left zeros in the properties of a record.
 
-    A sector is written as a whole or not at all, and of a write that was under way so many words, nothing behind them.
-    Zeros of another kind are no crash's.
+    A sector is written completely or not at all. Of a running write only its first words are there. Other zeros do not
+    come from a crash.
     """
     if raw.find(b"\0", properties_at) < 0:
         return False
@@ -260,13 +264,13 @@ def _is_torn(log: CommitLog, physical_offset: int, raw: bytes, properties_at: in
 
 
 def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
-    """Whether between two physical offsets, in the file of the first, a sector ends that never reached the device.
+    """Return whether an unwritten sector ends between two physical offsets, in the file of the first.
 
     Files are zero where nothing was written.
     """
     start = begin - begin % log.file_size
     buffer = log.sequence.file(start).buffer
-    at, upto = begin - start, min(end - start + 3, log.file_size)  # a record may begin with three zeros, its size
+    at, upto = begin - start, min(end - start + 3, log.file_size)  # a record can begin with three zeros, in its size
     edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, upto + 1, _SECTOR), [upto] * (upto == log.file_size))
     if any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges):
         return True

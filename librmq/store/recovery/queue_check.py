@@ -1,8 +1,8 @@
-"""Queues held against the records that name them, in the order of the log, and mended where they differ.
+"""Comparison of queues with their records, in the order of the log, and repair of the differences.
 
-Two fields of a record can be wrong without a trace in a checksum and be told from the rest all the same: its own
-address, and its queue offset, since the records of a queue count on. A single record that falls out of the count is
-misaddressed; two that agree are a jump (a topic that was deleted and made again, a record whose topic was lost).
+No checksum covers a record's address and its queue offset, but errors in them are detectable, because the records of a
+queue count up. A single record outside of the count has a wrong address. Two consecutive ones are a jump: a topic was
+deleted and made again, or a record's topic was lost.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _FILLER_SIZE: Final = 0x7FFFFFFF
 _FILLER: Final = ENTRY.pack(0, _FILLER_SIZE, 0)
 _NONE: Final = 1 << 63
 _LARGEST_OFFSET: Final = 1 << 58
-_LARGEST_GAP: Final = 100_000  # entries that are filled in where records are missing; beyond, the queue starts again
+_LARGEST_GAP: Final = 100_000  # most entries to fill in for missing records; with more, the queue starts again
 COMPARED: Final = 4096
-"""So many entries are compared together."""
+"""Number of entries compared together."""
 
 
 class Stray(NamedTuple):
-    """A record that falls out of the count of the queue that it names."""
+    """A record outside of the count of its queue."""
 
     check: QueueCheck
     entry: ExpectedEntry
 
 
 class GapError(Exception):
-    """A queue lacks entries from before the place where its records are looked at: look at all of them."""
+    """A queue lacks entries from before the checked records, so all records must be checked."""
 
     def __init__(self, name: QueueName) -> None:
         super().__init__(name)
@@ -68,21 +68,21 @@ class GapError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which records are held against the queues that they name: those from physical offset ``begin`` on."""
+    """Selection of the records to compare with their queues: those from physical offset ``begin`` on."""
 
     begin: int
     all_of: frozenset[QueueName] = frozenset()
-    """Queues of which all records are, wherever they stand."""
+    """Queues whose records are all selected."""
     since: Mapping[QueueName, int] = field(default_factory=dict)
-    """Queues that begin later: what stands before this physical offset is of a topic that was deleted."""
+    """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
     absent_before: int = 0
-    """A queue without a folder was deleted: its records that stand before this physical offset are left out."""
+    """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
 
 
 def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
-    """Return where the records of each queue begin that counts from 0, by its first entry.
+    """Return the begin of the records of each queue that counts from 0, by its first entry.
 
-    A topic that is deleted on a broker leaves its records in the log. Made again, it counts from 0 again.
+    A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
     """
     found = {}
     for name, queue in queues.items():
@@ -98,7 +98,7 @@ def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict
 
 
 class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
-    """The checks of all queues, by topic as it stands in records and queue id."""
+    """The checks of all queues, by queue id and topic in a record's form."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         has_ext: bool = True,
         finished: Callable[[ConsumeQueue, int], None] | None = None,
     ) -> None:
-        """Check ``queues``; `open_queue` gives those that are missing.
+        """Check ``queues``; `open_queue` makes missing ones.
 
-        Without ``has_ext`` a queue is looked at when its last record has come, so that each is opened once.
-        ``finished(queue, first)`` is called for each queue behind its check, ``first`` the first queue offset checked.
+        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``finished(queue,
+        first)`` is called after each check with the first checked queue offset.
         """
         super().__init__()
         self.puts_off = not has_ext
-        """Whether checks collect what records lead to before they look at their queue."""
+        """Whether checks collect entries before they open their queue."""
         self._finished = finished
         self._bitmap_of = bitmap_of
         self._log = log
@@ -132,9 +132,13 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         self._strays: dict[int, dict[int, Stray]] = {}  # by queue offset and physical offset
 
     def make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
-        """The check of a queue of which the first record comes; `CorruptionError` if there can be no such queue."""
+        """Return the check of a queue at its first record.
+
+        Raises:
+            CorruptionError: there can be no such queue.
+        """
         topic = java_decode(topic_raw)
-        check = self._by_name.get((topic, queue_id))  # malformed topics may be read alike
+        check = self._by_name.get((topic, queue_id))  # different malformed topics can be decoded alike
         if check is None:
             try:
                 validate_queue(topic, queue_id)
@@ -146,7 +150,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         return check
 
     def queue(self, name: QueueName) -> ConsumeQueue:
-        """The queue of that name, made where there is none."""
+        """Return the queue of that name, made if there is none."""
         queue = self._queues.get(name)
         if queue is None:
             queue = self._open_queue(*name)
@@ -168,13 +172,13 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         return check
 
     def look_at_all(self) -> None:
-        """Look at every queue now: a record that falls out of one count may be that of any other."""
+        """Check every queue now, because a record outside of one count can belong to any other."""
         self.puts_off = False
         for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
-            check.look()  # a single record first: it is the one that may be another queue's
+            check.look()  # a single record first, because it can belong to another queue
 
     def finish(self) -> Iterator[QueueCheck]:
-        """No record follows: finish the checks of all queues, those without a record too."""
+        """Finish the checks of all queues after the last record, also of queues without records."""
         for name in list(self._queues):
             if name not in self._by_name:
                 self._check(name)
@@ -186,7 +190,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
             else:
                 left.append(check)
         self.look_at_all()
-        # Those that wait for another record last: theirs may turn out to be a record of another queue.
+        # Checks that wait for another record come last, because their record can belong to another queue.
         for check in sorted(left, key=lambda check: check.waits):
             self._finish(check)
             yield check
@@ -197,17 +201,17 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
             self._finished(check.queue, check.first)
 
     def forget_empty(self) -> None:
-        """Leave no queue behind that has no record of its own."""
+        """Remove queues without a record of their own."""
         for name in self._made:
             if self._queues[name].max_offset == 0:
                 del self._queues[name]
 
     def add_stray(self, queue_offset: int, stray: Stray) -> None:
-        """Note a record that may be that of another queue, at the same queue offset."""
+        """Note a record that can belong to another queue at the same queue offset."""
         self._strays.setdefault(queue_offset, {})[stray.entry.physical_offset] = stray
 
     def drop_stray(self, queue_offset: int, physical_offset: int) -> None:
-        """Forget a record that turned out to be in its place."""
+        """Drop a noted record that is in its right place."""
         found = self._strays.get(queue_offset)
         if found is not None:
             found.pop(physical_offset, None)
@@ -215,16 +219,16 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
                 del self._strays[queue_offset]
 
     def stray_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
-        """Return the stray record that stands there, and forget it."""
+        """Return and drop the stray record at this place."""
         stray = self._strays.get(queue_offset, {}).get(physical_offset)
         if stray is not None:
             self.drop_stray(queue_offset, physical_offset)
         return stray
 
     def take_stray(self, queue_offset: int, after: int, before: int, check: QueueCheck) -> Stray | None:
-        """Return a record between two physical offsets that a changed byte took away from the queue of ``check``.
+        """Return a record between two physical offsets that a changed byte has moved away from the queue of ``check``.
 
-        It names the same queue offset of a queue to which it is no use.
+        It names the same queue offset in a queue that does not need it.
         """
         for physical_offset, stray in self._strays.get(queue_offset, {}).items():
             if after < physical_offset < before and check.is_one_byte_from(stray.check):
@@ -234,7 +238,7 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
 
 
 def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
-    """A field of 8 bytes in a record that is not what it must be."""
+    """A field of 8 bytes in a record with a wrong value."""
     field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
     if mend:
         log.patch(physical_offset + at, _LONG.pack(expected))
@@ -243,7 +247,7 @@ def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expe
 
 
 class ExpectedEntry(NamedTuple):
-    """The entry that a record leads to, and what its extension unit is made of."""
+    """The entry of a record, and the content of its extension unit."""
 
     packed: bytes
     store_timestamp_ms: int
@@ -251,15 +255,15 @@ class ExpectedEntry(NamedTuple):
 
     @property
     def physical_offset(self) -> int:
-        """Where the entry leads to in the log."""
+        """Physical offset in the entry."""
         return int.from_bytes(self.packed[:8], "big")
 
 
 class QueueCheck:
-    """One queue held against the records that name it, in the order of the log.
+    """Comparison of one queue with its records, in the order of the log.
 
-    Entries collect in ``entries`` and are compared together. Most records take a short cut that `reconcile` has
-    inline: ``expected`` is the queue offset for which that holds, one that no record can have while none does.
+    Entries collect in ``entries`` and are compared together. Most records take a short cut that `reconcile` has inline:
+    they have the queue offset ``expected``, which is impossible while the short cut is closed.
     """
 
     def __init__(
@@ -272,15 +276,15 @@ class QueueCheck:
         mend: bool,
         bitmap_of: BitmapOf | None,
     ) -> None:
-        """Begin at physical offset ``begin``; ``whole``: nothing of the queue in the log stands before."""
+        """Begin at physical offset ``begin``; ``whole`` means that no record of the queue is before it."""
         self.name = name
         topic, self._queue_id = name
         self._checks = checks
         self._topic = topic
         self.left_out = 0
-        """How many records were left out, because a topic of this name was deleted since."""
+        """Number of excluded records of a deleted topic with this name."""
         self.gave_all_away = False
-        """Whether the only record that names the queue is that of another one."""
+        """Whether the only record that names the queue belongs to another one."""
         self._bitmap_of = bitmap_of
         self.damages: list[Damage] = []
         self.prefix_hash = string_hash(topic + "#")
@@ -292,22 +296,22 @@ class QueueCheck:
         self._whole = whole
         self._mend = mend
         self._delayed = topic == SCHEDULE_TOPIC
-        self._claimed = -1  # until the queue is looked at: what the first record says that its queue offset is
+        self._claimed = -1  # until the queue is opened: the queue offset that the first record names
         self.first = -1
-        """From this queue offset on entries are checked; those below are of older records."""
+        """First checked queue offset; entries below belong to older records."""
         self._next: int | None = None
         self._held: tuple[int, ExpectedEntry] | None = None
         self._units: dict[int, ExpectedEntry] = {}  # of a queue with extension: by queue offset
 
     @property
     def queue(self) -> ConsumeQueue:
-        """The queue that is checked, opened when it is first looked at."""
+        """The checked queue, opened at its first use."""
         if self._opened is None:
             self._opened = self._checks.queue(self.name)
         return self._opened
 
     def is_plain(self) -> bool:
-        """Look at the queue, and return whether it ends where its records do, which all are in its count."""
+        """Open the queue, and return whether all records are in its count and it ends with them."""
         if self.first < 0:
             self._look()
             if self._claimed >= 0:
@@ -319,7 +323,7 @@ class QueueCheck:
         return self.queue.max_offset <= (self.first if self._next is None else self._next)
 
     def look(self) -> None:
-        """Look at the queue; records that came before and do not count on from it are offered once more."""
+        """Open the queue; earlier records that do not continue its count are taken again."""
         if self.first < 0:
             self._look()
         if self._claimed >= 0:
@@ -329,7 +333,7 @@ class QueueCheck:
                 self.offer(queue_offset, ExpectedEntry(packed, 0, b""))
 
     def _look(self) -> None:
-        """Find where the records begin in the queue; take what was collected if it follows there."""
+        """Find the begin of the records in the queue, and take the collected entries if they follow there."""
         queue, entries, claimed = self.queue, self.entries, self._claimed
         at = queue.min_offset
         is_there = bool(entries) and self._is_first(claimed, entries[0])
@@ -346,7 +350,7 @@ class QueueCheck:
             self._expect()
 
     def _is_first(self, queue_offset: int, entry: bytes) -> bool:
-        """Whether an entry stands there, and before it none of a record that is checked."""
+        """Return whether an entry is there, and before it none of a checked record."""
         queue = self.queue
         at = max(queue_offset - 1, queue.min_offset)
         raw = queue.read(at, queue_offset - at + 1) if at <= queue_offset else b""
@@ -358,24 +362,24 @@ class QueueCheck:
         return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != _FILLER_SIZE
 
     def _expect(self) -> None:
-        """Open the short cut for the next record, if there is nothing particular about it."""
+        """Open the short cut for the next record unless it needs a full check."""
         short = self._next is not None and self._held is None and self.queue.ext is None
         self.expected = self._next if short and self._next is not None else _NONE
 
     @property
     def waits(self) -> bool:
-        """Whether a record is held until the next one tells where it is."""
+        """Whether a record waits for the next one to decide its place."""
         return self._held is not None
 
     def is_one_byte_from(self, other: QueueCheck) -> bool:
-        """Whether one byte makes the name of one queue that of the other."""
+        """Return whether two queue names differ by one byte."""
         ours, theirs = (
             check._topic.encode() + check._queue_id.to_bytes(4, "big", signed=True) for check in (self, other)
         )
         return len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
 
     def settle(self) -> None:
-        """Take over what went the short way."""
+        """Take over the records of the short cut."""
         if self.first < 0:
             self._look()
             if self._claimed >= 0:
@@ -386,7 +390,7 @@ class QueueCheck:
             self._compare()
 
     def offer(self, queue_offset: int, entry: ExpectedEntry) -> None:
-        """Take the next record of the queue, which says that it is at ``queue_offset``."""
+        """Take the next record of the queue, which names ``queue_offset``."""
         if entry.physical_offset < self._begin:
             self.left_out += 1
             return
@@ -409,14 +413,14 @@ class QueueCheck:
         self._expect()
 
     def give_away(self, entry: ExpectedEntry) -> None:
-        """Leave a record to the queue whose it is."""
+        """Leave a record to the queue to which it belongs."""
         if self._held is not None and self._held[1] is entry:
             self._held = None
             self.gave_all_away = self._next is None and self.queue.max_offset == 0
             self._expect()
 
     def _settle(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
-        """Decide the queue offset of a record that falls out of the count, by the next one and by the queue."""
+        """Decide the queue offset of a record outside of the count, by the next record and the queue."""
         due = self._next
         possible = 0 <= claimed < _LARGEST_OFFSET
         if due is None:
@@ -426,7 +430,7 @@ class QueueCheck:
                 due = following - 1
             else:
                 due = claimed if possible else 0
-        elif following == due > self.first:  # one of two that name a place is another queue's
+        elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._checks.drop_stray(claimed, entry.physical_offset)
@@ -442,7 +446,9 @@ class QueueCheck:
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
         raw = self.queue.read(queue_offset, 1)
-        return raw[:12] == entry.packed[:12]  # with the size: zeros are no entry of the log's first record
+        return (
+            raw[:12] == entry.packed[:12]
+        )  # compare the size too, because zeros are no entry of the log's first record
 
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
         if queue_offset != claimed:
@@ -462,7 +468,7 @@ class QueueCheck:
             self._compare()
 
     def _jump(self, queue_offset: int, following: ExpectedEntry) -> None:
-        """Go on with the count elsewhere."""
+        """Continue the count at another queue offset."""
         assert self._next is not None
         gap = queue_offset - self._next
         if gap > 0 and not self._whole:
@@ -479,7 +485,7 @@ class QueueCheck:
                 if self.queue.ext is not None:
                     self._units[lacking] = found
             return
-        # The topic was made again, or lost more than can be filled in: the later records are the queue.
+        # The topic was made again, or too many records are missing, so the queue consists of the later records.
         self.damages = [damage for damage in self.damages if damage.kind == "record"]
         if gap < 0:
             replaced = min(-gap, len(self.entries))
@@ -498,10 +504,10 @@ class QueueCheck:
         return ENTRY.unpack(raw)[0] if raw else -1
 
     def _lacking(self, queue_offset: int, after: int, before: int) -> ExpectedEntry | None:
-        """Find the record of a queue offset that no record of the queue has; it stands between two physical offsets.
+        """Find the record of a missing queue offset between two physical offsets.
 
-        One changed byte of its topic or queue id makes it a record of another queue. The entry that was written before
-        leads to it still; where there is none, a record that falls out of another queue's count at this offset is it.
+        One changed byte of its topic or queue id can make it a record of another queue. The earlier entry still leads
+        to it. Without an entry, it is a record outside of another queue's count at this offset.
         """
         raw = self.queue.read(queue_offset, 1)
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
@@ -532,7 +538,7 @@ class QueueCheck:
         return None if raw is None else StoredMessage(raw)
 
     def _claim_back(self, message: StoredMessage) -> None:
-        """Report a record that names another queue than the one that has it, and put that right."""
+        """Report and correct a record that names a wrong queue."""
         topic, at = self._topic.encode(), message.physical_offset
         _, _, topic_at, topic_end, _, _ = message.frame
         if len(topic) != topic_end - topic_at or (message.topic, message.queue_id) == (self._topic, self._queue_id):
@@ -544,7 +550,7 @@ class QueueCheck:
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
     def _compare(self) -> None:
-        """Hold what has collected against the queue."""
+        """Compare the collected entries with the queue."""
         entries, queue = self.entries, self.queue
         if not entries:
             return
@@ -581,7 +587,7 @@ class QueueCheck:
         queue.append_many(queue_offset, b"".join(entries))
 
     def _with_unit(self, queue_offset: int, packed: bytes) -> bytes:
-        """The entry with the address of a new unit in the place of its code."""
+        """Return the entry with the address of a new unit in place of its code."""
         entry = self._units.get(queue_offset)
         if entry is None or self.queue.ext is None:
             return packed
@@ -613,7 +619,7 @@ class QueueCheck:
         return same
 
     def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
-        """Whether an entry says what is expected after all: by a unit, as 4.9 recovers it, or as no record tells."""
+        """Return whether an entry is acceptable after all: by its unit, or in the form of 4.9's recovery."""
         place, size, code = ENTRY.unpack(found)
         if found[:12] != expected[:12]:
             return False
@@ -621,16 +627,16 @@ class QueueCheck:
         message = self._log_record(place, size)
         is_free = message is not None and is_illegible(message)
         if self._delayed and message is not None:
-            # After an unclean exit 4.9 gives delayed records the code of their tags.
+            # 4.9's recovery gives delayed records the code of their tags.
             wanted.add(record.tags_code(message.tags))
         if not is_ext_address(code):
             return is_free or code in wanted
         if self.queue.ext is None:
-            return False  # there are no units that it could lead to
+            return False  # there are no units to which it could lead
         if before := self.queue.read(queue_offset - 1, 1):
             place_before, _, earlier = ENTRY.unpack(before)
             if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
-                return False  # units are in the order of their entries; of what is gone from the log none counts
+                return False  # units are in the order of their entries; those of deleted records do not count
         unit, entry = self.queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
@@ -645,7 +651,7 @@ class QueueCheck:
             self._settle(claimed, held, None)
         self._compare()
         queue = self.queue
-        if self._next is None:  # no record at all: every entry must be of an older one
+        if self._next is None:  # without any record, every entry must belong to an older one
             self._next = self.first
         while queue.max_offset > self._next and not self.gave_all_away:
             found = self._lacking(self._next, self._place_before(self._next), self._log.end)
@@ -678,7 +684,7 @@ class QueueCheck:
         self.damages.append(Damage(path, position, "ahead", what, ENTRY_SIZE * ahead))
 
     def _check_older(self) -> None:
-        """Entries before the log's first record of the queue must point below the log, or be filler."""
+        """Check that entries before the queue's first record point below the log, or are filler."""
         queue = self.queue
         if self.first <= queue.stored_begin:
             return
@@ -703,19 +709,19 @@ class QueueCheck:
 
 
 def is_illegible(message: StoredMessage) -> bool:
-    """Whether zeros stand in a record's properties, so that it does not tell its tags and keys any more.
+    """Return whether a record's properties contain zeros, so that its tags and keys are lost.
 
-    As in 4.9, the queue entry and the keys that were written while it did are kept.
+    As in 4.9, the queue entry and the keys written earlier are kept.
     """
     return 0 in message.properties_raw
 
 
 def _hole(log: CommitLog, following: ExpectedEntry) -> bytes:
-    """Return an entry for a message that is lost, by which readers come to the one that follows.
+    """Return an entry in place of a lost message, which readers skip.
 
-    A broker that finds no record at an entry leaves out all entries below the next log file, counted from the entry's
-    place. So the entry names the file before the one of the message that follows; no record is so large. Before the
-    first file there is none: there the entry leads to the message that follows, which a broker then gives twice.
+    If a broker finds no record at an entry, it skips all entries below the next log file, counted from the entry's
+    place. So the entry names the file before the one of the next message, with an impossible size. In the first file
+    the entry leads to the next message, which a broker then returns twice.
     """
     place, size, _ = ENTRY.unpack(following.packed)
     start = place - place % log.file_size
@@ -723,12 +729,12 @@ def _hole(log: CommitLog, following: ExpectedEntry) -> bytes:
 
 
 def _is_made_up(entry: bytes, following: bytes) -> bool:
-    """Whether an entry is one of `_hole`."""
+    """Return whether an entry was made by `_hole`."""
     return ENTRY.unpack(entry)[1] == _FILLER_SIZE or entry[:12] == following[:12]
 
 
 def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
-    """Whether readers come past an entry that leads to no message of its own."""
+    """Return whether readers can pass an entry without a message of its own."""
     place, size, _ = ENTRY.unpack(found)
     next_place = ENTRY.unpack(following)[0]
     if size == _FILLER_SIZE:
@@ -737,7 +743,7 @@ def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
 
 
 def _first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:
-    """Return the first entry below queue offset ``end`` that is no filler and of no message before ``begin``."""
+    """Return the first entry below queue offset ``end`` that is neither filler nor of a message before ``begin``."""
     at, raw = queue.stored_begin, queue.read(end, 1)
     latest_hole = ENTRY.unpack(raw)[0] - log_file_size if raw else 0
     try:
@@ -754,9 +760,10 @@ def _first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: i
 
 
 def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
-    """The first queue offset whose message is at or behind ``physical_offset``, by halving.
+    """Return the first queue offset whose message is at or behind ``physical_offset``, by binary search.
 
-    From the end on in growing steps before, since it mostly is there: so few files are mapped.
+    The search first goes back from the end in growing steps, because the place is mostly there. So few files are
+    mapped.
     """
     low, high = queue.min_offset, queue.max_offset
     step = 1
@@ -772,7 +779,7 @@ def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
 
 
 def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
-    """The first entry from ``queue_offset`` to ``end`` that is no filler."""
+    """Return the first entry from ``queue_offset`` to ``end`` that is no filler."""
     while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER[8:12]:
         raw = queue.read(queue_offset, min(COMPARED, end - queue_offset))
         others = np.flatnonzero(np.frombuffer(raw, ENTRY_DTYPE)["size"] != _FILLER_SIZE)

@@ -1,7 +1,7 @@
-"""Queues and key index held against the log, and made to agree with it.
+"""Comparison of queues and key index with the log, and their repair.
 
-The log is the truth: from each record follow the entry at its queue offset and the keys of the index. `reconcile`
-walks over the log once, compares what is there with what follows, and (for recovery) rewrites what differs.
+The log is the truth: each record defines the entry at its queue offset and its keys in the index. `reconcile` walks
+over the log once, compares entries and keys with the records, and, for recovery, rewrites differences.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     has_ext: bool = True,
     finished: Callable[[ConsumeQueue, int], None] | None = None,
 ) -> Iterator[Damage]:
-    """Hold what follows from the records from ``begin`` on against queues and index; yields what differs.
+    """Compare queues and index with the records from ``begin`` on, and yield the differences.
 
-    With ``mend`` what differs is rewritten; without, nothing is changed. ``scope`` leaves records out for the queues;
-    ``left_out`` takes how many, by queue. ``open_queue`` gives queues that are missing,
-    ``bitmap_of`` the bitmaps of extension units that are made again; ``forget_index()`` is called before the index is.
-    `GapError` if a queue that is mended lacks entries from before ``begin``. `CorruptionError` at a record that can't
-    be read, or that names no possible queue.
+    With ``mend`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
+    and ``left_out`` counts them by queue. ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of
+    rebuilt extension units, and ``forget_index()`` is called before the index is rebuilt.
+
+    Raises:
+        GapError: a queue lacks entries from before ``begin``, and cannot be repaired from there.
+        CorruptionError: a record is unreadable or names no possible queue.
     """
     begin = max(begin, log.begin)
     checks = QueueChecks(

@@ -1,7 +1,7 @@
-"""A recovery: what was planned for the log is done, and queues and index are made to agree with it.
+"""Recovery: carries out the plan for the log, and makes queues and index agree with it.
 
-What the walk at opening passes (`librmq.store.recovery.open`) is dispatched again after an unclean exit. What lies
-behind the log's end is cut, and kept aside (`librmq.store.recovery.salvage`). Unlike 4.9.4, a recovery never loses keys
+After an unclean exit the records of the opening's walk (`librmq.store.recovery.open`) are dispatched again. Bytes
+behind the log's end are copied (`librmq.store.recovery.salvage`) and cut. Unlike 4.9.4, a recovery never loses keys
 that the log still has, and indexes each key once.
 """
 
@@ -27,11 +27,11 @@ from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Recovery"]
 
-_MANY_QUEUES: Final = 64  # from which on it is quicker to flush the whole file system
+_MANY_QUEUES: Final = 64  # number of files from which flushing the whole file system is faster
 
 
 class Recovery:
-    """One recovery of the parts of a store that is opened for writing."""
+    """One recovery of a store's parts, which are open for writing."""
 
     def __init__(self, path: str, files: Files, clock: Clock, parts: Parts, *, has_ext: bool) -> None:
         self._path = path
@@ -42,7 +42,7 @@ class Recovery:
         self._written: list[ConsumeQueue] = []
 
     def run(self, plan: RecoveryPlan, planner: Planner) -> None:
-        """Bring the parts to agree, as planned."""
+        """Carry out the plan."""
         parts, self._plan, self._planner = self._parts, plan, planner
         self._is_preview = plan.mode is RecoveryMode.PREVIEW
         self._cut_log(plan.end, plan.cut)
@@ -60,7 +60,7 @@ class Recovery:
             self._set_checkpoint(stored)
 
     def _last_timestamp_ms(self) -> int:
-        """When the last record was stored, 0 if none is near."""
+        """Return the store time of the last record, 0 if none is near."""
         log = self._parts.log
         end = log.found_end
         if end.physical_offset != log.end:  # cut once more
@@ -69,7 +69,7 @@ class Recovery:
         return max(stored or 0, 0)
 
     def _check_checkpoint(self, stored: int) -> None:
-        """A checkpoint vouches for no time after the last record's."""
+        """Limit the checkpoint to the time of the last record."""
         checkpoint = self._parts.checkpoint
         times = checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms
         if max(times) > stored:
@@ -77,7 +77,7 @@ class Recovery:
             self._parts.cuts.append(Damage(checkpoint.path, 0, "checkpoint", what, 24))
 
     def _set_checkpoint(self, stored: int) -> None:
-        """Vouch for what is there now: all of it."""
+        """Set the checkpoint for the complete store."""
         log, checkpoint = self._parts.log, self._parts.checkpoint
         folders = set() if self._plan.is_clean else self._write_again()
         log.flush()
@@ -96,21 +96,18 @@ class Recovery:
         checkpoint.flush()
 
     def _write_again(self) -> set[str]:
-        """Write what no exit vouched for once more, as the writer may have died before a flush.
-
-        Returns the folders that are to be flushed.
-        """
+        """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""
         log, begin = self._parts.log, self._plan.unvouched_from
         log.sequence.write_again(begin, log.end)
         above = {self._path}
-        if self._plan.mode.is_thorough:  # else those that the checkpoint does not vouch for are made again
+        if self._plan.mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
             for file in unvouched_index(self._parts):
                 file.write_again()
                 above.add(self._parts.index.folder)
         return above
 
     def _vouch_for(self, queue: ConsumeQueue, first: int) -> None:
-        """Write what no exit vouched for of a queue once more; ``first`` is the first entry that was checked."""
+        """Write uncovered entries of a queue again; ``first`` is the first checked entry."""
         begin = self._plan.unvouched_from
         if queue.max_physic_offset > begin:
             queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
@@ -118,12 +115,12 @@ class Recovery:
         queue.keep_descriptors(False)
 
     def _queue_folders(self) -> set[str]:
-        """The folders of queues in which names may have changed that are not on the device."""
+        """Return the folders of queues that can have unflushed names."""
         above: set[str] = set()
         written = set(self._written)
         for queue in self._parts.queues.opened():
             folders = {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
-            above.update(filter(self._files.is_folder, folders))  # from which files may have been deleted
+            above.update(filter(self._files.is_folder, folders))  # files can have been deleted from it
             if queue in written:
                 for folder in map(os.path.dirname, folders):
                     above |= {folder, os.path.dirname(folder)}
@@ -138,13 +135,13 @@ class Recovery:
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
         if self._is_preview:
-            log.end = end.physical_offset  # it may be followed by gigabytes, which would have to be changed in memory
+            log.end = end.physical_offset  # gigabytes can follow it, which would all change in memory
         elif cut or log.sequence.end > end.physical_offset + log.file_size:
             log.truncate(end.physical_offset)
             log.last_write = end.last_record
 
     def cut_queue(self, queue: ConsumeQueue) -> None:
-        """Cut what a queue has ahead of the log; one that is opened later, when it is."""
+        """Cut a queue's entries ahead of the log; a queue that is opened later is cut then."""
         parts = self._parts
         if queue.max_physic_offset > parts.log.end:
             cut = queue.truncate_after(parts.log.end)
@@ -154,7 +151,7 @@ class Recovery:
             queue.serve_from(parts.log.begin)
 
     def _reconcile_from(self) -> tuple[int, Scope]:
-        """Return from where on records are held against the index, and which of them against queues."""
+        """Return the place from which records are compared with the index, and the records to compare with queues."""
         parts = self._parts
         log, index = parts.log, parts.index
         if self._plan.mode.is_thorough:
@@ -172,11 +169,11 @@ class Recovery:
         return max(begin, log.begin), scope
 
     def _dispatched(self) -> int:
-        """Up to where the log was dispatched, whatever became of some queues since."""
+        """Return the place up to which the log was dispatched, whatever happened to some queues since."""
         return max([self._parts.log.begin, *(queue.max_physic_offset for queue in self._parts.queues.values())])
 
     def _drop_index(self, files: Sequence[IndexFile], than: str) -> int:
-        """Delete index files that are to be made again; the physical offset from which on."""
+        """Delete index files to rebuild, and return the physical offset from which to rebuild."""
         for file in files:
             self._parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
             self._parts.index.drop(file.name)
@@ -211,12 +208,12 @@ class Recovery:
                 path = parts.log.sequence.path_at(error.offset)
                 if error.file != path:
                     raise
-                # A record that names no queue: the log ends there.
+                # A record that names no queue ends the log.
                 end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
                 if not self._plan.mode.is_thorough:
                     self._planner.check_cut(end, cut)
                     if error.offset < self._plan.begin and not self._is_preview:
-                        raise  # what an exit vouched for is cut only on demand
+                        raise  # covered bytes are cut only on demand
                 parts.cuts += found
                 self._cut_log(end, cut)
                 for queue in parts.queues.opened():

@@ -1,10 +1,10 @@
-"""What is damaged in a store, found without changing a byte.
+"""Verification of a store, without changing a byte.
 
-Found are: a record of the log that is none or whose body does not match its checksum, bytes behind the log's end,
-queues and index that lack what the log has, are ahead of it or say something else, files of a wrong length, folders
-that are no queue's, a checkpoint later than the last record. What a record says of its flag, times, hosts, reconsume
-times and prepared offset can't be known to be wrong: only bodies have a checksum, and topic, queue, offsets, tags and
-keys are told by the entries that point at it.
+It finds unreadable records and bodies that do not match their checksum, bytes behind the log's end, queues and index
+that lack records, are ahead of the log or contradict it, files of a wrong length, folders that belong to no queue, and
+a checkpoint later than the last record. It cannot find changes in a record's flag, times, hosts, reconsume times and
+prepared offset. Only bodies have a checksum; topic, queue, offsets, tags and keys are checked by the entries that point
+at the record.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Verdict", "verify"]
 
 _T = TypeVar("_T")
 
-_LOOKS: Final = 4  # at a store that is being written
+_LOOKS: Final = 4  # for a store with a running writer
 
 UNKNOWABLE = (
     "of a record's flag, times, hosts, reconsume times and prepared offset it can't be known whether they changed: "
@@ -58,10 +58,13 @@ class Verdict:
 
 
 def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, files: Files | None = None) -> Verdict:
-    """Look at all of the store in ``path``; ``config`` None takes the sizes from the files.
+    """Check the whole store in ``path``, without a lock and without changes.
 
-    Changes nothing and takes no lock. While a writer has the store open, queues and index may be behind its log.
-    `NotAStoreError` for what is no store.
+    Without ``config`` the sizes come from the files. While a writer has the store open, queues and index may be behind
+    its log.
+
+    Raises:
+        NotAStoreError: there is no store.
     """
     path, files = os.fspath(path), files or DiskFiles()
     kind = directory.recognise(path, files)
@@ -72,7 +75,7 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 
 
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
-    """`verify` with all of it known; ``writer`` names the process that may be ahead with the log, if any."""
+    """Check with everything given; ``writer`` names the process whose log can be ahead, if any."""
     closed = writer is None and not has_abort(files, path)
     look = _Look(path, config, files, closed=closed)
     damage = look.damage()
@@ -85,14 +88,14 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append(f"{writer} is writing: queues and index may be behind the log")
         damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
         for _ in range(_LOOKS - 1):
-            if damage:  # what another look does not find was only being written
+            if damage:  # a second look does not find bytes that were just being written
                 again = set(_Look(path, config, files, closed=False).damage())
                 damage = [one for one in damage if one in again]
     return Verdict(tuple(damage), tuple(notes))
 
 
 class _Look:
-    """One look at a store."""
+    """One check of a store."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, *, closed: bool) -> None:
         self.left_out: dict[QueueName, int] = {}
@@ -160,7 +163,7 @@ class _Look:
         queues = {}
         for topic, queue_id in names:
             queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
-            # One that can't be opened is told already: it lacks everything.
+            # One that cannot be opened is reported already as lacking everything.
             queues[topic, queue_id] = queue or ConsumeQueue.open(
                 directory.queue_folder(self._path, topic, queue_id),
                 self._config.consumequeue_file_size,
@@ -193,7 +196,7 @@ class _Look:
             self._note(error)
 
     def _scope(self, log: CommitLog, queues: dict[QueueName, ConsumeQueue]) -> Scope:
-        """Leave out what a topic left in the log that was deleted on a broker."""
+        """Exclude the records of topics that were deleted on a broker."""
         scope = Scope(log.begin, since=made_again(log, queues))
         if not self._closed:
             return scope
