@@ -30,13 +30,13 @@ import math
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from librmq.errors import ConfigError
 
-__all__ = ["Between", "Config", "Seconds", "StoreConfig", "parse_hours", "to_seconds"]
+__all__ = ["Between", "Config", "Seconds", "StoreConfig", "parse_hours", "to_seconds", "to_timestamp_ms"]
 
 ENTRY_SIZE: Final = 20  # of a consume queue
 KIB: Final = 1024
@@ -188,6 +188,19 @@ def to_seconds(name: str, value: float | timedelta, least: float = 0, most: floa
         limits = f" from {least} to {most}" if most != math.inf else f" of at least {least}"
         raise ConfigError(f"{name}: expected seconds or a timedelta{limits}, found {value!r:.80}")
     return seconds
+
+
+def to_timestamp_ms(name: str, time: datetime | int) -> int:
+    """Return a time, given with a time zone or in ms since 1970, in ms: the first that is not before it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if type(time) is int:
+        return time
+    if isinstance(time, datetime) and time.tzinfo is not None:
+        return -int(-time.timestamp() * 1000 // 1)
+    raise ConfigError(f"{name}: expected a time with a time zone, or milliseconds since 1970, found {time!r:.80}")
 
 
 # ------------------------------------------------------------------------------------------------- a store's settings

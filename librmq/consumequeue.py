@@ -250,7 +250,7 @@ class ConsumeQueue:
         except CorruptionError:
             return None
 
-    def offset_at(self, timestamp_ms: int, store_timestamp_of: Callable[[int, int], int | None]) -> int:
+    def queue_offset_at(self, timestamp_ms: int, store_timestamp_of: Callable[[int, int], int | None]) -> int:
         """Return the queue offset of the entry stored at ``timestamp_ms``, or nearest to it (the earlier on a tie).
 
         ``store_timestamp_of(physical_offset, size)`` gives the store time of a message in ms, None if it is

@@ -88,6 +88,9 @@ class Metrics:
         self._gauges: dict[tuple[_Series, object], float | Callable[[], float]] = {}
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<Metrics: {len(self._counts)} counters, {len(self._gauges)} gauges; snapshot() has the values>"
+
     def count(self, name: str, n: float = 1, **labels: str) -> None:
         """Add ``n`` to a counter; `ConfigError` for what is no counter of `METRICS` or has not its labels."""
         key = (name, tuple(labels.items()))

@@ -425,7 +425,7 @@ class MinOffset(Request[int]):
 
 
 @_value
-class OffsetByTime(Request[int]):
+class QueueOffsetAt(Request[int]):
     """Return the queue offset whose store time is nearest to ``timestamp_ms``."""
 
     topic: str

@@ -123,7 +123,9 @@ def test_offsets_by_time_are_the_references(folder: Path) -> None:
         if entries:
             queue.append_many(entries[0]["offset"], raw_entries(entries))
         for timestamp_ms, queue_offset in question["results"]:
-            assert queue.offset_at(timestamp_ms, lambda physical_offset, _: times[physical_offset]) == queue_offset
+            assert (
+                queue.queue_offset_at(timestamp_ms, lambda physical_offset, _: times[physical_offset]) == queue_offset
+            )
 
 
 # ---------------------------------------------------------------------------------------------- begin and end
@@ -488,7 +490,7 @@ def test_the_minimum_skips_filler_and_never_goes_back() -> None:
 
 
 def by_time(queue: ConsumeQueue, times: list[int | None], timestamp_ms: int) -> int:
-    return queue.offset_at(timestamp_ms, lambda physical_offset, _: times[physical_offset // 10])
+    return queue.queue_offset_at(timestamp_ms, lambda physical_offset, _: times[physical_offset // 10])
 
 
 @pytest.mark.parametrize(
@@ -605,7 +607,7 @@ def test_nothing_but_store_errors_whatever_the_files_hold(
             else:
                 getattr(queue, name)(argument)
             assert 0 <= queue.min_offset <= queue.max_offset <= 30 + len(steps)
-            queue.offset_at(100, lambda physical_offset, _: physical_offset % 1000)
+            queue.queue_offset_at(100, lambda physical_offset, _: physical_offset % 1000)
             for n in range(-1, queue.max_offset + 1):
                 queue.read(n, 100)
                 queue.entry(n)

@@ -219,7 +219,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(timestamp_ms=st.integers(0, 2000))
     def offset_at(self, timestamp_ms: int) -> None:
         """Store times are physical offsets here: they ascend strictly, so that the answer is clear."""
-        found = self.queue.offset_at(timestamp_ms, lambda physical_offset, _: physical_offset)
+        found = self.queue.queue_offset_at(timestamp_ms, lambda physical_offset, _: physical_offset)
         low, high = self.minimum, self.end
         while low - low % self.per_file + self.per_file < high:
             following = low - low % self.per_file + self.per_file

@@ -172,3 +172,9 @@ def test_the_documentation_lists_every_name() -> None:
         (name, metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
         for name, metric in METRICS.items()
     ]
+
+
+def test_its_repr_says_how_much_there_is() -> None:
+    metrics = Metrics()
+    metrics.count("sends", topic="T", status="SEND_OK")
+    assert repr(metrics) == "<Metrics: 1 counters, 0 gauges; snapshot() has the values>"

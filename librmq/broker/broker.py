@@ -138,7 +138,7 @@ class Broker:
             own = None
             if runner is None:
                 own = runner = ThreadRunner(clock)
-                undo.callback(own.close)
+                undo.callback(own.shutdown)
             while True:
                 broker = object.__new__(cls)
                 broker._own_runner, broker.metrics = own, metrics
@@ -552,7 +552,7 @@ class Broker:
 
     def _release(self) -> None:
         if self._own_runner is not None:
-            self._own_runner.close()
+            self._own_runner.shutdown()
         if self._temporary is not None:
             self._temporary.delete()
 

@@ -28,10 +28,10 @@ from librmq.protocol import (
     LockQueues,
     MaxOffset,
     MinOffset,
-    OffsetByTime,
     PullMessage,
     QueryMessages,
     QueryOffset,
+    QueueOffsetAt,
     Request,
     ResetGroup,
     SendBack,
@@ -94,7 +94,7 @@ class Handlers:
         answer(UpdateOffset, locked(progress.update))
         answer(MaxOffset, progress.end)
         answer(MinOffset, progress.begin)
-        answer(OffsetByTime, progress.by_time)
+        answer(QueueOffsetAt, progress.queue_offset_at)
         answer(ResetGroup, locked(progress.reset))
         answer(TopicGroups, locked(progress.groups))
         answer(CreateTopic, durable(administration.create_topic))

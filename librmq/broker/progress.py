@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Literal
 
 from librmq.broker.context import BrokerContext
+from librmq.config import to_timestamp_ms
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
@@ -20,8 +21,8 @@ from librmq.protocol import (
     MaxOffset,
     MessageModel,
     MinOffset,
-    OffsetByTime,
     QueryOffset,
+    QueueOffsetAt,
     ResetGroup,
     ResetOffsets,
     ResponseCode,
@@ -83,7 +84,7 @@ class Progress:
         """The first message of a queue."""
         return self._store.queue_range(request.topic, request.queue_id)[0]
 
-    def by_time(self, request: OffsetByTime) -> int:
+    def queue_offset_at(self, request: QueueOffsetAt) -> int:
         """The message of a queue that was stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
 
@@ -128,7 +129,7 @@ class Progress:
     def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
         begin, end = self._store.queue_range(topic, queue_id)
         if isinstance(to, datetime) and to.tzinfo is not None:
-            return self._offset_from(topic, queue_id, round(to.timestamp() * 1000))
+            return self._offset_from(topic, queue_id, to_timestamp_ms("to", to))
         if type(to) is int and to >= 0:
             return min(max(to, begin), end)
         if to in ("begin", "end"):

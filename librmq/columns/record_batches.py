@@ -20,6 +20,7 @@ from librmq.columns.planner import plan
 from librmq.columns.processes import read_in_processes
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import TYPES, Reading, columns_of, default_columns
+from librmq.config import to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 
@@ -232,9 +233,5 @@ def _names(what: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _milliseconds(name: str, moment: datetime | int | None) -> int | None:
-    if moment is None or type(moment) is int:
-        return moment
-    if isinstance(moment, datetime) and moment.tzinfo is not None:
-        return -int(-moment.timestamp() * 1000 // 1)  # the first millisecond that is not before it
-    raise ConfigError(f"{name}: expected a time with a time zone, or milliseconds since 1970, found {moment!r:.80}")
+def _milliseconds(name: str, time: datetime | int | None) -> int | None:
+    return None if time is None else to_timestamp_ms(name, time)

@@ -10,12 +10,12 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final, Unpack
 
 from librmq.client.identity import Client
 from librmq.clock import wait_async
-from librmq.config import to_seconds
+from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerSettings
@@ -25,10 +25,10 @@ from librmq.message.message import MessageQueue
 from librmq.protocol import (
     MaxOffset,
     MinOffset,
-    OffsetByTime,
     PullMessage,
     PullResponse,
     PullStatus,
+    QueueOffsetAt,
     Route,
     Subscription,
 )
@@ -454,9 +454,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Return the queue offset of the next new message."""
         return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
 
-    def offset_by_time(self, queue: MessageQueue, timestamp_ms: int) -> int:
-        """Return the queue offset whose store time is nearest."""
-        return self.client.endpoint(queue.broker_name).call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
+    def queue_offset_at(self, queue: MessageQueue, time: datetime | int) -> int:
+        """Return the queue offset of the message stored nearest to a time: one with a time zone, or ms since 1970."""
+        timestamp_ms = to_timestamp_ms("time", time)
+        return self.client.endpoint(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
 
     # ---- progress
 

@@ -24,7 +24,7 @@ from librmq.protocol import (
     ConsumerIds,
     MaxOffset,
     MessageModel,
-    OffsetByTime,
+    QueueOffsetAt,
     Subscription,
 )
 from librmq.runtime.runner import Step
@@ -226,7 +226,7 @@ class Rebalancing:
         timestamp_ms = config.consume_from_timestamp_ms
         if timestamp_ms is None:
             timestamp_ms = self._made_ms - _HALF_AN_HOUR_MS
-        return endpoint.call(OffsetByTime(queue.topic, queue.queue_id, timestamp_ms))
+        return endpoint.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
 
     def _is_new(self, queue: MessageQueue) -> bool:
         """Return whether a broadcasting instance gets all messages of a queue, which is newer than its subscription."""

@@ -252,7 +252,7 @@ class OutboxSender:
         self._is_checked = True
 
     def start(self) -> OutboxSender:
-        """Start a thread that sends; `close` ends it.
+        """Start a thread that sends; `shutdown` ends it.
 
         A database that cannot be reached now is logged, and asked again.
 
@@ -285,19 +285,24 @@ class OutboxSender:
         if self._background is not None:
             self._background.wake()
 
-    def close(self) -> None:
-        """End the thread after its current send, and release rows that it claimed and did not send."""
+    def shutdown(self) -> bool:
+        """End the thread after its current send, and release rows that it claimed and did not send.
+
+        Returns:
+            True, as a consumer's shutdown does when all that ran has ended.
+        """
         with critical:
             background, self._background = self._background, None
             self._closing = True
             if background is not None:
                 background.stop()
+        return True
 
     def __enter__(self) -> OutboxSender:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.shutdown()
 
     # ---- a round
 

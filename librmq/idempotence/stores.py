@@ -196,6 +196,11 @@ class MemoryDedupStore:
         """Return the number of records, expired ones included."""
         return len(self._records)
 
+    def __repr__(self) -> str:
+        with self._lock:
+            consumed = sum(record.consumed for record in self._records.values())
+        return f"<MemoryDedupStore: {consumed} keys consumed, {len(self._records) - consumed} being consumed>"
+
     def _put(self, key: str, record: DedupRecord) -> None:
         self._drop(key)
         self._records[key] = record

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import weakref
 from collections.abc import Coroutine, Iterator
+from datetime import timedelta
 from typing import Any, Final
 
 from librmq.clock import ManualClock
@@ -153,9 +154,9 @@ class ManualRunner(Runner):
             raise
         self._finish(work, result, error)
 
-    def close(self, timeout: float = 0.0) -> list[str]:
-        """Let go of the loop; gives the labels of work that has not ended."""
+    def shutdown(self, timeout: float | timedelta = 0) -> bool:
+        """Let go of the loop; return whether all work has ended. Nothing is waited for."""
         if self._async_runner is not None:
             self._async_runner.close()
             self._async_runner = None
-        return sorted(work.label for work in self.running)
+        return not self.running

@@ -9,9 +9,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
+from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError, RunnerError
 from librmq.runtime.runner import NEVER, Runner, Step, Work
 
@@ -355,23 +357,28 @@ class ThreadRunner(Runner):
                 self._loop = loop
             return self._loop
 
-    def close(self, timeout: float = 5.0) -> list[str]:
-        """End the threads, after clients have been shut down; return the labels of work that runs on after ``timeout``.
+    def shutdown(self, timeout: float | timedelta = 5) -> bool:
+        """End the threads, after clients have been shut down; a second call does the same.
 
-        Waits at most ``timeout`` seconds in all.
+        Returns:
+            Whether all work has ended within ``timeout`` (seconds, or a `timedelta`); work that runs on is logged.
         """
+        seconds = to_seconds("timeout", timeout)
         with self.lock:
             self._stopping = True
             for turn in (self._clock_turn, *self._parked):
                 _let_go(turn)
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        deadline = self.clock.monotonic() + timeout
+        deadline = self.clock.monotonic() + seconds
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - self.clock.monotonic()))
         with self.lock:
-            return sorted(work.label for work in self.running)
+            running = sorted(work.label for work in self.running)
+        if running:
+            _log.warning("still running after %s s: %s", seconds, ", ".join(running))
+        return not running
 
 
 def _turn() -> threading.Lock:

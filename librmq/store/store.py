@@ -11,13 +11,13 @@ import os
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING, Self, Unpack
 
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig, to_seconds
+from librmq.config import StoreConfig, to_seconds, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import FlushFailedError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.damage import Damage
@@ -489,7 +489,15 @@ class MessageStore:
 
         An offset id (32 or 56 hexadecimal digits) that names a record gives that one; else it is taken for a unique
         key, which gives every record that has it, over all topics.
+
+        Raises:
+            TypeError: The id is no text.
         """
+        if not isinstance(message_id, str):
+            raise TypeError(
+                f"message_id: expected an offset id or a unique key as a str, found {message_id!r:.80}: "
+                f"message_at takes a physical offset, messages a queue offset"
+            )
         topics = directory.known_topics(self.path, self.files)
         return find_by_id(self._up_to_date(), message_id, topics)
 
@@ -515,11 +523,16 @@ class MessageStore:
                 return
             at = result.next_offset
 
-    def queue_offset_at(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
-        """The queue offset of the message stored nearest to ``timestamp_ms``, as a broker answers; 0 for no queue."""
+    def queue_offset_at(self, topic: str, queue_id: int, time: datetime | int) -> int:
+        """Return the queue offset of the message stored nearest to a time, as a broker answers; 0 for no queue.
+
+        Raises:
+            ConfigError: ``time`` is no `datetime` with a time zone, nor milliseconds since 1970.
+        """
+        timestamp_ms = to_timestamp_ms("time", time)
         parts = self._up_to_date()
         queue = parts.queues.find((topic, queue_id))
-        return 0 if queue is None else queue.offset_at(timestamp_ms, parts.log.store_timestamp_ms)
+        return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
 
     def __iter__(self) -> Iterator[StoredMessage]:
         """All messages in log order; `CorruptionError` at the first that can't be read."""
@@ -767,6 +780,12 @@ class MessageStore:
         if self._closed is not None:
             return StoreClosedError(f"{self.path}: this handle {self._closed}")
         return ReadOnlyError(f"{self.path}: this handle only reads")
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"{self!r} can't be pickled, nor can what holds it: one process owns a store; open it there, with "
+            f"read_only=True beside a writer"
+        )
 
     def __repr__(self) -> str:
         state = self._closed or ("is open for reading" if self.read_only else "is open for writing")

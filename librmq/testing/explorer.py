@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
 from types import FrameType
@@ -356,7 +357,7 @@ class Explorer(KitRunner):
             self.paused.remove(paused)
             self._let_run(paused.piece)
 
-    def close(self, timeout: float = 0.0) -> list[str]:
+    def shutdown(self, timeout: float | timedelta = 0) -> bool:
         """End what has paused."""
         for paused in list(self.paused):
             if paused in self.paused:
@@ -367,7 +368,7 @@ class Explorer(KitRunner):
                     raise
                 except BaseException:
                     continue  # of user code in a run that is over: the test has its result
-        return super().close(timeout)
+        return super().shutdown(timeout)
 
 
 @lru_cache(maxsize=256)

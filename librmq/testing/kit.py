@@ -475,7 +475,7 @@ class Kit:
         self._closed = True
         for process in self.processes:
             process.die()
-        self.runner.close()
+        self.runner.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -24,9 +24,9 @@ from librmq.protocol import (
     Endpoint,
     EndTransaction,
     Heartbeat,
-    OffsetByTime,
     PullMessage,
     QueueData,
+    QueueOffsetAt,
     Request,
     SendBack,
     SendBatch,
@@ -290,7 +290,7 @@ def _skewed(request: Request[R], skew_ms: int) -> Request[R]:
     skewed: Request[Any] = request
     if isinstance(request, SendMessage | SendBatch):
         skewed = replace(request, born_timestamp_ms=request.born_timestamp_ms + skew_ms)
-    elif isinstance(request, OffsetByTime):
+    elif isinstance(request, QueueOffsetAt):
         skewed = replace(request, timestamp_ms=request.timestamp_ms + skew_ms)
     elif isinstance(request, Heartbeat):
         consumers = []

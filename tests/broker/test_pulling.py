@@ -28,12 +28,12 @@ from librmq.protocol import (
     MaxOffset,
     MessageModel,
     MinOffset,
-    OffsetByTime,
     PullMessage,
     PullResponse,
     PullStatus,
     QueryMessages,
     QueryOffset,
+    QueueOffsetAt,
     ResetGroup,
     ResetOffsets,
     ResponseCode,
@@ -434,7 +434,7 @@ def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
         assert offsets == {queues[0]: expected, queues[1]: 0}
         assert client.heard[-1] == ResetOffsets("g", "T", offsets)
     assert broker.consumer_offset("g", "T") == 2  # the clients store it
-    assert broker.call(OffsetByTime("T", 0, times[2])) == 2
+    assert broker.call(QueueOffsetAt("T", 0, times[2])) == 2
 
 
 # ---- topics, files, route

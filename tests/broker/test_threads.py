@@ -88,7 +88,7 @@ def test_a_given_runner_goes_on() -> None:
                 assert os.path.isdir(broker.store.path)
             assert not os.path.exists(broker.store.path)
     finally:
-        assert runner.close() == []
+        assert runner.shutdown()
 
 
 @pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")

@@ -278,9 +278,9 @@ def test_positions(filled: Kit) -> None:
     with pytest.raises(ClientStateError, match="does not read"):
         consumer.commit({QUEUES[2]: 0})
     stored_ms = filled.messages("t")[0].store_timestamp_ms
-    assert consumer.offset_by_time(QUEUES[0], 0) == 0
-    assert consumer.offset_by_time(QUEUES[0], stored_ms + 6000) == 2
-    assert consumer.offset_by_time(QUEUES[0], filled.clock.now_ms() + 3_600_000) == 9
+    assert consumer.queue_offset_at(QUEUES[0], 0) == 0
+    assert consumer.queue_offset_at(QUEUES[0], stored_ms + 6000) == 2
+    assert consumer.queue_offset_at(QUEUES[0], filled.clock.now_ms() + 3_600_000) == 9
     consumer.assign(QUEUES[1:])
     assert consumer.assignment == tuple(QUEUES[1:])
 

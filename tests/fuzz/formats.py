@@ -107,7 +107,7 @@ def queue(data: bytes) -> None:
                 entry = found.entry(queue_offset)
                 if entry is not None and found.ext is not None:
                     found.ext_unit(entry.tags_code)
-        found.offset_at(5, lambda place, size: place % 11)
+        found.queue_offset_at(5, lambda place, size: place % 11)
         found.serve_from(len(data))
         found.recover()
         found.truncate_after(int.from_bytes(data[:3], "big"))

@@ -393,7 +393,7 @@ def test_closing_gives_back_what_was_not_begun(post: Post) -> None:
     sender = post.sender()
 
     def close(message: Message) -> object:
-        sender.close()
+        sender.shutdown()
         return SendStatus.SEND_OK
 
     post.producer.then = close

@@ -676,3 +676,11 @@ def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, ca
         assert other.look("k", KEPT) == DedupRecord(False, "c", KEPT + 9)
         number += 1
     assert number > 3
+
+
+def test_the_repr_of_a_store_in_memory_counts_its_keys() -> None:
+    store = MemoryDedupStore()
+    for key in ("a", "b", "c"):
+        store.claim(key, "o", 0, 10)
+    store.finish("a", "o", 0, 10)
+    assert repr(store) == "<MemoryDedupStore: 1 keys consumed, 2 being consumed>"

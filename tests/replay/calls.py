@@ -11,7 +11,7 @@ from librmq.consumer import PullConsumer
 from librmq.errors import RmqError
 from librmq.message import record
 from librmq.message.message import MessageQueue
-from librmq.protocol import OffsetByTime, QueryMessages, ResetGroup, UpdateOffset, ViewMessage
+from librmq.protocol import QueryMessages, QueueOffsetAt, ResetGroup, UpdateOffset, ViewMessage
 from tests.reference import Row
 from tests.replay.reading import UNIQUE_KEY
 from tests.replay.stage import Stage, describe
@@ -111,7 +111,7 @@ class Calls:
             "commit ": lambda: consumer.commit({one: consumer.position(one) for one in queues}),
             "pause": lambda: consumer.pause(queues),
             "resume": lambda: consumer.resume(queues),
-            "offsetForTimestamp": lambda: consumer.offset_by_time(queue, next(self._searched)),
+            "offsetForTimestamp": lambda: consumer.queue_offset_at(queue, next(self._searched)),
             "seek": lambda: consumer.seek(queue, int((re.search(r"to (-?\d+)", what) or ["", "0"])[1])),
         }
         for begin, call in calls.items():
@@ -145,7 +145,7 @@ class Calls:
         topic, broker, found = self._topic(group), self.stage.broker(event), {}
         for row in event["result"]:
             queue_id = row["queueId"]
-            found[queue_id] = broker.call(OffsetByTime(topic, queue_id, self._middle()))
+            found[queue_id] = broker.call(QueueOffsetAt(topic, queue_id, self._middle()))
             broker.call(UpdateOffset(group, topic, queue_id, found[queue_id]))
         return found
 

@@ -47,7 +47,7 @@ def having_workers(count: int) -> Iterator[ThreadRunner]:
     all_work()
     yield runner
     all_work()
-    assert runner.close() == []
+    assert runner.shutdown()
 
 
 def released(ran: threading.Semaphore, now_ms: int) -> None:
@@ -120,7 +120,7 @@ def test_a_thread_whose_start_is_interrupted_is_one_of_ours(name: str, monkeypat
     with pytest.raises(KeyboardInterrupt), runner.lock:
         runner.wake(step, 0 if name == "worker" else runner.now_ms() + 1)
     assert ran.wait(WAIT_S)
-    assert runner.close() == []
+    assert runner.shutdown()
     assert set(threading.enumerate()) <= before
 
 

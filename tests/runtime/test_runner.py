@@ -22,7 +22,7 @@ from librmq.runtime.threads import ThreadRunner
 def runner() -> Iterator[ThreadRunner]:
     runner = ThreadRunner()
     yield runner
-    assert runner.close() == []
+    assert runner.shutdown()
 
 
 def run(runner: ThreadRunner, call: Any, **settings: Any) -> tuple[Any, Any]:
@@ -116,7 +116,7 @@ def test_what_is_no_exception_ends_no_thread(
         runner.wake(Step("fails", fails))
         runner.submit(Work("fails too", lambda: None, done))
     assert run(runner, lambda: 5) == (5, None)
-    assert runner.close() == []  # which waits for both
+    assert runner.shutdown()  # which waits for both
     assert "fails: librmq's own step has failed" in caplog.text
     assert "fails too: what came of it could not be applied" in caplog.text
 
@@ -251,7 +251,7 @@ def test_nothing_that_is_due_is_left(seed: int, max_threads: int) -> None:
         sender.join()
     while made.acquire(blocking=False):
         assert ended.acquire(timeout=30)
-    assert runner.close() == []
+    assert runner.shutdown()
 
 
 def test_runners_show_what_they_are() -> None:
@@ -260,5 +260,5 @@ def test_runners_show_what_they_are() -> None:
     assert repr(runner.clock) == "ManualClock(5)"
     threads = ThreadRunner(max_threads=3)
     assert repr(threads) == "<ThreadRunner, open, threads: 0 of 3>"
-    threads.close()
+    threads.shutdown()
     assert "closed" in repr(threads)

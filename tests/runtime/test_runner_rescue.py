@@ -72,7 +72,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
 def runner() -> Iterator[ThreadRunner]:
     runner = ThreadRunner()
     yield runner
-    assert runner.close() == []
+    assert runner.shutdown()
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_steps_go_on_while_every_worker_is_in_user_code(waiting: int, has_clock:
         assert stepped.wait(WAIT_S)
     finally:
         busy.may.set()
-    assert runner.close() == []
+    assert runner.shutdown()
 
 
 def test_without_more_threads_those_that_are_there_do_it(
@@ -144,7 +144,7 @@ def test_without_a_thread_for_the_clock_a_worker_sees_to_it(
         for _ in range(3):
             assert stepped.acquire(timeout=WAIT_S)
         outcomes.wait(3)
-        assert runner.close() == []
+        assert runner.shutdown()
     assert caplog.text.count("a worker does what the clock thread would") == 1
 
 
@@ -173,7 +173,7 @@ def test_the_clock_thread_does_not_replace_the_only_worker(outcomes: Outcomes) -
         runner.wake(Step("far away", lambda now_ms: None), runner.now_ms() + HOUR_MS)
         runner.submit(Work("work", lambda: None, outcomes))
     outcomes.wait()
-    assert runner.close() == []
+    assert runner.shutdown()
 
 
 def test_a_coroutine_without_loop_fails_its_listener(runner: ThreadRunner, outcomes: Outcomes) -> None:
@@ -204,7 +204,7 @@ def test_what_cannot_be_applied_of_a_coroutine_is_told_too(caplog: pytest.LogCap
     with runner.lock:
         runner.submit(Work("fails", listener, done))
     assert begun.wait(WAIT_S)
-    assert runner.close() == []
+    assert runner.shutdown()
     assert "fails: what came of it could not be applied" in caplog.text
 
 

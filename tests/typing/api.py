@@ -105,7 +105,7 @@ def a_failing_listener_in_a_test(rmq: Kit) -> list[bytes]:
 def a_look_into_a_store(path: str) -> list[bytes]:
     with MessageStore.open(path, read_only=True) as store:
         found = store.find_by_key("OrderTopic", "key14")
-        result = store.read("OrderTopic", 0, store.queue_offset_at("OrderTopic", 0, timestamp_ms=0), max_messages=8)
+        result = store.read("OrderTopic", 0, store.queue_offset_at("OrderTopic", 0, time=0), max_messages=8)
         return [message.body for message in (*found, *result.messages)]
 
 

@@ -148,6 +148,9 @@ class Appender:
         self.log, self.dispatcher, self.lanes = parts.log, parts.dispatcher, parts.lanes
         self._commit, self._housekeeping = commit, housekeeping
 
+    def __reduce__(self) -> str:
+        raise TypeError("a store can't be pickled, nor can its methods: one process owns a store; open it there")
+
     def open_parts(self) -> Parts:
         """Return the parts; raise why there are none."""
         if self.parts is None:
