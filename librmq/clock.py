@@ -14,18 +14,18 @@ __all__ = ["Clock", "ManualClock", "SystemClock", "moves_by_itself", "wait_async
 
 
 class Clock(Protocol):
-    """What the rest of librmq knows of time."""
+    """A source of time."""
 
     def now_ms(self) -> int:
         """The time of day in milliseconds since 1970 (UTC)."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds since some moment, never going backwards."""
+        """Return seconds since some moment, which never go backwards."""
         ...
 
     def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Wait until ``event`` is set or ``seconds`` have passed (None: never do); true if it is set."""
+        """Wait until ``event`` is set or ``seconds`` have passed (None: no limit); return whether it is set."""
         ...
 
 
@@ -43,7 +43,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that stands still until it is moved, and never goes backwards.
+    """A clock that stands still until a caller moves it, and never goes backwards.
 
     Not thread-safe: one thread moves it.
     """
@@ -60,11 +60,15 @@ class ManualClock:
         return self._now_ms / 1000
 
     def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Time does not pass by itself: answers at once."""
+        """Return at once, because time does not pass by itself."""
         return event.is_set()
 
     def move_to(self, now_ms: int) -> None:
-        """Set the time; ``ValueError`` for a time before now."""
+        """Set the time.
+
+        Raises:
+            ValueError: the time is before now.
+        """
         if now_ms < self._now_ms:
             raise ValueError(f"time can't go backwards: it is {self._now_ms} ms, asked for {now_ms} ms")
         self._now_ms = now_ms
@@ -80,16 +84,16 @@ class ManualClock:
 
 
 def moves_by_itself(clock: Clock) -> bool:
-    """Return whether time passes without a caller who moves it; a clock says no by an attribute of this name.
+    """Return whether time passes without a caller that moves it; a clock says no by an attribute of this name.
 
-    Where it does not, waiting is of no use, and nothing happens between two moments.
+    If it does not, waiting is useless, and nothing happens between two moments.
     """
     return getattr(clock, "moves_by_itself", True)
 
 
 async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
-    """Wait as `Clock.wait` does, while the event loop goes on."""
-    import asyncio  # slow to load, and of no use to a store alone
+    """Wait like `Clock.wait` while the event loop runs."""
+    import asyncio  # slow to load, and unnecessary for a store alone
 
     if moves_by_itself(clock):
         with suppress(TimeoutError):

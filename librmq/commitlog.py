@@ -1,12 +1,12 @@
-"""The commit log: every record of every topic, one behind the other, in files of equal length.
+"""The commit log: every record of every topic, one after the other, in files of equal length.
 
 ::
 
     file   | record | record | ... | record | blank | (left as it is) |        one record never crosses files
-    blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, where the next did not fit
+    blank  | remaining length 4 | magic cbd43194 4 |                           8 bytes, if the next did not fit
 
-A record goes to the next file when ``its size + 8`` is more than what remains of this one. The last file is zero
-behind the log's end. The record itself is drawn in `librmq.message.record`. Mirrors 4.9.4's ``CommitLog``.
+A record goes to the next file if its size + 8 is more than the rest of this one. The last file is zero behind the log's
+end. `librmq.message.record` draws the record itself. Mirrors 4.9.4's ``CommitLog``.
 """
 
 from __future__ import annotations
@@ -38,52 +38,52 @@ _MAPPED_FILES: Final = 32
 _CHUNK: Final = 1 << 20
 _MOST_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
-"""Bytes to flush from which on it is quicker to let go of their pages first."""
+"""Number of bytes to flush from which it is faster to unmap their pages first."""
 
 
 LogItem = tuple[int, int, bytes | None]
-"""What stands at a place of the log: its physical offset, its size, and a record's bytes or (None) a file's blank."""
+"""An item of the log: physical offset, size, and the bytes of a record, or None for the blank of a file."""
 
 
 class LogEnd(NamedTuple):
-    """Where a walk ended; ``damage`` says what is there instead of a record, None for zeros or the end of a file."""
+    """The end of a walk; ``damage`` describes the bytes there, None for zeros or the end of a file."""
 
     physical_offset: int
     damage: CorruptionError | None
     last_record: int | None = None
-    """Where the last record starts that the walk passed."""
+    """Start of the last record of the walk."""
 
 
 class CommitLog:
-    """Append, read and scan.
+    """The log of a store, to append, read and scan.
 
-    One thread may append or truncate (`MessageStore` serialises its producers) while any number read: what lies below
-    ``end`` is complete. Reads never see a file vanish.
+    One thread can append or truncate (`MessageStore` serialises its producers) while any number of threads read:
+    everything below ``end`` is complete. A deleted file stays readable for running reads.
     """
 
     found_end: LogEnd
-    """Where the log was found to end when it was opened, and what stood there."""
+    """The end of the log when it was opened, and the bytes there."""
 
     def __init__(self, sequence: MappedFileQueue) -> None:
         self._sequence = sequence
         self._mapped = sequence.mapped
         self.file_size = sequence.file_size
         self.end = sequence.begin
-        """The physical offset behind the last record."""
+        """Physical offset behind the last record."""
         self._file_start = -1
         self._file_end = -1  # of the file that is written
         self.fits = -1
-        """Up to here records go where `end` is; what reaches beyond needs a `claim`."""
+        """Physical offset up to which records go to `end`; longer ones need a `claim`."""
         self.sure = -1
-        """Up to here blocks are known to be too, so that `append` only copies."""
+        """Physical offset up to which blocks are allocated too, so that `append` only copies."""
         self._reserved = -1
         self._buffer: Buffer | None = None
-        self._making = threading.Lock()  # of the next file, which may be made ahead by another thread
+        self._making = threading.Lock()  # of the next file, which another thread can make ahead
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
-        """Where the last write begins, of one record or several, as far as this handle knows."""
+        """Begin of this handle's last write, of one record or several."""
 
     @classmethod
     def open(
@@ -98,10 +98,12 @@ class CommitLog:
     ) -> Self:
         """Open the log in ``folder``, which need not exist yet.
 
-        Its end is found by walking from the physical offset that ``scan_from`` names (the third last file, as after a
-        clean exit); ``look`` is that of `walk`. Nothing is changed: whatever stands behind the end is the caller's to
-        `truncate`.
-        `CorruptionError` for wrong names and lengths.
+        A walk from the physical offset that ``scan_from`` returns finds the end; the default is the third last file, as
+        after a clean exit. ``look`` is that of `walk`. Nothing is changed: the caller can `truncate` the bytes behind
+        the end.
+
+        Raises:
+            CorruptionError: a name or a length is wrong.
         """
         pool = MappingPool(_MAPPED_FILES)
         sequence = MappedFileQueue(
@@ -117,12 +119,12 @@ class CommitLog:
         return log
 
     def third_last_file(self) -> int:
-        """Where the third last file starts, or the first of fewer: after a clean exit all before it is sound."""
+        """Return the start of the third last file, or of the first; after a clean exit all before it is sound."""
         starts = self._sequence.starts
         return starts[max(0, len(starts) - 3)] if starts else self.begin
 
     def _resume(self) -> None:
-        """Find the file that is written next."""
+        """Find the file to write next."""
         start = self._sequence.start_of(self.end)
         self._buffer = None
         if start is None:
@@ -136,7 +138,7 @@ class CommitLog:
 
     @property
     def begin(self) -> int:
-        """The physical offset of the oldest record that is still there."""
+        """Physical offset of the oldest existing record."""
         return self._sequence.begin
 
     @property
@@ -147,9 +149,10 @@ class CommitLog:
     # -------------------------------------------------------------------------------------------------------- append
 
     def claim(self, size: int) -> int:
-        """The physical offset that ``size`` bytes will get: in the next file where they do not fit into this one.
+        """Return the physical offset for ``size`` bytes, in the next file if they do not fit into this one.
 
-        Changes nothing. `MessageIllegalError` if they fit no file.
+        Raises:
+            MessageIllegalError: they fit into no file.
         """
         end = self.end
         if end + size <= self.fits:
@@ -162,9 +165,10 @@ class CommitLog:
         return self._next_file()
 
     def append(self, data: bytes | bytearray) -> None:
-        """Write one or more whole records at the place that `claim` named for their length.
+        """Write one or more whole records at the place that `claim` returned for their length.
 
-        `StoreIOError` for want of space, before a byte is written.
+        Raises:
+            StoreIOError: there is no space; nothing is written.
         """
         size = len(data)
         if self.end + size > self.sure:
@@ -172,7 +176,7 @@ class CommitLog:
         self.copy_in(data, size)
 
     def copy_in(self, data: bytes | bytearray, size: int) -> None:
-        """Write ``data`` of ``size`` bytes, for which there is room by `sure` or by `make_room`."""
+        """Write ``data`` of ``size`` bytes, for which `sure` or `make_room` guarantees room."""
         begin = self.end
         at = begin - self._file_start
         self._buffer[at : at + size] = data  # type: ignore[index]
@@ -180,9 +184,10 @@ class CommitLog:
         self.end = begin + size
 
     def make_room(self, size: int) -> None:
-        """Make sure of a file and of blocks for ``size`` bytes: what `append` does first, where `sure` says so.
+        """Make a file and blocks for ``size`` bytes, as the first step of `append` beyond `sure`.
 
-        `StoreIOError` for want of space.
+        Raises:
+            StoreIOError: there is no space.
         """
         if self.end + size > self.fits:
             self._roll(size)
@@ -192,7 +197,7 @@ class CommitLog:
         self.sure = min(self.fits, self._file_start + self._reserved)
 
     def append_block(self, data: bytes | bytearray) -> None:
-        """`append` for some MiB at once, which it writes faster and begins to send to the device."""
+        """Append some MiB at once, faster than `append`, and begin to send them to the device."""
         size = len(data)
         if self.end + size + _BLANK_SIZE > self._file_end:
             self._roll(size)
@@ -201,7 +206,7 @@ class CommitLog:
         self.end += size
 
     def _next_file(self) -> int:
-        """Where the file starts that is written when this one is full."""
+        """Return the start of the file after this one."""
         sequence = self._sequence
         if self._file_start >= 0:
             return self._file_end
@@ -210,9 +215,9 @@ class CommitLog:
         return self.end
 
     def _roll(self, size: int) -> None:
-        """Go on to the next file, which is to take ``size`` bytes, behind a blank in this one."""
+        """Begin the next file for ``size`` bytes, behind a blank in this one."""
         sequence, end, following = self._sequence, self.end, self._next_file()
-        # First what may fail, so that a full disk leaves the log as it was.
+        # First the steps that can fail, so that a full disk leaves the log unchanged.
         self._make(following)
         sequence.reserve(following, 0, size)
         if self._file_start >= 0 and end < self._file_end:
@@ -226,16 +231,16 @@ class CommitLog:
         self._resume()
 
     def prepare(self, ahead: int) -> None:
-        """Make blocks and pages ready up to ``ahead`` bytes behind the end, the next file among them.
+        """Prepare blocks and pages up to ``ahead`` bytes behind the end, including the next file.
 
-        For a thread beside the producers', so that they do not wait for the device or for first touches.
+        A thread beside the producers calls this, so that they do not wait for the device or for first touches.
         """
         sequence, end = self._sequence, self.end
         start = sequence.start_of(end)
         if start is None:
             return
-        # In few large parts: behind each this thread has a busy producer wait until it has had the interpreter. While
-        # one is under way no thread of the process gets new memory, though.
+        # In few large parts, because after each part this thread waits for the interpreter of a busy producer. During
+        # a part, however, no thread of the process gets new memory.
         at, upto = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < upto:
             start = at - at % self.file_size
@@ -246,7 +251,7 @@ class CommitLog:
             at = self._prepared = step
 
     def _make(self, start: int) -> bool:
-        """Make the next file unless it is there; false if ``start`` is not the next."""
+        """Make the next file unless it exists; return False if ``start`` is not the next."""
         sequence = self._sequence
         with self._making:
             if start in sequence.starts:
@@ -257,18 +262,18 @@ class CommitLog:
             return True
 
     def flush(self) -> int:
-        """Return when everything appended before the call is on the device; the physical offset up to which it is."""
+        """Flush everything appended before the call, and return the physical offset up to which it is on the device."""
         end, ready = self.end, self._prepared
         if self._file_start >= 0:
             self._sequence.mark_dirty(self._file_start)
-        if end - self._flushed > _WORTH_UNMAPPING:  # with those that were made ready, which count as written
+        if end - self._flushed > _WORTH_UNMAPPING:  # including prepared pages, which count as written
             self._sequence.unmap_pages(self._flushed, max(end, ready))
         self._sequence.flush()
         self._flushed = end
         return end
 
     def truncate(self, physical_offset: int) -> list[str]:
-        """Make ``physical_offset`` the end: zeros behind it, later files deleted (their paths are returned)."""
+        """Cut the log at ``physical_offset``: write zeros behind it, delete later files, and return their paths."""
         gone = self._sequence.delete_from(physical_offset + 1)
         if physical_offset < self._sequence.end:
             self._sequence.zero_from(physical_offset)
@@ -288,7 +293,7 @@ class CommitLog:
         self._sequence.mark_dirty(start)
 
     def data_behind(self, physical_offset: int) -> int:
-        """How many bytes follow ``physical_offset`` up to the last that is not zero, in all files that exist."""
+        """Return the number of bytes from ``physical_offset`` to the last nonzero one, in all existing files."""
         sequence = self._sequence
         for start in reversed(sequence.starts):
             low = max(physical_offset - start, 0)
@@ -300,12 +305,12 @@ class CommitLog:
         return 0
 
     def delete_before(self, physical_offset: int) -> list[str]:
-        """Delete the files that end at or before ``physical_offset``, never the last; returns their paths."""
+        """Delete the files that end at or before ``physical_offset``, except the last, and return their paths."""
         last = self._sequence.starts[-1] if self._sequence.starts else 0
         return self._sequence.delete_before(min(physical_offset, last))
 
     def close(self) -> None:
-        """Let go of the files; a part of one that is still referenced stays."""
+        """Release the files; referenced parts stay readable."""
         self._buffer = None
         self._file_start = self._file_end = -1
         self._sequence.unmap_all()
@@ -319,9 +324,10 @@ class CommitLog:
     # ---------------------------------------------------------------------------------------------------------- read
 
     def read(self, physical_offset: int, size: int | None = None) -> bytes | None:
-        """The raw record at ``physical_offset``, None where the log no longer (or not yet) has anything.
+        """Return the raw record at ``physical_offset``, None if the log has no bytes there any more, or yet.
 
-        `CorruptionError` if what stands there is no record, or one of another ``size``.
+        Raises:
+            CorruptionError: the bytes are no record, or one of another ``size``.
         """
         start = physical_offset - physical_offset % self.file_size
         at = physical_offset - start
@@ -347,15 +353,18 @@ class CommitLog:
         return file.buffer[at : at + found]
 
     def data_at(self, physical_offset: int, size: int) -> bytes:
-        """The bytes that stand there, records or not, within one file; empty where no file is."""
+        """Return bytes of the log, records or not, within one file; empty if there is no file."""
         file = self._sequence.file_at(physical_offset)
         at = physical_offset % self.file_size
         return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
     def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:
-        """The message at ``physical_offset``, checked whole (but for its body unless ``check_body``).
+        """Return the checked message at ``physical_offset``, None if the log has no bytes there.
 
-        None where the log has nothing. `CorruptionError` if no sound record stands there.
+        Its body is checked only with ``check_body``.
+
+        Raises:
+            CorruptionError: there is no sound record.
         """
         raw = self.read(physical_offset)
         if raw is None:
@@ -367,7 +376,7 @@ class CommitLog:
         return StoredMessage(raw)
 
     def store_timestamp_ms(self, physical_offset: int, size: int | None = None) -> int | None:
-        """When the record at ``physical_offset`` was stored; None where the log has nothing or something else."""
+        """Return the store time of the record at ``physical_offset``, None if there is no record."""
         try:
             raw = self.read(physical_offset, size)
         except CorruptionError:
@@ -375,10 +384,12 @@ class CommitLog:
         return None if raw is None or len(raw) < record.FIXED_SIZE else record.store_timestamp_ms(raw)
 
     def scan(self, begin: int | None = None, end: int | None = None, *, check_body: bool = True) -> Iterator[LogItem]:
-        """Walk over records and blanks from ``begin`` (the oldest) up to ``end`` (the log's).
+        """Yield records and blanks from ``begin``, by default the oldest, up to ``end``, by default the log's end.
 
-        ``begin`` must be the start of a record. `CorruptionError` at the first that is none, or whose body does not
-        match its checksum; the walk can be taken up behind it by another call.
+        ``begin`` must be the start of a record. Another call can continue the walk behind damage.
+
+        Raises:
+            CorruptionError: the next bytes are no record, or its body does not match its checksum.
         """
         limit = self.end if end is None else min(end, self.end)
         at = self.begin if begin is None else begin
@@ -396,9 +407,10 @@ class CommitLog:
     def _items(
         self, buffer: Buffer, start: int, place: int, upto: int, check_body: bool
     ) -> Generator[LogItem, None, int]:
-        """The records of one file from ``place`` up to ``upto``, and its blank; returns where the log goes on.
+        """Yield the records of one file from ``place`` up to ``upto`` and its blank; return the next place of the log.
 
-        `CorruptionError` at what is neither.
+        Raises:
+            CorruptionError: the bytes are neither a record nor a blank.
         """
         # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. The usual record is
         # checked here, as `codec.check_record` does it; whatever has anything particular goes there.
@@ -413,7 +425,8 @@ class CommitLog:
                     body_end = 88 + body_size
                     topic_end = body_end + 1 + raw[body_end]
                     if (
-                        topic_end != body_end + 20  # as long as the schedule topic, of which more is checked
+                        topic_end
+                        != body_end + 20  # as long as the name of the schedule topic, whose records need more checks
                         and topic_end + 2 <= size
                         and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
                         and topic_end < body_end + 129
@@ -422,7 +435,7 @@ class CommitLog:
                         yield start + place, size, raw
                         place += size
                         continue
-            if inside or not chunk:  # it may only reach beyond the chunk: look again with one that begins here
+            if inside or not chunk:  # it can only reach beyond the chunk, so try again with one that begins here
                 chunk, chunk_at = buffer[place : min(place + _CHUNK, upto)], place
                 chunk_size = len(chunk)
                 continue
@@ -440,7 +453,7 @@ class CommitLog:
         return start + place
 
     def search(self, text: bytes) -> Iterator[StoredMessage]:
-        """The messages whose records contain ``text``, in log order; looks through all of the log."""
+        """Yield the messages whose records contain ``text``, in log order, from the whole log."""
         for start in self._sequence.starts:
             file = self._sequence.file_at(start)
             if file is None or file.buffer.find(text, 0, max(self.end - start, 0)) < 0:
@@ -450,9 +463,9 @@ class CommitLog:
                     yield StoredMessage(raw)
 
     def walk(self, begin: int, look: Callable[[CommitLog, int, bytes], None] | None = None) -> LogEnd:
-        """Where the records that begin at ``begin`` end, looking at all files that exist. Changes nothing.
+        """Walk over the records from ``begin`` in all existing files, and return their end, without changes.
 
-        ``look`` is called with the log, the place and the bytes of each record that is passed.
+        ``look`` is called with the log, the place and the bytes of each record.
         """
         sequence = self._sequence
         at, last = begin, None
@@ -471,16 +484,16 @@ class CommitLog:
                 zeros = not any(buffer[place : place + _BLANK_SIZE])
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:
-                break  # the blank of the last file is written again
+                break  # the blank of the last file can be written again
             at = start + self.file_size
         return LogEnd(at, None, last)
 
     def follow(self) -> Iterator[tuple[int, int, bytes]]:
-        """The records that another process has written behind `end`; the caller moves `end`, to behind any of them.
+        """Yield the records that another process has written behind `end`; the caller moves `end` behind any of them.
 
-        None is given in part. A writer copies a record from its first byte to its last over zeros, so it is there to
-        the end if something follows, or if its text is: neither topic nor properties have zeros in them, the lengths
-        agree, the body matches its checksum. Whatever else stands there is taken for a record that is being copied.
+        Only complete records are returned. A writer copies a record over zeros from its first byte to its last. So it
+        is complete if another record follows, or if its text is complete: topic and properties contain no zeros, the
+        lengths agree, and the body matches its checksum. Other bytes count as a record that is being copied.
         """
         at = self.end
         while (file := self._sequence.file_at(at)) is not None:
@@ -502,7 +515,7 @@ class CommitLog:
                 at += self.file_size - place
 
     def first_store_timestamp_ms(self, start: int) -> int | None:
-        """When the first record of the file at ``start`` was stored; None if it begins with none."""
+        """Return the store time of the first record of the file at ``start``, None if it begins with no record."""
         buffer = self._sequence.file(start).buffer
         raw = buffer[: min(96, self.file_size)]
         if len(raw) < record.FIXED_SIZE or _SIZE_AND_MAGIC.unpack_from(raw)[1] not in _MAGICS:
@@ -516,7 +529,7 @@ class CommitLog:
 
 
 def _is_whole(raw: bytes, physical_offset: int) -> bool:
-    """Whether a sound record was copied to its last byte, by what the bytes show that were zero before."""
+    """Return whether a sound record was copied to its last byte, over bytes that were zero before."""
     address = int.from_bytes(raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8], "big")
     _, _, topic_at, topic_end, properties_at, end = record.frame(raw, 0, len(raw))
     return address == physical_offset and 0 not in raw[topic_at:topic_end] and 0 not in raw[properties_at:end]

@@ -1,4 +1,4 @@
-"""The extension of a consume queue: what a filter wants to know of a message before it is read from the log.
+"""The extension of a consume queue, with data for filters that need not read the message from the log.
 
 ::
 
@@ -6,12 +6,11 @@
           tagsCode        8
           storeTime       8   milliseconds
           bitmapLength    2
-          bitmap          bitmapLength (14 by default; none where the topic had no filters)
+          bitmap          bitmapLength (14 by default; 0 if the topic had no filters)
 
-Units follow each other from the start of a file. One that would leave fewer than 4 bytes goes to the next
-file, and the short -1 marks the end of this one. An entry of the queue has, in place of its tags code, the
-address of its unit: its position minus 2^63. Tags codes proper have 32 bits, so that the two can be told
-apart.
+Units follow each other from the start of a file. A unit that would leave fewer than 4 bytes goes to the next file, and
+the short -1 marks the end of this one. In place of its tags code, an entry of the queue has the address of its unit:
+its position minus 2^63. Real tags codes have 32 bits, so the two are distinct.
 
 Mirrors 4.9.4's ``ConsumeQueueExt``.
 """
@@ -37,12 +36,12 @@ _UNIT: Final = struct.Struct(">hqqh")
 _SIZE: Final = struct.Struct(">h")
 _LARGEST_UNIT: Final = (1 << 15) - 1
 _END_MARK: Final = b"\xff\xff"
-_END_ROOM: Final = 4  # bytes at the end of a file that no unit reaches into
+_END_ROOM: Final = 4  # bytes at the end of a file that no unit reaches
 _BASE: Final = -(1 << 63)
 
 
 class ExtUnit(NamedTuple):
-    """What a unit says; ``size`` is its length in bytes."""
+    """The fields of a unit; ``size`` is its length in bytes."""
 
     tags_code: int
     store_timestamp_ms: int
@@ -51,12 +50,16 @@ class ExtUnit(NamedTuple):
 
 
 def is_ext_address(tags_code: int) -> bool:
-    """Whether the ``tags_code`` of an entry is the address of a unit."""
+    """Return whether the ``tags_code`` of an entry is the address of a unit."""
     return tags_code <= LAST_EXT_ADDRESS
 
 
 def pack_unit(tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> bytes:
-    """The bytes of a unit. ``ValueError`` for numbers beyond 64 bits, a bitmap of more than 32,747 bytes."""
+    """Encode a unit.
+
+    Raises:
+        ValueError: a number exceeds 64 bits, or the bitmap 32,747 bytes.
+    """
     bitmap = bitmap or b""
     try:
         return _UNIT.pack(_UNIT.size + len(bitmap), tags_code, store_timestamp_ms, len(bitmap)) + bitmap
@@ -66,7 +69,7 @@ def pack_unit(tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> 
 
 
 class ConsumeQueueExt:
-    """The units of one queue. One thread may write while many read."""
+    """The units of one queue. One thread can write while many read."""
 
     __slots__ = ("_closed", "_end", "_files", "_hint", "_sure")
 
@@ -76,7 +79,7 @@ class ConsumeQueueExt:
         self._files = files
         self._hint = last_address
         self._end = -1  # not looked for yet
-        self._sure = 0  # up to this position there are blocks behind the file that is written
+        self._sure = 0  # up to this position the written file has blocks
         self._closed = False
 
     @classmethod
@@ -92,9 +95,12 @@ class ConsumeQueueExt:
     ) -> Self:
         """Open the units in ``folder``, which need not exist yet; reads the folder's listing only.
 
-        ``last_address`` is the newest address in use, where it is known: the end is looked for from there,
-        not from the start of the last file, and if all files are gone, new ones begin behind it, so that old
-        addresses do not come to mean new units. `CorruptionError` for what the folder must not hold.
+        ``last_address`` is the newest address in use, if known. The end is then searched from there and not from the
+        start of the last file. If all files are deleted, new ones begin behind it, so that old addresses never lead to
+        new units.
+
+        Raises:
+            CorruptionError: the folder holds an impossible file.
         """
         files = files or DiskFiles()
         pool = pool or MappingPool(4)
@@ -112,9 +118,11 @@ class ConsumeQueueExt:
         return f"<ConsumeQueueExt {self._files.folder}>"
 
     def get(self, address: int) -> ExtUnit:
-        """The unit at ``address``.
+        """Return the unit at ``address``.
 
-        `CorruptionError` if there is none or it is damaged, ``ValueError`` for what is no address.
+        Raises:
+            CorruptionError: there is none, or it is damaged.
+            ValueError: ``address`` is no address.
         """
         if self._closed:
             raise StoreClosedError(f"{self._files.folder} is closed")
@@ -138,7 +146,7 @@ class ConsumeQueueExt:
 
     @property
     def folder(self) -> str:
-        """The folder that its files lie in."""
+        """The folder of its files."""
         return self._files.folder
 
     @property
@@ -153,7 +161,7 @@ class ConsumeQueueExt:
 
     @property
     def end(self) -> int:
-        """The position behind the last unit: where the next one goes if it fits. Looked for once."""
+        """The position behind the last unit, where the next one goes if it fits; searched once."""
         if self._end < 0:
             self._end = self._find_end()
         return self._end
@@ -172,14 +180,14 @@ class ConsumeQueueExt:
         return self._walk_back()
 
     def _walk_back(self) -> int:
-        """The end, found by walking through the last file that holds a unit."""
+        """Find the end by a walk through the last file with a unit."""
         for start in reversed(self._files.starts):
             if (end := self._walk(start)) > start:
                 return end
         return self._files.begin
 
     def _walk(self, position: int) -> int:
-        """Skip from unit to unit within a file; returns where they end, be it at the mark of a full one."""
+        """Skip from unit to unit within a file, and return their end, which can be the mark of a full file."""
         start = position - position % self._files.file_size
         file = self._files.file(start)
         buffer, read, at, last = file.buffer, _SIZE.unpack_from, position - start, file.size - _END_ROOM
@@ -193,9 +201,10 @@ class ConsumeQueueExt:
     # ------------------------------------------------------------------------------------------- the writer's
 
     def put(self, tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> int:
-        """Append a unit; returns its address, the tags code for its entry.
+        """Append a unit, and return its address, the tags code for its entry.
 
-        ``ValueError`` for a unit that fits in no file, or when no address is left; nothing was written then.
+        Raises:
+            ValueError: the unit fits into no file, or no address is left; nothing is written.
         """
         unit = pack_unit(tags_code, store_timestamp_ms, bitmap)
         file_size = self._files.file_size
@@ -226,23 +235,29 @@ class ConsumeQueueExt:
         files.mark_dirty(start)
 
     def recover(self) -> int:
-        """Look for the end from the last file's start on and clear what lies behind it; returns the end."""
+        """Search the end from the last file's start on, clear everything behind it, and return the end."""
         if self._files.starts:
             self._cut(self._walk_back())
         return self.end
 
     def truncate_after(self, max_address: int) -> None:
-        """Drop the units behind the one at ``max_address``; `CorruptionError` if there is none."""
+        """Drop the units behind the one at ``max_address``.
+
+        Raises:
+            CorruptionError: there is no such unit.
+        """
         self._cut(max_address - _BASE + self.get(max_address).size)
 
     def truncate_before(self, min_address: int) -> list[str]:
-        """Delete the files that end before the unit at ``min_address``; returns their paths.
+        """Delete the files that end before the unit at ``min_address``, and return their paths.
 
-        `CorruptionError` if there is no unit.
+        Raises:
+            CorruptionError: there is no such unit.
         """
         self._check_writable()
         self.get(min_address)
-        return self._files.delete_before(min_address - _BASE, in_order=True)  # a gap would tell nothing of which go
+        # in order: a gap would not tell which files to delete
+        return self._files.delete_before(min_address - _BASE, in_order=True)
 
     def clear(self) -> None:
         """Drop all units."""
@@ -262,7 +277,7 @@ class ConsumeQueueExt:
             self._files.delete_from(position)
 
     def write_again(self, address: int | None) -> None:
-        """Write the units from ``address`` on (or all) once more, so that `flush` takes them along."""
+        """Write the units from ``address`` on, by default all, again, so that `flush` includes them."""
         self._files.write_again(self.begin if address is None else address - _BASE, self.end)
 
     def _check_writable(self) -> None:
@@ -272,15 +287,15 @@ class ConsumeQueueExt:
             raise ReadOnlyError(f"{self._files.folder} is open for reading only")
 
     def flush(self) -> None:
-        """Return when all units have reached the device."""
+        """Flush all units to the device."""
         self._files.flush()
 
     def note_flushed(self) -> None:
-        """Note that everything has reached the device by another way than `flush`."""
+        """Note that everything is on the device, flushed by another call than `flush`."""
         self._files.note_flushed()
 
     def close(self) -> None:
-        """Flush, and refuse what is asked later; closing again is fine."""
+        """Flush, and refuse later calls; a repetition does nothing."""
         if not self._closed:
             self._files.flush()
             self._closed = True

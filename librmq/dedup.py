@@ -1,4 +1,4 @@
-"""At least once, made to count once: a guard in front of a listener that drops what was consumed before.
+"""A guard in front of a listener, which drops messages that were consumed before.
 
 ::
 
@@ -7,13 +7,13 @@
       ├────release──────┘                     │           expired, either: as none
       └────────────────expiry────────────────-┘
 
-A record stands for one message of one group. A claim holds it for ``consuming_timeout`` under a token of its own.
-Finishing and releasing ask for that token and that time, so that a holder that slept through its claim changes nothing
-of its successor's. ``docs/dedup.md`` says what this guarantees, and where it can't.
+A record belongs to one message of one group. A claim holds it for ``consuming_timeout`` under a token of its own.
+Finishing and releasing check that token and that time, so an expired holder changes nothing of its successor's.
+``docs/dedup.md`` says what this guarantees, and what it cannot.
 
 `MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.idempotence.dedup_sql` and
-`librmq.idempotence.dedup_redis` have stores on servers. `librmq.idempotence.inbox` is the strongest form, where the
-effect is in a database.
+`librmq.idempotence.dedup_redis` have stores on servers. `librmq.idempotence.inbox` is the strongest form, for effects
+in a database.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ _log = logging.getLogger("librmq.dedup")
 
 @dataclass
 class DedupCounts:
-    """Counts of what happened since the guard was made."""
+    """Counts of a guard's results."""
 
     consumed: int = 0
     """Messages that the listener consumed under a claim."""
     duplicates: int = 0
-    """Messages that had been consumed before: acknowledged without the listener."""
+    """Messages that were consumed before, and acknowledged without the listener."""
     busy: int = 0
-    """Messages that another consumer held: delivered again later."""
+    """Messages that another consumer held, delivered again later."""
     taken_over: int = 0
     """Claims of holders that did not end in time."""
     released: int = 0
     """Claims given up because the listener failed."""
     lost: int = 0
-    """Claims that had expired when the listener ended: another may have consumed the message too."""
+    """Claims that had expired when the listener ended, so that another consumer can have consumed the message too."""
     unguarded: int = 0
     """Messages consumed without a claim because the store could not be asked."""
     postponed: int = 0
     """Messages delivered again later because the store could not be asked."""
     unmarked: int = 0
-    """Claims whose end the store could not be told: they expire."""
+    """Claims whose end could not be stored; they expire."""
 
 
 class _Ask(NamedTuple):
-    """A call that a flow asks for: of the store, or of the listener."""
+    """A call that a flow requests, of the store or of the listener."""
 
     call: Callable[[], Any]
     of_store: bool
@@ -102,7 +102,7 @@ _OUTCOMES: Final = {
     "unguarded": "no store",
     "postponed": "no store",
 }
-"""The outcomes in `Metrics` of what is counted."""
+"""Label values in `Metrics` for each count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +112,19 @@ class DedupConfig(Config):
     application: str = ""
     """Part of every record's scope, with topic, group and tag."""
     consuming_timeout: Annotated[float, Seconds(0.001, LONGEST)] = 600.0
-    """A claim that was neither finished nor released may be taken over after this; longer than the listener takes."""
+    """Time after which another consumer can take over an open claim; choose more than the listener ever takes."""
     keep_consumed: Annotated[float, Seconds(0.001, LONGEST)] = KEEP_CONSUMED
-    """A consumed message is remembered this long."""
+    """Time for which a consumed message's record is kept."""
     when_store_fails: Literal["consume", "retry"] = "consume"
-    """Consume a message without a guard, at least once, or have it delivered again later."""
+    """Treatment of messages while the store fails: consume them without a guard, or deliver them again later."""
     batch: bool = False
     """The listener takes a list of messages."""
     must_return: bool = False
-    """Only a listener that returns True has consumed, as for `librmq.consumer.PushConsumer.subscribe`."""
+    """Count only True as consumed, as in `librmq.consumer.PushConsumer.subscribe`."""
 
 
 class DedupSettings(TypedDict, total=False):
-    """Keywords of a `DedupListener`: the settings of `DedupConfig`, and what it works with."""
+    """Keywords of a `DedupListener`: the settings of `DedupConfig`, and its key, metrics and clock."""
 
     application: str
     consuming_timeout: float | timedelta
@@ -140,8 +140,8 @@ class DedupSettings(TypedDict, total=False):
 class DedupListener:
     """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
 
-    ``listener`` is concurrent or orderly, sync or async. Given a list, a listener of one message gets the messages one
-    by one up to the first failure; `ReconsumeLater`, or the index that is returned, tells how many were consumed.
+    ``listener`` is concurrent or orderly, sync or async. From a list, a listener of one message gets the messages one
+    by one up to the first failure; `ReconsumeLater` or the returned index has the number of consumed ones.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class DedupListener:
             listener: Called for new messages.
             store: Keeps the records. A store that cannot be asked is counted in `counts` and logged.
             group: The consumer group.
-            settings: Those of `DedupConfig`. Further ``key``: returns what a message is known by (its unique id;
-                better a business key), None or "" for no guard; ``metrics``: counts what the guard does; ``clock``:
-                without one a thread purges the store, with one `purge_step` is the caller's to call.
+            settings: Those of `DedupConfig`, and three more. ``key`` returns the key of a message, by default its
+                unique id (a business key is better), None or "" for no guard. ``metrics`` counts results. Without
+                ``clock`` a thread purges the store; with one the caller calls `purge_step`.
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.
@@ -192,7 +192,7 @@ class DedupListener:
         """Consume a message, or a list of them; a coroutine if the listener is one.
 
         Raises:
-            ReconsumeLater: Another consumer holds the message. What the listener raises goes through.
+            ReconsumeLater: Another consumer holds the message. Errors of the listener propagate.
         """
         if self._purges:
             purge_in_background(self.store, self._clock)
@@ -215,7 +215,7 @@ class DedupListener:
         except (Exception, asyncio.CancelledError):
             yield from self._release(held)
             raise
-        # Any other exception ends the process: as after a crash, the claim expires.
+        # Any other exception ends the process, and the claim expires as after a crash.
         if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
             yield from self._release(held)
         else:
@@ -223,7 +223,7 @@ class DedupListener:
         return result
 
     def _claim(self, message: Delivered) -> Generator[_Ask, Any, _Claimed | None]:
-        """Return the claim, None for a message that was consumed before."""
+        """Claim a message; return None if it was consumed before."""
         business_key = self._key(message)
         if business_key is None or business_key == "":
             return _UNGUARDED
@@ -263,7 +263,7 @@ class DedupListener:
         yield from self._end(held, ask, "released", "failed", "released")
 
     def _end(self, held: _Claimed, ask: _Ask, counted: str, how: str, aim: str) -> Generator[_Ask, Any, None]:
-        """Tell the store how a claim has ended."""
+        """Store the end of a claim."""
         if not held.owner:
             return
         try:
@@ -293,7 +293,7 @@ class DedupListener:
     # ---- and to several
 
     def _each(self, messages: Sequence[Any]) -> _Flow:
-        """Consume one message after the other; those before the first failure stay consumed."""
+        """Consume messages one by one; those before the first failure stay consumed."""
         for index, message in enumerate(messages):
             try:
                 result = yield from self._one(message)
@@ -307,7 +307,7 @@ class DedupListener:
         return True
 
     def _list(self, messages: Sequence[Any]) -> _Flow:
-        """Consume all messages that can be claimed, up to the first that can't."""
+        """Consume all messages up to the first that cannot be claimed."""
         claims = yield from self._together([self._claim(message) for message in messages])
         until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
         passed: list[tuple[int, Any, _Claimed]] = []
@@ -348,7 +348,7 @@ class DedupListener:
         raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
 
     def _together(self, flows: Sequence[Generator[_Ask, Any, Any]]) -> Generator[_Ask, Any, list[Any]]:
-        """Run flows side by side, with their calls of the store together; return each one's result or error."""
+        """Run flows in parallel, join their calls of the store, and return each one's result or error."""
         ends: list[Any] = [None] * len(flows)
         asks: dict[int, _Ask] = {}
 
@@ -373,7 +373,7 @@ class DedupListener:
         return ends
 
     def _answers(self, asks: Sequence[_Ask]) -> list[Any]:
-        """Return what the store answers, in one round trip if it can; errors in their places."""
+        """Return the store's answers, in one round trip if possible, with errors in their places."""
         operations = [ask.operation for ask in asks]
         many = getattr(self.store, "many", None)
         if many is not None and len(asks) > 1:
@@ -393,7 +393,7 @@ class DedupListener:
         return _Ask(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
 
     def _consumed(self, result: object, count: int) -> int:
-        """Return how many of ``count`` messages a listener of lists has consumed by what it returned."""
+        """Return how many of ``count`` messages a listener of lists has consumed, by its result."""
         if isinstance(result, int) and not isinstance(result, bool):
             if result < -1:
                 raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
@@ -412,7 +412,7 @@ class DedupListener:
 def deduplicated(
     store: DedupStore, *, group: str, **settings: Unpack[DedupSettings]
 ) -> Callable[[Callable[..., object]], DedupListener]:
-    """Return a decorator that makes a function a `DedupListener`, whose other arguments these are.
+    """Return a decorator that makes a function a `DedupListener` with these arguments.
 
     For example ``@deduplicated(store, group="billing", key=order_of)``.
     """
@@ -424,7 +424,7 @@ def deduplicated(
 
 
 def _run(flow: _Flow) -> object:
-    """Make the calls that ``flow`` asks for; return a coroutine that goes on if the listener gave one."""
+    """Make the calls that ``flow`` requests; return a coroutine for the rest if the listener returned one."""
     try:
         ask = next(flow)
         while True:
@@ -441,7 +441,7 @@ def _run(flow: _Flow) -> object:
 
 
 async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> object:
-    """Do as `_run`, with a thread for calls of a store that may wait."""
+    """Run like `_run`, with a thread for calls of a store that can wait."""
     try:
         ask = next(flow) if pending is None else None
         while True:

@@ -1,30 +1,30 @@
-"""Every error that librmq raises on purpose.
+"""All errors of librmq, in one tree.
 
 ::
 
     RmqError
-    ├── ConfigError                 a setting is out of range, or disagrees with the files      (ValueError)
+    ├── ConfigError                 a setting is out of range, or contradicts the files         (ValueError)
     ├── MessageIllegalError         a message is refused; nothing was written                   (ValueError)
-    ├── MalformedError              a text (id, address, JSON) is not in its form; says where   (ValueError)
-    ├── InputError                  a line of input is not what was asked for; names the line   (ValueError)
+    ├── MalformedError              a text (id, address, JSON) is malformed; says where         (ValueError)
+    ├── InputError                  a line of input is invalid; names the line                  (ValueError)
     ├── TransactionRefusedError     the end of a transaction is refused; nothing was written
     ├── MissingExtraError           an optional dependency is not installed; names the extra    (ImportError)
     ├── ClientError
-    │   ├── ClientStateError        a producer or consumer is not in a state for the call; says which it is in
+    │   ├── ClientStateError        the state of a producer or consumer forbids the call; names the state
     │   ├── NoRouteError            no broker is known for a topic
-    │   ├── BrokerUnreachableError  a broker can't be reached, or its answer was lost           (ConnectionError)
+    │   ├── BrokerUnreachableError  a broker cannot be reached, or its answer was lost          (ConnectionError)
     │   ├── SendTimeoutError        the time for all tries of a send is over                    (TimeoutError)
     │   ├── GroupBehindError        groups have not consumed all in time                         (TimeoutError)
     │   └── BrokerError             a broker refused a request; ``code`` says why
-    │       └── BrokerBusyError     it can't keep up: not sent again by itself
+    │       └── BrokerBusyError     it cannot keep up; the producer does not try again
     ├── RunnerError
     │   ├── RunnerClosedError       nothing runs any more: the broker was closed
-    │   ├── EndlessLoopError        turns follow each other without an end; names what keeps them going
+    │   ├── EndlessLoopError        turns follow each other without end; names their causes
     │   └── NotIdleError            user code has not ended when everything should rest
-    ├── AllocationError             queues cannot be shared out, or none can be chosen          (ValueError)
-    ├── GroupMismatchError          instances of one consumer group subscribe to different things
-    ├── LargeBodyError              what should be parts of a large body, or one kept outside, is not   (ValueError)
-    ├── DedupStoreError             a dedup store can't be reached, or refuses; nothing is known of the record
+    ├── AllocationError             queues cannot be allocated, or none can be selected         (ValueError)
+    ├── GroupMismatchError          instances of one consumer group have different subscriptions
+    ├── LargeBodyError              parts of a large body, or a body kept outside, are invalid  (ValueError)
+    ├── DedupStoreError             a dedup store cannot be reached, or refuses; the record's state is unknown
     ├── FilterError
     │   ├── FilterSyntaxError       an expression does not compile; points at the place         (ValueError)
     │   └── FilterEvaluationError   an expression compiled, but a term of it raised
@@ -33,12 +33,12 @@
         │   ├── BodyChecksumError   its frame is sound, its body is not
         │   └── BodyCompressionError  its compressed body cannot be restored within its bound
         ├── CorruptionError         a file of a store is damaged; says which, where, what
-        ├── NotAStoreError          the path holds no store, or one of a kind that is not read
+        ├── NotAStoreError          the path holds no store, or one that librmq cannot read
         ├── StoreLockedError        another writer has the store open
         ├── DiskFullError           the disk is too full for more messages; nothing was written
         ├── StoreFullError          messages that are not consumed yet take all the room; nothing was written
         ├── StoreClosedError        a handle was used after it was closed, or after a fork
-        ├── ReadOnlyError           a write was asked of a handle that only reads
+        ├── ReadOnlyError           a read-only handle was asked to write
         ├── FlushFailedError        a flush has failed; nothing is acknowledged until the store is reopened
         └── StoreIOError            the operating system refused a call; names call and file    (OSError)
 """
@@ -94,11 +94,11 @@ __all__ = [
 
 
 class RmqError(Exception):
-    """The root: whatever librmq raises on purpose is one of these."""
+    """Base of all errors of librmq."""
 
 
 class ConfigError(RmqError, ValueError):
-    """A setting is out of range, or disagrees with the files it is meant for."""
+    """A setting is out of range, or contradicts the files."""
 
 
 class MessageIllegalError(RmqError, ValueError):
@@ -106,11 +106,11 @@ class MessageIllegalError(RmqError, ValueError):
 
 
 class MalformedError(RmqError, ValueError):
-    """A text (an id, an address, a JSON file) is not in the form that it should have; says where."""
+    """A text (an id, an address, a JSON file) is malformed; the error says where."""
 
 
 class InputError(RmqError, ValueError):
-    """A line of input is no valid row or operation; names the line. What came before it stays."""
+    """A line of input is no valid row or operation; the error names it. Earlier lines stay applied."""
 
 
 class TransactionRefusedError(RmqError):
@@ -122,7 +122,7 @@ class TransactionRefusedError(RmqError):
 
 
 class MissingExtraError(RmqError, ImportError):
-    """Something needs an optional dependency that is not installed."""
+    """A feature needs an optional dependency that is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'librmq[{extra}]'")
@@ -130,7 +130,7 @@ class MissingExtraError(RmqError, ImportError):
 
 
 class AllocationError(RmqError, ValueError):
-    """Queues cannot be shared out among clients, or none can be chosen; ``java_name`` is what RocketMQ throws."""
+    """Queues cannot be allocated, or none can be selected; ``java_name`` is RocketMQ's exception."""
 
     def __init__(self, reason: str, java_name: str = "IllegalArgumentException") -> None:
         super().__init__(reason)
@@ -138,25 +138,25 @@ class AllocationError(RmqError, ValueError):
 
 
 class GroupMismatchError(RmqError):
-    """The instances of one consumer group do not subscribe to the same; says which ones to what."""
+    """The instances of one consumer group have different subscriptions; the error lists them."""
 
 
 class LargeBodyError(RmqError, ValueError):
-    """What should be the parts of a large body, or a body kept outside, does not make one; says why."""
+    """The parts of a large body, or a body kept outside, are invalid; the error says why."""
 
 
 class DedupStoreError(RmqError):
-    """A dedup store can't be reached, or refuses: whether the record was written is not known."""
+    """A dedup store cannot be reached, or refuses; it is unknown whether the record was written."""
 
 
 class FilterError(RmqError):
-    """The root of what filters raise."""
+    """Base of the errors of filters."""
 
 
 class FilterSyntaxError(FilterError, ValueError):
     """A filter expression does not compile.
 
-    ``position`` counts characters of ``expression`` from 0; ``reason`` says what was found and what was expected.
+    ``position`` counts characters of ``expression`` from 0; ``reason`` says what was found and expected.
     """
 
     def __init__(self, expression: str, position: int, reason: str) -> None:
@@ -168,13 +168,13 @@ class FilterSyntaxError(FilterError, ValueError):
         line = expression[begin : end if end >= 0 else len(expression)]
         column = position - begin
         cut = max(0, column - 60)  # a very long line is shown around the place
-        # As wide as it stands in the expression, so that the caret stands below its place: tabs are blanks here.
+        # As wide as in the expression, with tabs as blanks, so that the caret is below its place.
         shown = "".join(char if char.isprintable() else " " for char in line[cut : cut + 100])
         super().__init__(f"{reason}\n  {shown}\n  {_blanks(shown[: column - cut])}^")
 
 
 def _blanks(text: str) -> str:
-    """As wide as ``text`` on a terminal."""
+    """Return blanks as wide as ``text`` on a terminal."""
     return "".join(
         "" if unicodedata.combining(char) else "  " if unicodedata.east_asian_width(char) in "WF" else " "
         for char in text
@@ -182,7 +182,7 @@ def _blanks(text: str) -> str:
 
 
 class FilterEvaluationError(FilterError):
-    """An expression compiled, but evaluating ``term`` raised; ``java_name`` is what the broker's log would call it."""
+    """An expression compiled, but evaluating ``term`` raised; ``java_name`` is the exception in a broker's log."""
 
     def __init__(self, term: str, java_name: str, reason: str) -> None:
         super().__init__(f"{term}: {reason} ({java_name})")
@@ -192,19 +192,19 @@ class FilterEvaluationError(FilterError):
 
 
 class ClientError(RmqError):
-    """The root of what producers and consumers raise."""
+    """Base of the errors of producers and consumers."""
 
 
 class ClientStateError(ClientError):
-    """A producer or consumer is not in a state in which it can do what was asked; says which, and what helps."""
+    """The state of a producer or consumer forbids the call; the error names the state and the remedy."""
 
 
 class NoRouteError(ClientError):
-    """No broker is known that has the topic, and none makes it."""
+    """No known broker has the topic, and none makes it."""
 
 
 class BrokerUnreachableError(ClientError, ConnectionError):
-    """A broker can't be reached, or its answer was lost: what was asked of it may have been done."""
+    """A broker cannot be reached, or its answer was lost; it may have done what was asked."""
 
 
 class SendTimeoutError(ClientError, TimeoutError):
@@ -212,7 +212,7 @@ class SendTimeoutError(ClientError, TimeoutError):
 
 
 class GroupBehindError(ClientError, TimeoutError):
-    """Groups were not level in time; the message names what they have not consumed."""
+    """Groups were not level in time; the message names the messages that they have not consumed."""
 
 
 class BrokerError(ClientError):
@@ -225,11 +225,11 @@ class BrokerError(ClientError):
 
 
 class BrokerBusyError(BrokerError):
-    """The broker can't keep up; the message was not stored, and the producer does not send it again by itself."""
+    """The broker cannot keep up; the message was not stored, and the producer does not try again."""
 
 
 class RunnerError(RmqError):
-    """The root of what running turns raises."""
+    """Base of the errors of runners."""
 
 
 class RunnerClosedError(RunnerError):
@@ -237,7 +237,7 @@ class RunnerClosedError(RunnerError):
 
 
 class EndlessLoopError(RunnerError):
-    """Turns follow each other without an end; names what keeps them going."""
+    """Turns follow each other without end; the error names their causes."""
 
 
 class NotIdleError(RunnerError):
@@ -245,7 +245,7 @@ class NotIdleError(RunnerError):
 
 
 class StoreError(RmqError):
-    """The root of what stores and their parts raise."""
+    """Base of the errors of stores and their parts."""
 
 
 class RecordError(StoreError, ValueError):
@@ -281,19 +281,19 @@ class CorruptionError(StoreError):
 
 
 class NotAStoreError(StoreError):
-    """The path holds no store, or a store of a kind that librmq does not read."""
+    """The path holds no store, or one that librmq cannot read."""
 
 
 class StoreLockedError(StoreError):
-    """Another writer has the store open; the message names the process where it can be known."""
+    """Another writer has the store open; the message names the process if it is known."""
 
 
 class DiskFullError(StoreError):
-    """The disk is fuller than the store may make it: a message is refused, nothing was written; reading goes on."""
+    """The disk is above the store's limit; the message is refused, nothing is written, and reading continues."""
 
 
 class StoreFullError(StoreError):
-    """Messages that must stay until they are consumed take all the room; nothing was written, reading goes on."""
+    """Messages that must stay until they are consumed take all the room; nothing is written, and reading continues."""
 
 
 class StoreClosedError(StoreError):
@@ -301,14 +301,14 @@ class StoreClosedError(StoreError):
 
 
 class ReadOnlyError(StoreError):
-    """A write was asked of a handle that only reads."""
+    """A read-only handle was asked to write."""
 
 
 class FlushFailedError(StoreError):
-    """A flush of the log has failed: what was not flushed before it may not survive the machine.
+    """A flush of the log has failed: messages that were not flushed before may not survive the machine.
 
-    The kernel may have dropped what it could not write and call the next flush good. So the store acknowledges nothing
-    and takes nothing more until it is reopened. ``cause`` is the operating system's error.
+    The kernel can drop unwritten pages and report success for the next flush. So the store acknowledges and accepts
+    nothing until it is reopened. ``cause`` is the operating system's error.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -328,4 +328,4 @@ class StoreIOError(StoreError, OSError):
 
 
 LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)
-"""After these a store takes nothing more until it is reopened; other calls that failed may succeed later."""
+"""After these errors a store accepts nothing until it is reopened; other failed calls can succeed later."""
