@@ -343,7 +343,8 @@ class ConsumeQueue:
                 low, high = 0, -(-files.data_end(start) // ENTRY_SIZE)
                 while high - low > 1:
                     middle = (low + high) // 2
-                    if _counts(buffer, middle * ENTRY_SIZE):
+                    physical_offset, size = _PLACE.unpack_from(buffer, middle * ENTRY_SIZE)
+                    if physical_offset >= 0 and size > 0:
                         low = middle
                     else:
                         high = middle

@@ -187,17 +187,17 @@ class DiskFiles:
             with found:
                 for one in found:
                     try:
-                        folder = one.is_dir()
                         status = one.stat()
-                        size = 0 if folder else status.st_size
                     except OSError as error:
                         if one.is_symlink():
                             raise CorruptionError(one.path, 0, "name", "a link that leads nowhere") from error
                         if isinstance(error, FileNotFoundError):
                             continue  # deleted meanwhile
                         raise
+                    folder = stat.S_ISDIR(status.st_mode)
+                    size = 0 if folder else status.st_size
                     entries.append(FolderEntry(one.name, size, folder, stat.S_ISREG(status.st_mode)))
-        entries.sort(key=lambda entry: entry.name)
+        entries.sort()
         return entries
 
     def size(self, path: str) -> int | None:

@@ -117,24 +117,28 @@ class MappedFileQueue:
     def _list(self) -> list[int]:
         starts: list[int] = []
         for entry in self._listed():
-            path = os.path.join(self.folder, entry.name)
-            if entry.is_folder or len(entry.name) != 20 or not (entry.name.isascii() and entry.name.isdigit()):
-                raise CorruptionError(path, 0, "name", "expected a file named by its start in 20 digits")
-            start = int(entry.name)
-            if start >= _POSITIONS - self.file_size:
-                raise CorruptionError(path, 0, "name", "expected a start whose file ends below 2^63")
-            if start % self.file_size:
-                raise CorruptionError(path, 0, "name", f"expected a multiple of the file size {self.file_size}")
-            if starts and start != starts[-1] + self.file_size:
-                missing = file_name(starts[-1] + self.file_size)
-                raise CorruptionError(path, 0, "name", f"expected {missing} after {file_name(starts[-1])}")
+            wrong = self._wrong_name(entry, starts[-1] + self.file_size if starts else None)
+            if wrong is not None:
+                raise CorruptionError(os.path.join(self.folder, entry.name), 0, "name", wrong)
             if entry.size != self.file_size:
-                raise CorruptionError(
-                    path, min(entry.size, self.file_size), "size",
-                    f"expected {self.file_size} bytes, found {entry.size}",
-                )  # fmt: skip
-            starts.append(start)
+                path, at = os.path.join(self.folder, entry.name), min(entry.size, self.file_size)
+                raise CorruptionError(path, at, "size", f"expected {self.file_size} bytes, found {entry.size}")
+            starts.append(int(entry.name))
         return starts
+
+    def _wrong_name(self, entry: FolderEntry, following: int | None) -> str | None:
+        """Return what was expected instead of a name, None for a file that may stand there, at ``following``."""
+        name = entry.name
+        if entry.is_folder or len(name) != 20 or not (name.isascii() and name.isdigit()):
+            return "expected a file named by its start in 20 digits"
+        start = int(name)
+        if start >= _POSITIONS - self.file_size:
+            return "expected a start whose file ends below 2^63"
+        if start % self.file_size:
+            return f"expected a multiple of the file size {self.file_size}"
+        if following is not None and start != following:
+            return f"expected {file_name(following)} after {file_name(following - self.file_size)}"
+        return None
 
     def _listed(self) -> list[FolderEntry]:
         return self._files.list(self.folder)

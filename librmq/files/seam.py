@@ -19,10 +19,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final, Protocol
+from contextlib import suppress
+from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import StoreIOError
 
@@ -73,8 +71,7 @@ class File:
         return f"<File {self.path} {self.size} bytes>"
 
 
-@dataclass(frozen=True, slots=True)
-class FolderEntry:
+class FolderEntry(NamedTuple):
     """A name in a folder; ``size`` is 0 for a folder."""
 
     name: str
@@ -258,15 +255,26 @@ def fills_by_itself(files: Files) -> bool:
     return getattr(files, "fills_by_itself", False)
 
 
-@contextmanager
-def named(call: str, path: str) -> Iterator[None]:
+def named(call: str, path: str) -> _Named:
     """Raise errors of the operating system as `StoreIOError` with the file's name."""
-    try:
-        yield
-    except StoreIOError:
-        raise
-    except OSError as error:
-        raise StoreIOError(call, path, error) from error
+    return _Named(call, path)
+
+
+class _Named:
+    """What `named` returns; a generator would cost each call some microseconds."""
+
+    __slots__ = ("_call", "_path")
+
+    def __init__(self, call: str, path: str) -> None:
+        self._call = call
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StoreIOError):
+            raise StoreIOError(self._call, self._path, error) from error
 
 
 def used_end(files: Files, file: File, begin: int, end: int) -> int:
