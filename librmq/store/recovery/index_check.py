@@ -21,7 +21,7 @@ from librmq.store.format.index_flaw import find_flaw
 from librmq.store.format.index_layout import IndexHeader, entry_seconds
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.queue_check import is_illegible
+from librmq.store.recovery.entry_check import is_illegible
 
 __all__ = ["SETTLED", "IndexCheck", "index_again"]
 

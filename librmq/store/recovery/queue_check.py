@@ -7,17 +7,12 @@ deleted and made again, or a record's topic was lost.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_DTYPE, ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files.damage import Damage
 from librmq.java.hashing import java_decode, string_hash
@@ -27,35 +22,18 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.queue_table import OpenQueue, QueueName
+from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, hole, misaddressed, record_at
+from librmq.store.recovery.queue_search import first_at, first_not_older
+from librmq.store.recovery.strays import Stray, Strays
 
-__all__ = [
-    "COMPARED",
-    "ExpectedEntry",
-    "GapError",
-    "QueueCheck",
-    "QueueChecks",
-    "Scope",
-    "first_at",
-    "is_illegible",
-    "made_again",
-    "misaddressed",
-]
+__all__ = ["COMPARED", "GapError", "QueueCheck", "QueueChecks", "Scope"]
 
-_LONG: Final = struct.Struct(">q")
-_FILLER_SIZE: Final = 0x7FFFFFFF
-_FILLER: Final = ENTRY.pack(0, _FILLER_SIZE, 0)
+_FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
 _LARGEST_OFFSET: Final = 1 << 58
 _LARGEST_GAP: Final = 100_000  # most entries to fill in for missing records; with more, the queue starts again
 COMPARED: Final = 4096
 """Number of entries compared together."""
-
-
-class Stray(NamedTuple):
-    """A record outside of the count of its queue."""
-
-    check: QueueCheck
-    entry: ExpectedEntry
 
 
 class GapError(Exception):
@@ -77,24 +55,6 @@ class Scope:
     """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
     absent_before: int = 0
     """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
-
-
-def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
-    """Return the begin of the records of each queue that counts from 0, by its first entry.
-
-    A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
-    """
-    found = {}
-    for name, queue in queues.items():
-        raw = queue.read(0, 1) if queue.stored_begin == 0 else b""
-        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
-        if place > log.begin and size != _FILLER_SIZE:
-            with suppress(CorruptionError):
-                data = log.read(place, size)
-                message = None if data is None else StoredMessage(data)
-                if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
-                    found[name] = place
-    return found
 
 
 class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
@@ -129,7 +89,8 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
         self._mend = mend
         self._made: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
-        self._strays: dict[int, dict[int, Stray]] = {}  # by queue offset and physical offset
+        self.strays = Strays()
+        """Records that may be those of another queue."""
 
     def make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
         """Return the check of a queue at its first record.
@@ -206,58 +167,6 @@ class QueueChecks(dict[tuple[bytes, int], "QueueCheck"]):
             if self._queues[name].max_offset == 0:
                 del self._queues[name]
 
-    def add_stray(self, queue_offset: int, stray: Stray) -> None:
-        """Note a record that can belong to another queue at the same queue offset."""
-        self._strays.setdefault(queue_offset, {})[stray.entry.physical_offset] = stray
-
-    def drop_stray(self, queue_offset: int, physical_offset: int) -> None:
-        """Drop a noted record that is in its right place."""
-        found = self._strays.get(queue_offset)
-        if found is not None:
-            found.pop(physical_offset, None)
-            if not found:
-                del self._strays[queue_offset]
-
-    def stray_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
-        """Return and drop the stray record at this place."""
-        stray = self._strays.get(queue_offset, {}).get(physical_offset)
-        if stray is not None:
-            self.drop_stray(queue_offset, physical_offset)
-        return stray
-
-    def take_stray(self, queue_offset: int, after: int, before: int, check: QueueCheck) -> Stray | None:
-        """Return a record between two physical offsets that a changed byte has moved away from the queue of ``check``.
-
-        It names the same queue offset in a queue that does not need it.
-        """
-        for physical_offset, stray in self._strays.get(queue_offset, {}).items():
-            if after < physical_offset < before and check.is_one_byte_from(stray.check):
-                self.drop_stray(queue_offset, physical_offset)
-                return stray
-        return None
-
-
-def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
-    """A field of 8 bytes in a record with a wrong value."""
-    field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
-    if mend:
-        log.patch(physical_offset + at, _LONG.pack(expected))
-    path = log.sequence.path_at(physical_offset)
-    return Damage(path, physical_offset, "record", f"{field}: expected {expected}, found {found}", 8)
-
-
-class ExpectedEntry(NamedTuple):
-    """The entry of a record, and the content of its extension unit."""
-
-    packed: bytes
-    store_timestamp_ms: int
-    properties: bytes
-
-    @property
-    def physical_offset(self) -> int:
-        """Physical offset in the entry."""
-        return int.from_bytes(self.packed[:8], "big")
-
 
 class QueueCheck:
     """Comparison of one queue with its records, in the order of the log.
@@ -285,8 +194,8 @@ class QueueCheck:
         """Number of excluded records of a deleted topic with this name."""
         self.gave_all_away = False
         """Whether the only record that names the queue belongs to another one."""
-        self._bitmap_of = bitmap_of
         self.damages: list[Damage] = []
+        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, mend=mend)
         self.prefix_hash = string_hash(topic + "#")
         self.entries: list[bytes] = []
         self.expected = _NONE
@@ -359,7 +268,7 @@ class QueueCheck:
         if at == queue_offset:
             return True
         place, size, _ = ENTRY.unpack_from(raw)
-        return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != _FILLER_SIZE
+        return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != HOLE_SIZE
 
     def _expect(self) -> None:
         """Open the short cut for the next record unless it needs a full check."""
@@ -370,13 +279,6 @@ class QueueCheck:
     def waits(self) -> bool:
         """Whether a record waits for the next one to decide its place."""
         return self._held is not None
-
-    def is_one_byte_from(self, other: QueueCheck) -> bool:
-        """Return whether two queue names differ by one byte."""
-        ours, theirs = (
-            check._topic.encode() + check._queue_id.to_bytes(4, "big", signed=True) for check in (self, other)
-        )
-        return len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
 
     def settle(self) -> None:
         """Take over the records of the short cut."""
@@ -409,7 +311,7 @@ class QueueCheck:
             self._accept(queue_offset, entry, queue_offset)
         else:
             self._held = queue_offset, entry
-            self._checks.add_stray(queue_offset, Stray(self, entry))
+            self._checks.strays.add(queue_offset, Stray(self, entry))
         self._expect()
 
     def give_away(self, entry: ExpectedEntry) -> None:
@@ -433,15 +335,15 @@ class QueueCheck:
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
-                self._checks.drop_stray(claimed, entry.physical_offset)
-                self._checks.add_stray(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
+                self._checks.strays.drop(claimed, entry.physical_offset)
+                self._checks.strays.add(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
             return
         elif possible:
             jumps = following == claimed + 1 if following is not None else self._points_at(claimed, entry)
             due = claimed if jumps else due
-        self._checks.drop_stray(claimed, entry.physical_offset)
+        self._checks.strays.drop(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
@@ -478,7 +380,7 @@ class QueueCheck:
             for lacking in range(self._next, queue_offset):
                 found = self._lacking(lacking, after, following.physical_offset)
                 if found is None:
-                    self.entries.append(_hole(self._log, following))
+                    self.entries.append(hole(self._log, following))
                     continue
                 after = found.physical_offset
                 self.entries.append(found.packed)
@@ -486,11 +388,11 @@ class QueueCheck:
                     self._units[lacking] = found
             return
         # The topic was made again, or too many records are missing, so the queue consists of the later records.
-        self.damages = [damage for damage in self.damages if damage.kind == "record"]
+        self.damages[:] = [damage for damage in self.damages if damage.kind == "record"]
         if gap < 0:
             replaced = min(-gap, len(self.entries))
             for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
-                self._checks.add_stray(number, Stray(self, ExpectedEntry(packed, 0, b"")))
+                self._checks.strays.add(number, Stray(self, ExpectedEntry(packed, 0, b"")))
             del self.entries[len(self.entries) - replaced :]
             self._next -= replaced
             self._compare()
@@ -511,31 +413,24 @@ class QueueCheck:
         """
         raw = self.queue.read(queue_offset, 1)
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
-        message = self._log_record(place, size) if after < place < before else None
+        message = record_at(self._log, place, size) if after < place < before else None
         if message is None or message.queue_offset != queue_offset:
-            stray = None if self._delayed else self._checks.take_stray(queue_offset, after, before, self)
+            stray = None if self._delayed else self._checks.strays.take(queue_offset, after, before, self)
             if stray is None:
                 return None
             stray.check.give_away(stray.entry)
             place, size, _ = ENTRY.unpack(stray.entry.packed)
-            message = self._log_record(place, size)
+            message = record_at(self._log, place, size)
             if message is None:
                 return None
         else:
-            found = self._checks.stray_at(queue_offset, place)
+            found = self._checks.strays.at(queue_offset, place)
             if found is not None:
                 found.check.give_away(found.entry)
         self._claim_back(message)
         if not self._delayed:
             tags_code = message.tags_code
         return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
-
-    def _log_record(self, physical_offset: int, size: int) -> StoredMessage | None:
-        try:
-            raw = self._log.read(physical_offset, size)
-        except CorruptionError:
-            return None
-        return None if raw is None else StoredMessage(raw)
 
     def _claim_back(self, message: StoredMessage) -> None:
         """Report and correct a record that names a wrong queue."""
@@ -550,97 +445,11 @@ class QueueCheck:
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
     def _compare(self) -> None:
-        """Compare the collected entries with the queue."""
-        entries, queue = self.entries, self.queue
-        if not entries:
-            return
-        assert self._next is not None
-        at = self._next - len(entries)
-        same = self._count_same(at, entries) if at >= queue.min_offset else 0
-        if same < len(entries):
-            self._report(at + same, entries[same], len(entries) - same)
-            if self._mend:
-                self._write(at + same, entries[same:])
-        self.entries = []
-        self._units = {}
-
-    def _report(self, queue_offset: int, expected: bytes, count: int) -> None:
-        queue = self.queue
-        lacking = queue_offset >= queue.max_offset
-        if lacking and self.damages and self.damages[-1].kind == "missing":
-            return  # said already
-        path, position = queue.place_of(queue_offset)
-        what = f"lacks entries from queue offset {queue_offset} on"
-        if queue.min_offset <= queue_offset < queue.max_offset:
-            found = ENTRY.unpack(queue.read(queue_offset, 1))
-            what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {found}"
-        self.damages.append(Damage(path, position, "missing" if lacking else "entry", what, ENTRY_SIZE * count))
-
-    def _write(self, queue_offset: int, entries: Sequence[bytes]) -> None:
-        queue = self.queue
-        if queue_offset < queue.min_offset or queue_offset > queue.max_offset:
-            queue.clear()
-        else:
-            queue.truncate_to(queue_offset)
-        if queue.ext is not None:
-            entries = [self._with_unit(number, entry) for number, entry in enumerate(entries, queue_offset)]
-        queue.append_many(queue_offset, b"".join(entries))
-
-    def _with_unit(self, queue_offset: int, packed: bytes) -> bytes:
-        """Return the entry with the address of a new unit in place of its code."""
-        entry = self._units.get(queue_offset)
-        if entry is None or self.queue.ext is None:
-            return packed
-        physical_offset, size, tags_code = ENTRY.unpack(packed)
-        bitmap = None
-        if self._bitmap_of is not None:
-            properties = entry.properties
-            bitmap = self._bitmap_of(self._topic, record.decode_properties(properties) if properties else None)
-        return ENTRY.pack(physical_offset, size, self.queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
-
-    def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
-        same = 0
-        while same < len(entries):
-            raw = self.queue.read(queue_offset + same, len(entries) - same)
-            if not raw:
-                return same
-            count = len(raw) // ENTRY_SIZE
-            if raw != b"".join(entries[same : same + count]):
-                for number in range(same, same + count):
-                    found = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
-                    if found == entries[number] or self._leads_to(found, entries[number], queue_offset + number):
-                        continue
-                    following = entries[number + 1] if number + 1 < len(entries) else None
-                    if following is None or not _is_made_up(entries[number], following):
-                        return number
-                    if not _is_hole(found, following, self._log.file_size):
-                        return number
-            same += count
-        return same
-
-    def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
-        """Return whether an entry is acceptable after all: by its unit, or in the form of 4.9's recovery."""
-        place, size, code = ENTRY.unpack(found)
-        if found[:12] != expected[:12]:
-            return False
-        wanted = {ENTRY.unpack(expected)[2]}
-        message = self._log_record(place, size)
-        is_free = message is not None and is_illegible(message)
-        if self._delayed and message is not None:
-            # 4.9's recovery gives delayed records the code of their tags.
-            wanted.add(record.tags_code(message.tags))
-        if not is_ext_address(code):
-            return is_free or code in wanted
-        if self.queue.ext is None:
-            return False  # there are no units to which it could lead
-        if before := self.queue.read(queue_offset - 1, 1):
-            place_before, _, earlier = ENTRY.unpack(before)
-            if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
-                return False  # units are in the order of their entries; those of deleted records do not count
-        unit, entry = self.queue.ext_unit(code), self._units.get(queue_offset)
-        if unit is None or entry is None:
-            return False
-        return (is_free or unit.tags_code in wanted) and unit.store_timestamp_ms == entry.store_timestamp_ms
+        """Hold what has collected against the queue."""
+        if self.entries:
+            assert self._next is not None
+            self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)
+            self.entries, self._units = [], {}
 
     def finish(self) -> None:
         """No record follows."""
@@ -688,7 +497,7 @@ class QueueCheck:
         queue = self.queue
         if self.first <= queue.stored_begin:
             return
-        wrong = _first_not_older(queue, self.first, self._begin, self._log.file_size)
+        wrong = first_not_older(queue, self.first, self._begin, self._log.file_size)
         if wrong is None:
             return
         path, position = queue.place_of(wrong)
@@ -706,82 +515,3 @@ class QueueCheck:
                     kept["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
         queue.append_many(self.first, kept.tobytes())
         queue.serve_from(self._begin)
-
-
-def is_illegible(message: StoredMessage) -> bool:
-    """Return whether a record's properties contain zeros, so that its tags and keys are lost.
-
-    As in 4.9, the queue entry and the keys written earlier are kept.
-    """
-    return 0 in message.properties_raw
-
-
-def _hole(log: CommitLog, following: ExpectedEntry) -> bytes:
-    """Return an entry in place of a lost message, which readers skip.
-
-    If a broker finds no record at an entry, it skips all entries below the next log file, counted from the entry's
-    place. So the entry names the file before the one of the next message, with an impossible size. In the first file
-    the entry leads to the next message, which a broker then returns twice.
-    """
-    place, size, _ = ENTRY.unpack(following.packed)
-    start = place - place % log.file_size
-    return ENTRY.pack(start - log.file_size, _FILLER_SIZE, 0) if start else ENTRY.pack(place, size, 0)
-
-
-def _is_made_up(entry: bytes, following: bytes) -> bool:
-    """Return whether an entry was made by `_hole`."""
-    return ENTRY.unpack(entry)[1] == _FILLER_SIZE or entry[:12] == following[:12]
-
-
-def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
-    """Return whether readers can pass an entry without a message of its own."""
-    place, size, _ = ENTRY.unpack(found)
-    next_place = ENTRY.unpack(following)[0]
-    if size == _FILLER_SIZE:
-        return bool(place % file_size == 0 and place + file_size <= next_place)
-    return found[:12] == following[:12]
-
-
-def _first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:
-    """Return the first entry below queue offset ``end`` that is neither filler nor of a message before ``begin``."""
-    at, raw = queue.stored_begin, queue.read(end, 1)
-    latest_hole = ENTRY.unpack(raw)[0] - log_file_size if raw else 0
-    try:
-        for first, block in queue.blocks(at, end):
-            place = block["physical_offset"]
-            filler = (block["size"] == _FILLER_SIZE) & ((place == 0) | (place <= latest_hole))
-            wrong = np.flatnonzero((place >= begin) & ~filler)
-            if len(wrong):
-                return first + int(wrong[0])
-            at = first + len(block)
-    except CorruptionError:
-        return at
-    return None
-
-
-def first_at(queue: ConsumeQueue, physical_offset: int) -> int:
-    """Return the first queue offset whose message is at or behind ``physical_offset``, by binary search.
-
-    The search first goes back from the end in growing steps, because the place is mostly there. So few files are
-    mapped.
-    """
-    low, high = queue.min_offset, queue.max_offset
-    step = 1
-    while low < high:
-        middle = max(low, high - step) if step else (low + high) // 2
-        at = _behind_filler(queue, middle, high)
-        raw = queue.read(at, 1) if at < high else b""
-        if not raw or ENTRY.unpack(raw)[0] >= physical_offset:
-            high, step = middle, 2 * step
-        else:
-            low, step = at + 1, 0
-    return _behind_filler(queue, low, queue.max_offset)
-
-
-def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
-    """Return the first entry from ``queue_offset`` to ``end`` that is no filler."""
-    while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER[8:12]:
-        raw = queue.read(queue_offset, min(COMPARED, end - queue_offset))
-        others = np.flatnonzero(np.frombuffer(raw, ENTRY_DTYPE)["size"] != _FILLER_SIZE)
-        queue_offset += int(others[0]) if len(others) else len(raw) // ENTRY_SIZE
-    return queue_offset

@@ -19,8 +19,9 @@ from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import BitmapOf, derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.entry_check import ExpectedEntry, misaddressed
 from librmq.store.recovery.index_check import SETTLED, IndexCheck, index_again
-from librmq.store.recovery.queue_check import COMPARED, ExpectedEntry, QueueChecks, Scope, misaddressed
+from librmq.store.recovery.queue_check import COMPARED, QueueChecks, Scope
 
 __all__ = ["reconcile"]
 

@@ -22,7 +22,8 @@ from librmq.store.engine.open_store import Parts
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 from librmq.store.recovery.plan import Planner, RecoveryMode, RecoveryPlan, unvouched_index
-from librmq.store.recovery.queue_check import COMPARED, GapError, Scope, first_at, made_again
+from librmq.store.recovery.queue_check import COMPARED, GapError, Scope
+from librmq.store.recovery.queue_search import first_at, made_again
 from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["Recovery"]

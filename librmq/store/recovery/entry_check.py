@@ -1,0 +1,195 @@
+"""Entries of a queue compared with those that records lead to, and written where they differ."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue_ext import is_ext_address
+from librmq.errors import CorruptionError
+from librmq.files.damage import Damage
+from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.store.engine.dispatch import BitmapOf
+
+__all__ = ["EntryCheck", "ExpectedEntry", "hole", "is_illegible", "misaddressed", "record_at"]
+
+_LONG: Final = struct.Struct(">q")
+
+
+class ExpectedEntry(NamedTuple):
+    """The entry of a record, and the content of its extension unit."""
+
+    packed: bytes
+    store_timestamp_ms: int
+    properties: bytes
+
+    @property
+    def physical_offset(self) -> int:
+        """Physical offset in the entry."""
+        return int.from_bytes(self.packed[:8], "big")
+
+
+class EntryCheck:
+    """Compares the entries of one topic's queue; what differs is added to ``damages``, and written if ``mend``."""
+
+    _queue: ConsumeQueue
+    _units: Mapping[int, ExpectedEntry]
+
+    def __init__(
+        self, log: CommitLog, topic: str, damages: list[Damage], bitmap_of: BitmapOf | None, *, mend: bool
+    ) -> None:
+        self._log = log
+        self._topic = topic
+        self.damages = damages
+        self._bitmap_of = bitmap_of
+        self._mend = mend
+        self._delayed = topic == SCHEDULE_TOPIC
+
+    def compare(
+        self, queue: ConsumeQueue, at: int, entries: Sequence[bytes], units: Mapping[int, ExpectedEntry]
+    ) -> None:
+        """Compare a run of entries with the queue from queue offset ``at`` on, and write those that differ.
+
+        ``units`` are by queue offset, of a queue with extension.
+        """
+        self._queue, self._units = queue, units
+        same = self._count_same(at, entries) if at >= queue.min_offset else 0
+        if same < len(entries):
+            self._report(at + same, entries[same], len(entries) - same)
+            if self._mend:
+                self._write(at + same, entries[same:])
+
+    def _report(self, queue_offset: int, expected: bytes, count: int) -> None:
+        queue = self._queue
+        lacking = queue_offset >= queue.max_offset
+        if lacking and self.damages and self.damages[-1].kind == "missing":
+            return  # said already
+        path, position = queue.place_of(queue_offset)
+        what = f"lacks entries from queue offset {queue_offset} on"
+        if queue.min_offset <= queue_offset < queue.max_offset:
+            found = ENTRY.unpack(queue.read(queue_offset, 1))
+            what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {found}"
+        self.damages.append(Damage(path, position, "missing" if lacking else "entry", what, ENTRY_SIZE * count))
+
+    def _write(self, queue_offset: int, entries: Sequence[bytes]) -> None:
+        queue = self._queue
+        if queue_offset < queue.min_offset or queue_offset > queue.max_offset:
+            queue.clear()
+        else:
+            queue.truncate_to(queue_offset)
+        if queue.ext is not None:
+            entries = [self._with_unit(number, entry) for number, entry in enumerate(entries, queue_offset)]
+        queue.append_many(queue_offset, b"".join(entries))
+
+    def _with_unit(self, queue_offset: int, packed: bytes) -> bytes:
+        """Return the entry with the address of a new unit in place of its code."""
+        entry = self._units.get(queue_offset)
+        if entry is None or self._queue.ext is None:
+            return packed
+        physical_offset, size, tags_code = ENTRY.unpack(packed)
+        bitmap = None
+        if self._bitmap_of is not None:
+            properties = entry.properties
+            bitmap = self._bitmap_of(self._topic, record.decode_properties(properties) if properties else None)
+        return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
+
+    def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
+        same = 0
+        while same < len(entries):
+            raw = self._queue.read(queue_offset + same, len(entries) - same)
+            if not raw:
+                return same
+            count = len(raw) // ENTRY_SIZE
+            if raw != b"".join(entries[same : same + count]):
+                for number in range(same, same + count):
+                    found = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
+                    if found == entries[number] or self._leads_to(found, entries[number], queue_offset + number):
+                        continue
+                    following = entries[number + 1] if number + 1 < len(entries) else None
+                    if following is None or not _is_made_up(entries[number], following):
+                        return number
+                    if not _is_hole(found, following, self._log.file_size):
+                        return number
+            same += count
+        return same
+
+    def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
+        """Return whether an entry is acceptable after all: by its unit, or in the form of 4.9's recovery."""
+        place, size, code = ENTRY.unpack(found)
+        if found[:12] != expected[:12]:
+            return False
+        wanted = {ENTRY.unpack(expected)[2]}
+        message = record_at(self._log, place, size)
+        is_free = message is not None and is_illegible(message)
+        if self._delayed and message is not None:
+            # 4.9's recovery gives delayed records the code of their tags.
+            wanted.add(record.tags_code(message.tags))
+        if not is_ext_address(code):
+            return is_free or code in wanted
+        if self._queue.ext is None:
+            return False  # there are no units to which it could lead
+        if before := self._queue.read(queue_offset - 1, 1):
+            place_before, _, earlier = ENTRY.unpack(before)
+            if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
+                return False  # units are in the order of their entries; those of deleted records do not count
+        unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
+        if unit is None or entry is None:
+            return False
+        return (is_free or unit.tags_code in wanted) and unit.store_timestamp_ms == entry.store_timestamp_ms
+
+
+def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
+    """Return the damage of a field of 8 bytes in a record; with ``mend`` it is put right."""
+    field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
+    if mend:
+        log.patch(physical_offset + at, _LONG.pack(expected))
+    path = log.sequence.path_at(physical_offset)
+    return Damage(path, physical_offset, "record", f"{field}: expected {expected}, found {found}", 8)
+
+
+def is_illegible(message: StoredMessage) -> bool:
+    """Return whether a record's properties contain zeros, so that its tags and keys are lost.
+
+    As in 4.9, the queue entry and the keys written earlier are kept.
+    """
+    return 0 in message.properties_raw
+
+
+def record_at(log: CommitLog, physical_offset: int, size: int) -> StoredMessage | None:
+    """Return the record of that size that stands there, None if none does."""
+    try:
+        raw = log.read(physical_offset, size)
+    except CorruptionError:
+        return None
+    return None if raw is None else StoredMessage(raw)
+
+
+def hole(log: CommitLog, following: ExpectedEntry) -> bytes:
+    """Return an entry in place of a lost message, which readers skip.
+
+    If a broker finds no record at an entry, it skips all entries below the next log file, counted from the entry's
+    place. So the entry names the file before the one of the next message, with an impossible size. In the first file
+    the entry leads to the next message, which a broker then returns twice.
+    """
+    place, size, _ = ENTRY.unpack(following.packed)
+    start = place - place % log.file_size
+    return ENTRY.pack(start - log.file_size, HOLE_SIZE, 0) if start else ENTRY.pack(place, size, 0)
+
+
+def _is_made_up(entry: bytes, following: bytes) -> bool:
+    """Return whether an entry was made by `_hole`."""
+    return ENTRY.unpack(entry)[1] == HOLE_SIZE or entry[:12] == following[:12]
+
+
+def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
+    """Return whether readers can pass an entry without a message of its own."""
+    place, size, _ = ENTRY.unpack(found)
+    next_place = ENTRY.unpack(following)[0]
+    if size == HOLE_SIZE:
+        return bool(place % file_size == 0 and place + file_size <= next_place)
+    return found[:12] == following[:12]
