@@ -1,14 +1,14 @@
-"""Delay levels: messages that wait in the schedule topic, delivered when their time has come.
+"""Delay levels: messages that wait in the schedule topic until their time.
 
 A message with a delay level is stored twice. `MessageStore.append` puts it into topic ``SCHEDULE_TOPIC_XXXX``, queue
 ``level - 1``, with its own topic and queue in the properties ``REAL_TOPIC`` and ``REAL_QID`` and the time of delivery
-as the entry's tags code. `DelaySchedule` writes it once more, to its own topic, when that time has come. How far it has
-come in the queue of each level stands in ``delayOffset.json``, by level::
+as the entry's tags code. `DelaySchedule` writes it again, to its own topic, at that time. Its progress in the queue of
+each level is in ``delayOffset.json``, by level::
 
     level     1, 2, …           the queue offset of the next message to deliver from queue level - 1
 
-Mirrors 4.9.4's ``ScheduleMessageService``. Time is looked at on a grid, every 100 ms from a second after the start on,
-but only where something can be due: `DelaySchedule.run_due` says which look is the next that may find something.
+Mirrors 4.9.4's ``ScheduleMessageService``. It looks on a grid of 100 ms, from a second after the start on, but only at
+times when a message can be due: `DelaySchedule.run_due` returns the next such look.
 """
 
 from __future__ import annotations
@@ -46,39 +46,39 @@ __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
 _log = logging.getLogger("librmq.delay")
 
-_LOOKED_AT: Final = 64  # entries that are read together
-_HASHES: Final = -(1 << 31), 1 << 31  # a time in ms of this century is none of them
+_LOOKED_AT: Final = 64  # entries read together
+_HASHES: Final = -(1 << 31), 1 << 31  # no time in ms of this century is among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayConfig(Config):
-    """When a schedule looks and saves; the defaults are 4.9.4's."""
+    """Times of looks and saves; the defaults are 4.9.4's."""
 
     first_look_s: Annotated[float, Seconds()] = 1
-    """From the start to the first look."""
+    """Time from the start to the first look."""
     look_every_s: Annotated[float, Seconds(0.001)] = 0.1
-    """From one look to the next; in whole milliseconds."""
+    """Time between two looks, in whole milliseconds."""
     retry_s: Annotated[float, Seconds(0.001)] = 10
-    """From a failure (a full disk, a damaged queue) to the next look at the same level."""
+    """Time from a failure (a full disk, a damaged queue) to the next look at the same level."""
     save_every_s: Annotated[float | None, Seconds()] = 10
-    """From the first delivery that is not saved to saving; None leaves it to `DelaySchedule.save`."""
+    """Time from the first unsaved delivery to the save; None leaves saving to `DelaySchedule.save`."""
     most_at_once: Annotated[int, Between(1)] = 10_000
-    """Messages of a level that one turn delivers; what is left is due at once."""
+    """Most messages of a level in one turn; the rest is due at once."""
 
 
 class DelayOffsets(Protocol):
-    """Where the progress of each level is kept; `librmq.store.format.broker_tables.BrokerTables` is one."""
+    """Store of each level's progress, such as `librmq.store.format.broker_tables.BrokerTables`."""
 
     def delay_offset(self, level: int) -> int:
         """Return the queue offset of the next message of a level."""
         ...
 
     def set_delay_offset(self, level: int, queue_offset: int) -> None:
-        """Note the queue offset of the next message of a level."""
+        """Set the queue offset of the next message of a level."""
         ...
 
     def persist(self, now_ms: int) -> None:
-        """Write it; durable when it returns."""
+        """Write the progress; durable when it returns."""
         ...
 
 
@@ -89,29 +89,29 @@ _NEEDED: Final = (
     record.PROPERTY_KEYS,
     record.PROPERTY_TAGS,
 )
-"""The properties that a delivery looks at."""
+"""The properties that a delivery reads."""
 
 
 class _Layout:
     """The stored properties of messages that have the same names, as `codec.encode_properties` writes them.
 
-    Messages that wait one behind the other mostly have. Their values are found without decoding all of them, and what
-    fits is what it would be encoded as again.
+    Consecutive waiting messages mostly have the same names. Their values are found without decoding the others, and
+    matching properties are encoded as they would be again.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         text = "\2".join(f"{re.escape(name)}\1([^\1\2]+)" for name in names)
-        self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group is that of what is not there: None
+        self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group, of absent properties, is None
         self._groups = [names.index(name) + 1 if name in names else len(names) + 1 for name in _NEEDED]
 
     def find(self, raw: bytes) -> tuple[str | None, ...] | None:
-        """The values of the properties that are needed; None for properties that look otherwise."""
+        """Return the values of the needed properties, None if the properties have another layout."""
         match = self._match(raw.decode("ascii")) if raw.isascii() else None
         return None if match is None else match.group(*self._groups)
 
 
 class _Layouts:
-    """Chooses the layout by which the next message's properties are read, from those read so far."""
+    """Choice of the layout for the next message's properties, from the previous ones."""
 
     __slots__ = ("_names", "_run", "current")
 
@@ -121,10 +121,10 @@ class _Layouts:
         self._run = 0
 
     def seen(self, names: tuple[str, ...]) -> None:
-        """Note the names of a message that the current layout did not fit.
+        """Note the names of a message that does not fit the current layout.
 
-        Making a layout takes as long as decoding hundreds of messages, so one is made for few names that came several
-        times in a row: senders that make names up cost no more than decoding does.
+        Making a layout takes as long as decoding hundreds of messages. So it is made only for few names that occurred
+        several times in a row. Senders with random names then cost no more than decoding.
         """
         self._run = self._run + 1 if names == self._names else 1
         self._names = names
@@ -138,35 +138,34 @@ _layout_of = lru_cache(maxsize=64)(_Layout)
 
 
 class _Level:
-    """One level: its queue, and when to look at it next."""
+    """One level: its queue, and the time of its next look."""
 
     __slots__ = ("delay_ms", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "state_key")
 
     def __init__(self, level: int, delay_ms: int | None, queue_offset: int) -> None:
         self.level = level
         self.next_offset = self.saved_offset = queue_offset
-        """The queue offset of the next message, and what was saved of it."""
+        """Queue offset of the next message, and the saved one."""
         self.queue_id = queue_id_of_level(level)
         self.delay_ms = delay_ms
-        """None for a level that the settings no longer have."""
+        """Delay of the level, None if the settings no longer have it."""
         self.state_key = (f"level {level}",), f"level {level}"
         self.look_ms: int | None = None
-        """The look at which the first message that waits is due; None if none was waiting."""
+        """The look at which the first waiting message is due; None without one."""
 
 
 class DelaySchedule:
-    """Delivers what waits in a store's schedule topic. Not thread-safe: one caller at a time.
+    """Delivery of the messages in a store's schedule topic. Not thread-safe: one caller at a time.
 
-    Every message is delivered at the first look at or after its time, those of a level in their order; a message whose
-    time is further away than the level's delay (the clock was put back, the levels were changed) at once. A message
-    whose level the settings no longer have is delivered at its time, where 4.9 leaves it for good.
+    Every message is delivered at the first look at or after its time, messages of a level in order. A message further
+    away than the level's delay, because the clock was set back or the levels were changed, is delivered at once. If the
+    settings no longer have its level, it is delivered at its time; 4.9 never delivers it.
 
-    What can't be delivered (a half message, no topic, a record that is damaged) is dropped: logged as an error, and
-    passed over; its record stays in the log. After a failure that may pass (a full disk) the level is looked at again
-    10 s later.
+    An undeliverable message (a half message, without a topic, damaged) is logged as an error and skipped; its record
+    stays in the log. After a temporary failure, such as a full disk, the next look at the level is 10 s later.
 
-    After a crash it goes on from the progress last saved: messages delivered since then are delivered again, none is
-    lost. Saving flushes the store first, so that no progress outlives what it vouches for.
+    After a crash delivery continues from the last saved progress: messages delivered since then are delivered again,
+    and none is lost. A save flushes the store first, so that no progress outlives the messages it covers.
     """
 
     def __init__(
@@ -184,8 +183,8 @@ class DelaySchedule:
         Args:
             store: Open for writing.
             offsets: Keeps the progress.
-            start_ms: Where the grid of looks begins.
-            settings: When to look and save.
+            start_ms: Start of the grid of looks.
+            settings: Times of looks and saves.
             delivered: ``delivered(message, topic, queue_id, result)`` is told of each delivery: the message as it
                 waited, and where it went. It must not raise.
             aside: Lets other things go on while the store is flushed; None flushes within `run_due`.
@@ -222,7 +221,7 @@ class DelaySchedule:
 
     @property
     def progress(self) -> dict[int, int]:
-        """By level the queue offset of the next message to deliver, where there were any."""
+        """Queue offsets of the next message to deliver, by level, for levels with messages."""
         return {level.level: level.next_offset for level in self._levels if level.next_offset}
 
     def next_offsets(self) -> list[tuple[int, int]]:
@@ -230,21 +229,21 @@ class DelaySchedule:
         return [(level.queue_id, level.next_offset) for level in self._levels]
 
     def due_for(self, level: int, store_timestamp_ms: int) -> int:
-        """When to call `run_due` for a message of ``level`` stored then, at the latest.
+        """Return the latest time to call `run_due` for a message of ``level`` stored at a time.
 
-        What appends delayed messages has `run_due` called by then. Calling it right after the append works as well, and
-        costs little.
+        Code that appends delayed messages must have `run_due` called by then. A call right after the append works too,
+        and costs little.
         """
         levels = self._store.levels
         return self._look_for(levels.deliver_timestamp_ms(levels.cap(level), store_timestamp_ms))
 
     def run_due(self, now_ms: int) -> int | None:
-        """Deliver what is due; returns the time in ms of the next look that finds something, None if nothing waits.
+        """Deliver due messages, and return the time in ms of the next useful look, None if no message waits.
 
         The look is the last one of the grid that is not after ``now_ms``. `StoreClosedError`, `FlushFailedError` and
         `ReadOnlyError` where the store takes no messages any more.
         """
-        if now_ms < self._last_ms:  # the clock was put back: find again what is due when
+        if now_ms < self._last_ms:  # the clock was set back, so find all due times again
             self._begin_ms = min(self._begin_ms, now_ms)
             self._saver.put_back(now_ms)
             for level in self._levels:
@@ -257,7 +256,7 @@ class DelaySchedule:
             if level.look_ms is None:
                 _, end = self._store.queue_range(SCHEDULE_TOPIC, level.queue_id)
                 if end == level.next_offset:
-                    continue  # nothing waits: the usual case, at little cost
+                    continue  # fast path: no message waits
             if level.look_ms is None or level.look_ms <= look_ms:
                 level.look_ms = self._look(level, None if early else look_ms)
             if level.look_ms is not None and (next_ms is None or level.look_ms < next_ms):
@@ -274,11 +273,11 @@ class DelaySchedule:
         self._saver.save()
 
     def _reached(self) -> list[tuple[_Level, int]]:
-        """Return how far the levels have come whose progress is not saved."""
+        """Return the unsaved progress of levels."""
         return [(level, level.next_offset) for level in self._levels if level.next_offset != level.saved_offset]
 
     def _note(self, reached: Sequence[tuple[_Level, int]]) -> None:
-        """Write progress that the device has the messages of."""
+        """Write progress whose messages are on the device."""
         for level, queue_offset in reached:
             self._offsets.set_delay_offset(level.level, queue_offset)
         self._offsets.persist(self._last_ms)
@@ -287,11 +286,11 @@ class DelaySchedule:
         self._unsaved = bool(self._reached())
 
     def _look_for(self, due_ms: int) -> int:
-        """The first look at or after a time."""
+        """Return the first look at or after a time."""
         return max(self._begin_ms, due_ms + (self._begin_ms - due_ms) % self._every_ms)
 
     def _look(self, level: _Level, look_ms: int | None) -> int | None:
-        """Deliver what is due in a level at a look, nothing if that is None; returns the next look to take."""
+        """Deliver the due messages of a level at a look, none if that is None, and return the next look."""
         try:
             next_ms = self._deliver_due(level, look_ms)
         except LASTING:
@@ -308,7 +307,7 @@ class DelaySchedule:
         if queue is None:
             return None
         end = queue_offset + self._most
-        count = 1  # as a rule one look finds one message
+        count = 1  # usually one look finds one message
         while queue_offset < end:
             raw = queue.read(queue_offset, min(count, end - queue_offset))
             if not raw:
@@ -336,7 +335,7 @@ class DelaySchedule:
         return look_ms  # the rest at once
 
     def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
-        """The queue offset of the next message, corrected where the queue does not have it."""
+        """Return the queue offset of the next message, corrected if the queue does not have it."""
         stored = level.next_offset
         low, high = (0, 0) if queue is None else (queue.min_offset, queue.max_offset)
         corrected = min(max(stored, low), high)
@@ -350,7 +349,7 @@ class DelaySchedule:
         return corrected
 
     def _due(self, level: _Level, queue: ConsumeQueue, physical_offset: int, size: int, code: int) -> int:
-        """When the message of an entry is due."""
+        """Return the delivery time of an entry's message."""
         if queue.ext is not None and is_ext_address(code):
             unit = queue.ext_unit(code)
             if unit is None:
@@ -358,14 +357,14 @@ class DelaySchedule:
             code = 0 if unit is None else unit.tags_code
         if not _HASHES[0] <= code < _HASHES[1]:
             return code
-        # After an unclean exit 4.9 makes entries with the hash of the tags in the place of the time.
+        # 4.9's recovery makes entries with the hash of the tags in place of the time.
         stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
     def _deliver(self, level: _Level, queue_offset: int, entries: Sequence[tuple[int, int]]) -> None:
         """Deliver the messages of entries from ``queue_offset`` on, or say why one is dropped.
 
-        Messages that have gone with the log's begin are passed over.
+        Messages deleted with the log's beginning are skipped.
         """
         waiting: list[StoredMessage] = []
         copies: list[Prepared] = []
@@ -419,7 +418,7 @@ class DelaySchedule:
     def _write(
         self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Prepared], places: Sequence[int]
     ) -> None:
-        """Append copies of messages that wait at these queue offsets; tells of each."""
+        """Append copies of the messages at these queue offsets, and report each."""
         done = 0
         while done < len(copies):
             results = self._store.append_copies(copies[done:])
@@ -431,7 +430,11 @@ class DelaySchedule:
             done += len(results)
 
     def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
-        """The record of an entry, None if it is gone; `RecordError` if it is none."""
+        """Return the record of an entry, None if it is deleted.
+
+        Raises:
+            RecordError: the bytes are no record.
+        """
         try:
             raw = self._store.log.read(physical_offset, size)
         except CorruptionError as error:

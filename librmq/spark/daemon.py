@@ -1,7 +1,7 @@
-"""PySpark's worker daemon, quiet where the JVM closes a socket before a Python worker is done with it.
+"""PySpark's worker daemon, without a traceback when the JVM closes a socket before a Python worker has finished.
 
-That is usual: a LIMIT has rows enough, a session ends. PySpark prints a traceback then. Sessions that librmq starts on
-one machine run this module instead of ``pyspark.daemon``.
+The JVM often does so, when a LIMIT has enough rows or a session ends. Sessions that librmq starts on one machine run
+this module instead of ``pyspark.daemon``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _work = daemon.worker
 
 
 def worker(sock: socket.socket, authenticated: bool) -> int:
-    """Serve the tasks of a connection; 1, which ends the worker, where the JVM has closed it."""
+    """Serve the tasks of a connection; return 1, which ends the worker, if the JVM has closed it."""
     try:
         status: int = _work(sock, authenticated)
         return status

@@ -1,10 +1,10 @@
-"""Rows of messages to bytes of log records, without a Python object a message but for the checksum's call.
+"""Encoding of rows to log records, by columns; only the checksum needs a call for each message.
 
-The fixed part is a numpy array, its other parts Arrow columns, and a record is the parts of a row joined. What only
-the store can know (physical offset, queue offset, store time) stays zero, and is put in at commit. Properties are in
-the order of a Java map: rows with the same names in the same order, a *shape*, are joined together.
+The fixed part of records is a numpy array, the other parts are Arrow columns, and a record joins the parts of a row.
+Fields that only the store knows (physical offset, queue offset, store time) stay zero until the commit. Properties are
+in the order of a Java map: rows with the same names in the same order, a *shape*, are encoded together.
 
-Whatever a message may not be is looked for by columns; a row that looks wrong is made a `Message`, which says why.
+Columns are checked as a whole; a row that looks wrong is made a `Message`, whose error says why.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "flag": ("int",),
     "bornTimestamp": ("timestamp",),
 }
-"""What is written of a row, and the Spark types that it may have."""
+"""Columns of a written row, and their possible Spark types."""
 
 _OWN: Final = (
     ("tags", record.PROPERTY_TAGS),
@@ -63,7 +63,7 @@ _NO_TEXT: Final = "[\x01\x02]"
 
 @dataclass(slots=True)
 class Encoded:
-    """The records of a batch, one behind the other."""
+    """The records of a batch, one after the other."""
 
     data: pa.Buffer
     sizes: Ints
@@ -76,7 +76,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What is the same for all rows. Picklable."""
+    """The part of the encoding that is the same for all rows. Picklable."""
 
     topic: str | None
     queue_id: int | None
@@ -88,7 +88,8 @@ class Encoder:
     def encode(self, batch: pa.RecordBatch, first_row: int, now_ms: int) -> Encoded:
         """Return the records of ``batch``, whose first row is number ``first_row`` of its task.
 
-        `MessageIllegalError` names the first row that is no message.
+        Raises:
+            MessageIllegalError: a row is no message; the error names the first one.
         """
         rows = batch.num_rows
         bodies = _bodies(batch, first_row)
@@ -193,7 +194,7 @@ class Encoder:
 
 
 def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
-    """Raise `ConfigError` for columns (name, Spark type) that are not written; ``extra`` is one to order by."""
+    """Raise `ConfigError` for columns (name, Spark type) that cannot be written; ``extra`` is one to order by."""
     for name, kind in names:
         if name not in COLUMNS:
             if name == extra:
@@ -212,7 +213,7 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     if at < 0:
         return None
     column, kind = batch.column(at), batch.schema.field(at).type
-    # Texts may come with offsets of 64 bits, as a session can ask for.
+    # Texts can have offsets of 64 bits, if the session asks for them.
     if pa.types.is_large_string(kind):
         return column.cast(pa.string())
     if pa.types.is_list(kind) and pa.types.is_large_string(kind.value_type):

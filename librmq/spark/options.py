@@ -1,7 +1,4 @@
-"""What may be asked of the data source: names, values, and errors that say which are known.
-
-All of it is checked on the driver, before any task.
-"""
+"""Options of the data source: names and values, checked on the driver before any task."""
 
 from __future__ import annotations
 

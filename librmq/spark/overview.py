@@ -1,4 +1,4 @@
-"""The report of a set of stores: what the pipelines find, in words, plots and tables on one page."""
+"""The report about stores: results of the pipelines in words, plots and tables on one page."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def overview(
     spark: SparkSession, paths: stores.Paths, *, title: str = "What is in these stores", window_seconds: float = 3600,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Page:  # fmt: skip
-    """Look into all stores in ``paths`` with Spark; ``progress`` gets the name of each step.
+    """Read all stores in ``paths`` with Spark; ``progress`` gets the name of each step.
 
-    Bodies are read only to check them. Records that can't be read are left out, and listed as damage.
+    Bodies are read only to check them. Unreadable records are left out and listed as damage.
     """
     folders = stores.paths_of(paths)
     name = _short_names(folders)
@@ -118,14 +118,14 @@ def _utc(value: Any) -> Any:
 
 
 def _own(messages: DataFrame) -> DataFrame:
-    """Return what producers sent."""
+    """Return the messages of producers."""
     written_again = F.col("topic").startswith("%RETRY%") | F.col("topic").startswith("%DLQ%")
     internal = F.col("topic").rlike("^(RMQ_SYS_|rmq_sys_|SCHEDULE_TOPIC_XXXX$|TRANS_CHECK_MAX_TIME_TOPIC$)")
     return messages.where(~written_again & ~internal)
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:
-    """Return folders by the part of their path that differs."""
+    """Return folders by the distinct part of their path."""
     for parts in range(1, 10):
         names = ["/".join(folder.rstrip("/").split("/")[-parts:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -241,7 +241,7 @@ def _skew(uneven: Any, name: dict[str, str]) -> Section:
         for store, topic, queue, count, share, ratio in uneven
         if ratio > 1.1 and not is_system_topic(topic)
     ]
-    several = len(name) > 1  # then the same queue may stand there once for each store
+    several = len(name) > 1  # the same queue can occur once for each store
     bound = [
         (f"{store} · {topic} · {queue}" if several else f"{topic} · {queue}", round(ratio, 2))
         for topic, store, queue, _, _, ratio in rows[:MOST]

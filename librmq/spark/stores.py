@@ -1,7 +1,7 @@
-"""What a store knows beside its messages, as small DataFrames: queues, groups' progress, filters, files of the log.
+"""Small DataFrames about stores: queues, groups' progress, filters, files of the log.
 
-Read on the driver from the store's own files, without a lock; a cluster's brokers are several paths, and every frame
-says in ``store`` whose row it is.
+The driver reads them from the store's own files, without a lock. A cluster's brokers are several paths, and the column
+``store`` of each frame names the folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 DELAY_GROUP: Final = "delay levels"
-"""Whose progress in the schedule topic is the broker's own."""
+"""Group under which the progress of delay levels is listed."""
 
 
 def paths_of(paths: Paths) -> tuple[str, ...]:

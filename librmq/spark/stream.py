@@ -1,12 +1,11 @@
-"""Stores as streams: offsets by queue, a limit a trigger, what is there now and no more.
+"""Stores as streams: offsets by queue, a limit for each trigger, and runs up to the present end.
 
 ::
 
     offset   {store: {topic: {queue id: queue offset of the next message}}}
 
-Spark keeps these offsets in its checkpoint, and asks again for what it had asked for before it failed; nothing is kept
-here but the stores, open for reading beside their writers. Queues and topics that come later are read from their
-begin.
+Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module keeps only the
+stores, open for reading beside their writers. Later queues and topics are read from their beginning.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Key = tuple[str, str, int]
 
 
 class RefusedStream(DataSourceStreamReader):
-    """A stream whose options are wrong: the first question about it raises the error."""
+    """A stream with wrong options; the first call raises the error."""
 
     def __init__(self, error: RmqError) -> None:
         self._error = error
@@ -67,7 +66,7 @@ class RefusedStream(DataSourceStreamReader):
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """What Spark calls on the driver; `read` alone runs in workers, on a copy."""
+    """The stream on the driver; only `read` runs in workers, on a copy."""
 
     def __init__(self, options: ReadOptions, schema: pa.Schema) -> None:
         if options.view == "log":
@@ -126,7 +125,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         taken = lags
         if isinstance(limit, ReadMaxRows):
             taken = share(lags, limit.max_rows)
-        # A queue that has gone stays in the offset, so that it is not read again if it comes back.
+        # A deleted queue stays in the offset, so that it is not read again if it comes back.
         found = dict(begins)
         for key, count in taken.items():
             if count or key in begins:
@@ -171,7 +170,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._stores = {}
 
     def _begin(self, key: Key, known: int | None) -> int:
-        """Return where to go on in a queue: where Spark was, or the begin of a queue that is new or was made again."""
+        """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was made again."""
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])
         if known is None:
@@ -210,13 +209,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         from librmq.columns.read import Reading
 
         assert isinstance(partition, PartPartition)
-        # What the stream has begun with is in its offsets: times are not asked again.
+        # The offsets hold the stream's start, so times do not matter any more.
         options = replace(self._options, wanted=replace(self._options.wanted, begin_ms=None))
         return Reading(options, self._schema).read(partition.part)
 
 
 def share(lags: Mapping[Key, int], most: int) -> dict[Key, int]:
-    """Share ``most`` messages out by lag; what rounding leaves goes to those with the largest part left."""
+    """Divide ``most`` messages by lag; the rest of the rounding goes to the largest fractions."""
     total = sum(lags.values())
     if total <= most:
         return dict(lags)

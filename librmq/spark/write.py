@@ -35,19 +35,19 @@ BATCH_BYTES: Final = 64 << 20
 
 @dataclass
 class Ready(WriterCommitMessage):
-    """Report of a task to the driver; it contains no message."""
+    """A task's report to the driver, without messages."""
 
     staged: Staged
 
 
 class Writer(DataSourceArrowWriter):
-    """Made on the driver, where everything is checked that can be; `write` runs in workers."""
+    """A writer, made and checked on the driver; `write` runs in workers."""
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         check_columns([(field.name, field.dataType.simpleString()) for field in schema.fields], options.order_by)
         files = DiskFiles()
         directory.check_kind(options.path, files, writable=True)
-        wait_until_free(options.path, options.wait_seconds)  # before all the work, not behind it
+        wait_until_free(options.path, options.wait_seconds)  # before all the work
         config = directory.infer_config(options.path, files)
         self._options = options
         self._job = options.job_id or f"job-{uuid.uuid4().hex}"
@@ -64,11 +64,11 @@ class Writer(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Encode a task's rows into two files.
 
-        Closing them shows them to the driver; that they reach a device is nothing that a commit builds on.
+        Closing makes them visible to the driver. A commit does not need them on a device.
         """
         context = TaskContext.get()
         task = 0 if context is None else context.partitionId()
-        # A task that is tried again, or run twice at a time, writes other files; only those of one are brought in.
+        # A repeated or doubled task writes other files; the commit uses those of one.
         attempt = "0" if context is None else f"{context.attemptNumber()}-{context.taskAttemptId()}"
         name = f"t{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
         make_folders(DiskFiles(), self._folder)
@@ -96,7 +96,7 @@ class Writer(DataSourceArrowWriter):
         return Ready(Staged(name, task, rows, tuple(lanes)))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Bring what the tasks staged into the store, on the driver."""
+        """Commit the staged files to the store, on the driver."""
         staged = [message.staged for message in messages if isinstance(message, Ready) and message.staged.records]
         options = self._options
         commit(
@@ -110,12 +110,12 @@ class Writer(DataSourceArrowWriter):
         )
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Delete what the tasks staged, on the driver."""
+        """Delete the staged files, on the driver."""
         discard(self._folder)
 
 
 class _Table:
-    """An Arrow file whose schema is that of what is written first."""
+    """An Arrow file with the schema of its first batch."""
 
     def __init__(self, path: str) -> None:
         self._path = path

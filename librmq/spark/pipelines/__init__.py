@@ -1,7 +1,7 @@
 """Pipelines over one store or a cluster's: functions of DataFrames, and by name for ``librmq spark run``.
 
-Each function stands in its module and takes DataFrames, so that it works on tables of a lake too; `PIPELINES` reads
-what a function wants from the folders of stores.
+Each function has a module of its own and takes DataFrames, so it works on tables of a lake too. `PIPELINES` reads their
+arguments from the folders of stores.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _messages(
 
 
 def _own_messages(spark: SparkSession, paths: tuple[str, ...], settings: Settings, columns: str) -> DataFrame:
-    """Return what producers sent: no topics of the broker, no retries, no dead letters."""
+    """Return the messages of producers, without the broker's topics, retries and dead letters."""
     reader = spark.read.format("rocketmq").schema(columns).option("mode", _mode(settings))
     frame: DataFrame = reader.load(list(paths))
     return frame.where("topic not like '\\%RETRY\\%%' and topic not like '\\%DLQ\\%%'")
@@ -245,4 +245,4 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         "what a shorter retention would free", _retention, {"hours": "hours that are kept (6,12,24,48,72)"}
     ),
 }
-"""What ``librmq spark run`` knows."""
+"""The pipelines of ``librmq spark run``."""

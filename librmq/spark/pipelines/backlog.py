@@ -1,4 +1,4 @@
-"""Who is behind, by how much, since when; and what is spread unevenly."""
+"""Lag of consumer groups, and uneven queues or keys."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
 
     ``offsets`` and ``queues`` are those of `librmq.spark.stores`; ``messages`` has store, topic, queueId, queueOffset,
     storeTimestamp. Columns: store, group, topic, queueId, minOffset, maxOffset, offset (null in a queue without
-    progress, whose lag counts from minOffset), lag (messages that wait), lost (messages that retention deleted before
+    progress, whose lag counts from minOffset), lag (waiting messages), lost (messages that retention deleted before
     the group read them), oldest (when the first waiting message was stored), newest (when the store's last message
     was stored), ageSeconds (between the two: a store's own clock is its last message).
     """
     where = ["store", "topic", "queueId"]
     consumed = offsets.select("store", "topic", "group").distinct()
     held = queues.join(consumed, ["store", "topic"]).join(offsets, [*where, "group"], "left")
-    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # which passes over a null
+    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # it skips a null
     first = messages.select(*where, F.col("queueOffset").alias("next"), F.col("storeTimestamp").alias("oldest"))
     newest = messages.groupBy("store").agg(F.max("storeTimestamp").alias("newest"))
     lag = F.greatest(F.col("maxOffset") - F.col("next"), F.lit(0))
@@ -48,7 +48,7 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
 
 
 def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int = 100) -> DataFrame:
-    """Return how unevenly messages lie over the queues or keys of a topic: the ``most`` largest of each topic.
+    """Return the ``most`` largest queues or keys of each topic.
 
     Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
     or keys).

@@ -20,10 +20,10 @@ _OWN = ("KEYS", "TAGS", "UNIQ_KEY")
 def dead_letters(messages: DataFrame) -> DataFrame:
     """Return dead letters by group, topic and cause.
 
-    ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The cause is what the record tells:
-    ``never retried`` (the first failure gave it up: a listener said so, or the group retries nothing), ``retries used
-    up``, ``ordered, retries used up`` (a queue consumed in order gave it up in its place). Columns: store, group,
-    topic, cause, messages, first and last (when they were stored), mostTimes (reconsume times).
+    ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The record tells the cause: ``never
+    retried`` (given up at the first failure, by a listener or because the group retries nothing), ``retries used up``,
+    or ``ordered, retries used up`` (given up by an orderly consumer). Columns: store, group, topic, cause, messages,
+    first and last (when they were stored), mostTimes (reconsume times).
     """
     properties = F.col("properties")
     # A consumer in order sends the message itself, with its count as a property.
@@ -50,10 +50,10 @@ def dead_letters(messages: DataFrame) -> DataFrame:
 
 
 def replayable(messages: DataFrame) -> DataFrame:
-    """Return dead letters to be written to the topic they came from, without what the broker had added.
+    """Return dead letters for their own topics, without properties that the broker added.
 
-    ``messages`` has topic, body, properties. Body, keys, tag, unique key and the sender's own properties are kept, so
-    that a consumer that guards against duplicates knows them. What is written is ``topic, body, properties``.
+    ``messages`` has topic, body, properties. Body, keys, tag, unique key and the sender's properties are kept, so a
+    consumer with a guard recognises duplicates. The result has ``topic, body, properties``.
     """
     kept = F.map_filter("properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED)))
     dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))

@@ -1,4 +1,4 @@
-"""The same business key more than once: exactly, or, where that does not fit, probably."""
+"""Messages with the same business key: exactly, or for many keys with a known error rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def keyed(messages: DataFrame, key: Column | str | None = None) -> DataFrame:
 
 
 def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | None = None) -> DataFrame:
-    """Return messages whose key an earlier one of the topic had, at most ``window_seconds`` before, on any broker.
+    """Return messages that repeat the key of one at most ``window_seconds`` earlier, in the topic on any broker.
 
     Columns: those of ``messages``, key, before (when the earlier one was stored), secondsAfter, resend (true if both
     have one unique key, so that a client or a broker sent it again, not the application).
@@ -52,10 +52,10 @@ def duplicates_approximate(
 ) -> DataFrame:
     """Return messages whose key an earlier one of the topic had at any time, by a bloom filter for each task.
 
-    Nothing is sorted and no key is kept: a task takes a share of the keys and holds some 2 bytes a key. None is
-    missed; of the others about ``error_rate`` are taken for duplicates. ``capacity`` is how many keys a task's filter
-    begins with; it grows. Which of several equal ones is the first is not said. Needs the extra ``bloom``. Columns:
-    store, topic, queueId, queueOffset, key.
+    Nothing is sorted and no key is kept: a task takes a share of the keys and holds some 2 bytes for each. No duplicate
+    is missed, and about ``error_rate`` of the other messages count as duplicates. ``capacity`` is the initial number of
+    keys in a task's filter, which grows. It is not known which of several equal messages is the first. Needs the extra
+    ``bloom``. Columns: store, topic, queueId, queueOffset, key.
     """
     try:
         import pybloom_live

@@ -1,4 +1,4 @@
-"""What registered filters match, and what it would save to have the broker evaluate them."""
+"""Matches of registered filters, and savings if the broker evaluates them."""
 
 from __future__ import annotations
 

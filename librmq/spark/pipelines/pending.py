@@ -1,4 +1,4 @@
-"""What waits in a store for something other than a consumer: transactions without an end, messages with a delay."""
+"""Pending messages: transactions without an end, and messages with a delay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["CHECK_GROUP", "pending_delays", "pending_timers", "pending_transactions"]
 
 CHECK_GROUP = "CID_RMQ_SYS_TRANS"
-"""Under whose name the broker keeps how far it has judged half messages."""
+"""Group under which the broker keeps the progress of its checks."""
 
 
 def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) -> DataFrame:
@@ -27,8 +27,8 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
 
     ``halves`` are messages of the half topic with store, queueOffset, physicalOffset, properties, uniqueKey,
     bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store, queueOffset, tags and body (the queue
-    offset of the half that was ended); ``offsets`` as in `librmq.spark.stores`: what lies before the broker's own
-    progress is done with. Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
+    offset of the half that was ended); ``offsets`` as in `librmq.spark.stores`; halves before the broker's own progress
+    have ended. Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
     """
 
     def from_progress(messages: DataFrame, topic: str) -> DataFrame:
@@ -59,7 +59,7 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
 def pending_delays(
     entries: DataFrame, messages: DataFrame, offsets: DataFrame, levels: DelayLevels = DEFAULT_LEVELS
 ) -> DataFrame:
-    """Return messages of delay levels that were not delivered yet.
+    """Return undelivered messages of delay levels.
 
     ``entries`` are those of the schedule topic in the view ``queues`` (their tags code is when they are due);
     ``messages`` the same topic's with store, queueId, queueOffset, properties, uniqueKey, storeTimestamp; ``offsets``
@@ -74,7 +74,7 @@ def pending_delays(
         F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
     )
     delay = F.coalesce(F.get(F.array(*map(F.lit, levels.delays_ms)), F.col("queueId")), F.lit(1000))
-    # What fits a hash is no time; what is less leads to an extension unit, which is not looked into.
+    # A value in the range of hashes is no time; a lower one leads to an extension unit, which is not read here.
     is_time = F.col("tagsCode") > (1 << 31) - 1
     due = F.when(is_time, F.col("tagsCode")).otherwise(F.unix_millis("storeTimestamp") + delay)
     found = left.drop("topic").join(messages.drop("topic", "physicalOffset"), [*where, "queueOffset"])
@@ -82,7 +82,7 @@ def pending_delays(
 
 
 def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -> DataFrame:
-    """Return messages with a time of 5.x that were not delivered yet: in the wheel, or on their way into it.
+    """Return undelivered timed messages of 5.x, in the wheel or on their way into it.
 
     ``units`` and ``progress`` are those of the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
     store, queueOffset, physicalOffset, properties, uniqueKey. What a deletion in the same slot names is left out.
@@ -119,7 +119,7 @@ def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> Data
 
 
 def _whole(text: Column) -> Column:
-    """Return a number as Java reads it, null for another text."""
+    """Parse a number like Java, null for any other text."""
     return F.when(text.rlike(r"\A[+-]?[0-9]+\z"), text.try_cast("bigint"))
 
 

@@ -1,4 +1,4 @@
-"""Messages held against the rows of a business table."""
+"""Comparison of messages with the rows of a business table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reconcile(
     late_seconds: float | None = None,
     key: Column | str | None = None,
 ) -> DataFrame:
-    """Return one row for each topic, key and verdict; nothing where one row has one message in time.
+    """Return one row for each topic, key and verdict, and none if one row has one message in time.
 
     Verdicts: ``missing`` (a row without a message in any topic; its topic is null), ``extra`` (a message without a
     row), ``repeated`` (more messages in a topic than rows), ``late`` (the first message of the topic was stored more

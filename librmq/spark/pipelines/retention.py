@@ -1,4 +1,4 @@
-"""What a shorter retention would free, and what it would cost."""
+"""Gain and cost of a shorter retention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["what_retention_frees"]
 def what_retention_frees(
     records: DataFrame, files: DataFrame, offsets: DataFrame, hours: Sequence[float] = (6, 12, 24, 48, 72)
 ) -> DataFrame:
-    """Return, for each number of hours, what files hold whose last record is older, counted from the store's last.
+    """Return, for each number of hours, the content of files whose last record is that much older than the store's.
 
     ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
     and ``offsets`` those of `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
@@ -28,7 +28,7 @@ def what_retention_frees(
     read = offsets.groupBy("store", "topic", "queueId").agg(
         F.min("offset").alias("read"), F.countDistinct("group").alias("readers")
     )
-    # A group of the topic without progress in the queue has read nothing of it.
+    # A group without progress in a queue has read nothing of it.
     behind = F.col("readers").isNull() | (F.col("readers") < F.col("groups")) | (F.col("queueOffset") >= F.col("read"))
     unread = F.col("groups").isNotNull() & behind
     by_file = (

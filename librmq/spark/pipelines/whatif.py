@@ -1,7 +1,7 @@
-"""What other consumers would change: who would get which queue, and how long until all is drained.
+"""Effects of other numbers of clients and strategies: the owner of each queue, and the time to drain all.
 
-A client drains its queues side by side up to ``clientRate`` messages a second, and a queue at most ``queueRate`` (its
-messages come from one broker in order, and go to one client): a queue's lag is a bound that no further client lifts.
+A client drains its queues in parallel, at up to ``clientRate`` messages a second in all and ``queueRate`` for each
+queue. A queue comes from one broker and goes to one client, so its lag is a limit that no further client lifts.
 """
 
 from __future__ import annotations
