@@ -19,17 +19,12 @@ Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridg
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from librmq.config import Between, Config, Seconds
 from librmq.errors import (
-    LASTING,
     CorruptionError,
     MessageIllegalError,
-    RmqError,
     TransactionRefusedError,
 )
 from librmq.java.numbers import java_int
@@ -37,80 +32,22 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
-from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
-from librmq.scheduling.half_messages import CHECK_GROUP, OP_TAG, QUEUE, EndedHalves, TransactionOffsets, progress
-from librmq.scheduling.transaction_check import CheckPass
+from librmq.scheduling.check_schedule import CheckBack, Checked, CheckHooks, CheckSchedule, TransactionConfig
+from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, TransactionOffsets
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 
 __all__ = ["CheckBack", "Checked", "FinalMessage", "TransactionConfig", "Transactions"]
 
-_RESERVED_HOURS: Final = 72
-_log = logging.getLogger("librmq.txn")
-_CHECK: Final = ("check",), "the check of half messages"
 
 _SAME_KEY: Final = 4096  # records examined for the family of a half
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
-_MOST_UNCOUNTED: Final = 1 << 16
-_MOST_INT: Final = (1 << 31) - 1
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 4096  # bytes of a body, and of properties
 _SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionConfig(Config):
-    """Times of the checks of half messages; the defaults are 4.9.4's."""
-
-    timeout_s: Annotated[float, Seconds()] = 6
-    """Age of a half message at its first check, unless it has an immunity of its own."""
-    check_max: Annotated[int, Between(1, _MOST_INT)] = 15
-    """Checks after which a half message is discarded."""
-    interval_s: Annotated[float, Seconds(0.001)] = 60
-    """Time between two check passes."""
-    longest_pass_s: Annotated[float, Seconds(0.001)] = 60
-    """A pass that takes longer ends early."""
-    reserved_hours: Annotated[int | None, Between(1, _MOST_INT)] = None
-    """Age at which a half message is discarded; None means the store's ``file_reserved_hours``, or else 72."""
-    most_at_once: Annotated[int, Between(1, _MOST_INT)] = 1000
-    """Half messages in one turn of `Transactions.run_due`; the next turn continues the pass."""
-
-
-class CheckBack(NamedTuple):
-    """A question to a producer group: how did the local transaction of this message end?"""
-
-    group: str
-    half: StoredMessage
-    """The copy that the check has put back; the answer ends the transaction by its coordinates."""
-    check_times: int
-    """Number of this check, counting from 1."""
-
-    @property
-    def topic(self) -> str:
-        """The message's own topic."""
-        return self.half.properties.get(record.PROPERTY_REAL_TOPIC, "")
-
-    @property
-    def queue_id(self) -> int:
-        """The message's own queue."""
-        return java_int(self.half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
-
-    @property
-    def properties(self) -> dict[str, str]:
-        """The properties in the producer's form."""
-        return {**self.half.properties, record.PROPERTY_WAIT: "false"}
-
-
-class Checked(NamedTuple):
-    """Result of one check pass."""
-
-    asked: list[CheckBack]
-    discarded: list[tuple[StoredMessage, int]]
-    """The halves that were given up, with their numbers of checks."""
 
 
 class FinalMessage(NamedTuple):
@@ -185,32 +122,25 @@ class Transactions:
                 the caller.
             aside: Flushes the store after a pass while other work continues; None flushes within `run_due`.
         """
-        self._is_reachable = None if original else is_reachable
-        self._uncounted: set[int] = set()
         self._store = store
         self._offsets = offsets
-        self._settings = settings or TransactionConfig()
-        self._ask = ask
-        self._discarded = discarded
         self._delivered = delivered
-        self._make_topic = make_topic
         self._waits = waits
         self._original = original
-        self._interval_ms = round(1000 * self._settings.interval_s)
-        self._begin_ms = start_ms + self._interval_ms
-        self._next_ms: int | None = None  # None while nothing is pending
-        self._last_ms = start_ms
-        self._pass: CheckPass | None = None
-        self._is_over = False  # the running pass; its halves count as judged, although that is not saved yet
-        self._states = StateLog(_log, "transactions")
-        self._saver = FlushAside(
-            "the progress of the check of half messages",
-            flush=lambda reached: store.flush(),
-            reached=lambda: self._pass if self._is_over else None,
-            note=self._passed,
-            now_ms=store.clock.now_ms,
-            save_every_s=0,
-            aside=aside,
+        self._checks = CheckSchedule(
+            store,
+            offsets,
+            start_ms,
+            settings or TransactionConfig(),
+            CheckHooks(
+                ask=ask,
+                discarded=discarded,
+                make_topic=make_topic,
+                is_reachable=None if original else is_reachable,
+                has_ended=lambda queue_offset: self._ended is not None and queue_offset in self._ended,
+                passed=self._forget_below,
+            ),
+            aside,
         )
         self._opened_at = store.log.end  # the fate of older halves is unknown
         self._without_op: set[int] = set()  # physical offsets of halves with a final message but no op message
@@ -310,7 +240,7 @@ class Transactions:
         ):
             return None
         del self._recent[physical_offset]
-        return recent if queue_offset >= self._judged_below() else None
+        return recent if queue_offset >= self._checks.judged_below() else None
 
     def _write_recent(self, physical_offset: int, recent: _Recent) -> AppendResult:
         """Return the final message of a half that need not be read again."""
@@ -346,7 +276,7 @@ class Transactions:
         """Return whether a half was only prepared so far: the usual case, which needs no search."""
         return (
             half.physical_offset >= self._opened_at
-            and half.queue_offset >= self._judged_below()
+            and half.queue_offset >= self._checks.judged_below()
             and half.queue_offset not in self._ended_halves()
             and half.physical_offset not in self._without_op
             and record.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
@@ -354,13 +284,7 @@ class Transactions:
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
         """Return the queue offset from which halves can be open, and those behind it that have ended."""
-        return self._judged_below(), self._ended_halves().so_far()
-
-    def _judged_below(self) -> int:
-        """Halves below this queue offset have ended, were put back, or were discarded."""
-        if self._pass is not None:
-            return self._pass.queue_offset
-        return progress(self._store, self._offsets, HALF_TOPIC)
+        return self._checks.judged_below(), self._ended_halves().so_far()
 
     def _ended_halves(self) -> EndedHalves:
         if self._ended is None:
@@ -385,7 +309,7 @@ class Transactions:
         return [message for message in found if marks(message) == marks(half)]
 
     def _pending(self, family: list[StoredMessage]) -> list[StoredMessage]:
-        below, ended = self._judged_below(), self._ended_halves()
+        below, ended = self._checks.judged_below(), self._ended_halves()
         return [half for half in family if half.queue_offset >= below and half.queue_offset not in ended]
 
     def _is_delivered(self, family: list[StoredMessage]) -> bool:
@@ -407,7 +331,7 @@ class Transactions:
         """Return whether a check has given the family up, or may have; a late commit still delivers it."""
         half = family[0]
         return bool(self._same(CHECK_MAX_TIME_TOPIC, half)) or (
-            not half.unique_key and half.queue_offset < self._judged_below()
+            not half.unique_key and half.queue_offset < self._checks.judged_below()
         )
 
     def _end_all(self, family: list[StoredMessage]) -> None:
@@ -455,19 +379,15 @@ class Transactions:
         if self._ended is not None:
             self._ended.add(queue_offset, result.queue_offset)
 
+    def _forget_below(self, queue_offset: int) -> None:
+        if self._ended is not None:
+            self._ended.forget_below(queue_offset)
+
     # -------------------------------------------------------------------------------------------------------- check
 
     def check(self, now_ms: int, settings: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
-        self.save()
-        did = Checked([], [])
-        current = self._begin_pass(now_ms, settings or self._settings, did)
-        try:
-            while not current.judge(now_ms, self._settings.most_at_once):
-                pass
-        finally:
-            self.save()
-        return did
+        return self._checks.check(now_ms, settings)
 
     def run_due(self, now_ms: int) -> int | None:
         """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.
@@ -478,107 +398,22 @@ class Transactions:
         Raises:
             StoreClosedError, FlushFailedError, ReadOnlyError: the store accepts no messages any more.
         """
-        if now_ms < self._last_ms:  # the clock was set back
-            self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)
-            self._next_ms = None
-            self._saver.put_back(now_ms)
-        self._last_ms = now_ms
-        try:
-            if self._pass is None and self._next_ms is not None and now_ms >= self._next_ms:
-                self._next_ms = None
-                if self._has_new():
-                    self._begin_pass(now_ms, self._settings)
-            if self._pass is not None and not self._is_over:
-                if not self._pass.judge(now_ms, self._settings.most_at_once):
-                    return now_ms
-                self._end_pass()
-                self._states.works(*_CHECK)
-        except LASTING:
-            raise
-        except RmqError as error:
-            self._end_pass()
-            self._states.failing(*_CHECK, error, logging.ERROR, again_ms=self.next_check_ms(now_ms) - now_ms)
-        save_ms = self._saver.run_due(now_ms)
-        return self._due() if self._pass is None else save_ms
-
-    def _due(self) -> int | None:
-        """Return the time of the next pass."""
-        if not self._has_new():
-            self._next_ms = None
-        elif self._next_ms is None:
-            self._next_ms = self.next_check_ms(self._last_ms)
-        return self._next_ms
+        return self._checks.run_due(now_ms)
 
     def next_check_ms(self, now_ms: int) -> int:
         """Return the time of the first check pass after ``now_ms``."""
-        return max(self._begin_ms, now_ms + self._interval_ms - (now_ms - self._begin_ms) % self._interval_ms)
-
-    def _has_new(self) -> bool:
-        _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # report the result although the disk is full
-        return end > progress(self._store, self._offsets, HALF_TOPIC)
-
-    def _begin_pass(self, now_ms: int, settings: TransactionConfig, did: Checked | None = None) -> CheckPass:
-        """Begin a check pass; ``did`` collects its results, which can be many, unless it is None."""
-
-        def ask(copy: StoredMessage, check_times: int) -> None:
-            question = CheckBack(copy.properties.get(record.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
-            self._ask(question)
-            if did is not None:
-                did.asked.append(question)
-
-        def discarded(half: StoredMessage, check_times: int) -> None:
-            self._discarded(half, check_times)
-            if did is not None:
-                did.discarded.append((half, check_times))
-
-        self._make_topic(HALF_TOPIC)
-        hours = self._store.config.file_reserved_hours if settings.reserved_hours is None else settings.reserved_hours
-        if hours is None:  # the store keeps messages of any age
-            hours = _RESERVED_HOURS
-        self._pass = CheckPass(
-            self._store,
-            self._offsets,
-            now_ms,
-            timeout_ms=round(1000 * settings.timeout_s),
-            longest_ms=round(1000 * settings.longest_pass_s),
-            check_max=settings.check_max,
-            reserved_ms=hours * 3_600_000,
-            has_ended=lambda queue_offset: self._ended is not None and queue_offset in self._ended,
-            ask=ask,
-            discarded=discarded,
-            make_topic=self._make_topic,
-            is_reachable=self._is_reachable,
-            uncounted=self._uncounted,
-        )
-        return self._pass
+        return self._checks.next_check_ms(now_ms)
 
     def not_reached(self, question: CheckBack) -> None:
         """Note that a question reached no producer. Such a check does not count, unless all do as in 4.9.
 
         Kept in memory: after a restart it counts.
         """
-        if self._is_reachable is not None and len(self._uncounted) < _MOST_UNCOUNTED:
-            self._uncounted.add(question.half.queue_offset)
+        self._checks.not_reached(question)
 
     def save(self) -> None:
         """Save the progress of a running check pass, which ends there.
 
         Its records are flushed before. Raises the errors of `MessageStore.flush`.
         """
-        self._end_pass()
-        self._saver.save()
-
-    def _end_pass(self) -> None:
-        """Judge nothing more; what the pass has done is to be noted."""
-        if self._pass is not None and not self._pass.progress():
-            self._pass = None
-        self._is_over = self._pass is not None
-
-    def _passed(self, current: CheckPass) -> None:
-        for topic, queue_offset in current.progress().items():
-            self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
-        below = progress(self._store, self._offsets, HALF_TOPIC)
-        self._uncounted.difference_update([offset for offset in self._uncounted if offset < below])
-        if self._ended is not None:
-            self._ended.forget_below(below)
-        self._pass, self._is_over = None, False
+        self._checks.save()
