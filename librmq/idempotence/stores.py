@@ -17,11 +17,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from heapq import heappop, heappush
 from os import PathLike
 from typing import Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import quote
-
-from sortedcontainers import SortedSet
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
@@ -153,12 +152,12 @@ class MemoryDedupStore:
 
     def __init__(self) -> None:
         self._records: dict[str, DedupRecord] = {}
-        self._expiries: SortedSet[tuple[int, str]] = SortedSet()
+        self._expiries: list[tuple[int, str]] = []  # a heap, in which a record's former expiries stay until they pass
         self._lock = threading.Lock()
         renew_lock_after_fork(self)
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        with critical, self._lock:
+        with self._lock:
             record = self._records.get(key)
             if record is not None and record.owner != owner and record.expires_timestamp_ms > now_ms:
                 return Claim.CONSUMED if record.consumed else Claim.CONSUMING
@@ -166,17 +165,17 @@ class MemoryDedupStore:
             return Claim.NEW if record is None or record.owner == owner else Claim.TAKEN_OVER
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        with critical, self._lock:
+        with self._lock:
             if not self._is_held(key, owner, now_ms):
                 return False
             self._put(key, DedupRecord(True, owner, expires_at_ms))
             return True
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        with critical, self._lock:
+        with self._lock:
             if not self._is_held(key, owner, now_ms) or self._records[key].consumed:
                 return False
-            self._drop(key)
+            del self._records[key]
             return True
 
     def look(self, key: str, now_ms: int) -> DedupRecord | None:
@@ -186,10 +185,14 @@ class MemoryDedupStore:
 
     def purge(self, now_ms: int, limit: int) -> int:
         purged = 0
-        with critical, self._lock:
+        with self._lock:
             while self._expiries and self._expiries[0][0] <= now_ms and purged < limit:
-                self._records.pop(self._expiries.pop(0)[1], None)
-                purged += 1
+                at_ms, key = self._expiries[0]
+                record = self._records.get(key)
+                if record is not None and record.expires_timestamp_ms == at_ms:
+                    del self._records[key]
+                    purged += 1
+                heappop(self._expiries)
         return purged
 
     def __len__(self) -> int:
@@ -202,14 +205,9 @@ class MemoryDedupStore:
         return f"<MemoryDedupStore: {consumed} keys consumed, {len(self._records) - consumed} being consumed>"
 
     def _put(self, key: str, record: DedupRecord) -> None:
-        self._drop(key)
+        # In this order, so that Ctrl-C between them leaves no record that is never purged.
+        heappush(self._expiries, (record.expires_timestamp_ms, key))
         self._records[key] = record
-        self._expiries.add((record.expires_timestamp_ms, key))
-
-    def _drop(self, key: str) -> None:
-        old = self._records.pop(key, None)
-        if old is not None:
-            self._expiries.discard((old.expires_timestamp_ms, key))
 
     def _is_held(self, key: str, owner: str, now_ms: int) -> bool:
         record = self._records.get(key)
@@ -330,14 +328,17 @@ class SqliteDedupStore:
         # Before the lock: in a forked child a thread of the parent may hold it for good.
         if self._process != os.getpid():
             raise StoreClosedError(f"{self.path}: this handle was opened before a fork: open another one in the child")
-        with critical, self._lock:  # rows that are not fetched keep the file locked
+        with self._lock:
             if self._connection is None:
                 raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
+            cursor = self._connection.cursor()
             try:
-                cursor = self._connection.execute(statement, parameters)
+                cursor.execute(statement, parameters)
                 return cursor.fetchall(), cursor.rowcount
             except sqlite3.Error as error:
                 raise self._failure(error) from error
+            finally:
+                cursor.close()  # Ctrl-C before all rows are fetched would keep the file locked
 
     def _change(self, statement: str, parameters: dict[str, Any]) -> bool:
         return self._execute(statement, parameters)[1] == 1
