@@ -39,8 +39,7 @@ from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 from librmq.store import MessageStore
-from librmq.store.engine.append import AppendResult
-from librmq.store.engine.prepared import Prepared
+from librmq.store.engine.prepared import AppendResult, Prepared
 
 __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.store.engine.append import AppendResult as AppendResult
     from librmq.store.engine.group_commit import Acknowledgement as Acknowledgement
     from librmq.store.engine.message_filters import ByPredicate as ByPredicate
     from librmq.store.engine.message_filters import BySql as BySql
     from librmq.store.engine.message_filters import ByTags as ByTags
     from librmq.store.engine.message_filters import message_filter as message_filter
+    from librmq.store.engine.prepared import AppendResult as AppendResult
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from librmq.store.upkeep.snapshot import snapshot as snapshot
 
 _MODULES = {
-    "engine.append": ("AppendResult",),
     "engine.group_commit": ("Acknowledgement",),
     "engine.message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
+    "engine.prepared": ("AppendResult",),
     "engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
     "format.checkpoint": ("Checkpoint",),
     "format.indexfile": ("IndexFile",),

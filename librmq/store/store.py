@@ -26,12 +26,12 @@ from librmq.files.seam import FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.critical import critical
-from librmq.store.engine.append import AgainFields, Appender, AppendFields, AppendResult, BatchFields
+from librmq.store.engine.append import Appender
 from librmq.store.engine.durability import Durability
 from librmq.store.engine.group_commit import Acknowledgement
 from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
 from librmq.store.engine.open_store import Parts
-from librmq.store.engine.prepared import Prepared
+from librmq.store.engine.prepared import AgainFields, AppendFields, AppendResult, BatchFields, Prepared
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
@@ -69,7 +69,7 @@ class MessageStore:
     index: KeyIndex
     checkpoint: Checkpoint
     filters: Registrations | None
-    """The consumer groups' filters of which bitmaps are made, where there are extension files for them."""
+    """The consumer groups' filters; where the store has extension files, each message gets a bitmap of them."""
     readers: Readers | None = None
     """What tells retention which messages are not consumed; set by the broker that opens the store."""
     _in_background: bool
@@ -133,7 +133,7 @@ class MessageStore:
 
     @classmethod
     def temporary(cls, config: StoreConfig | None = None, *, clock: Clock | None = None) -> Self:
-        """Open a new store in a directory of its own that is deleted on closing; with tiny files unless told else.
+        """Open a new store in a directory of its own that is deleted on closing, with tiny files by default.
 
         For a store that touches no disk at all: ``MessageStore.open("/store", files=MemoryFiles())``.
         """
@@ -427,9 +427,9 @@ class MessageStore:
         )
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """The entries of a queue, all that was acknowledged before the call among them; None if there is no such queue.
+        """Return the entries of a queue, None where there is no such queue; for reading only.
 
-        For reading only: the store writes it.
+        All that was acknowledged before the call is among them.
         """
         self._check_open()
         self._appender.write_entries()
@@ -437,15 +437,15 @@ class MessageStore:
 
     @property
     def queues(self) -> QueueTable:
-        """The queues of the store by topic and queue id, with the entries of all that was appended before."""
+        """Return the queues by topic and queue id, with the entries of all that was appended before."""
         if self._closed is None:
             self._appender.write_entries_that_fit()
         return self._queues
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """The queue offsets of the oldest message of a queue and of the next one; (0, 0) for no such queue.
+        """Return the queue offsets of a queue's oldest and next message; (0, 0) where there is no such queue.
 
-        What was appended counts at once, entries that are not written yet among it.
+        An append counts at once, though its entry may not be written yet.
         """
         self._check_open()
         queue = self._queues.find((topic, queue_id))
@@ -455,11 +455,11 @@ class MessageStore:
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
-        """Whether a message is so far behind the log's end that it is no longer taken to be in memory."""
+        """Return whether a message is so far behind the log's end that it counts as no longer in memory."""
         return self._transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
-        """The message whose record starts at ``physical_offset``; None where the log has nothing.
+        """Return the message whose record starts at ``physical_offset``; None where the log has nothing.
 
         `CorruptionError` if no sound record stands there.
         """
@@ -477,7 +477,7 @@ class MessageStore:
         *,
         exact: bool = True,
     ) -> list[StoredMessage]:
-        """The messages of ``topic`` that have ``key`` as unique key or among their keys, in log order.
+        """Return the messages of ``topic`` with this key, or with it as unique key, in log order.
 
         The index knows hashes and whole seconds: ``max_messages`` bounds what it gives, and ``exact`` false gives that
         whole, collisions and repetitions included, as a broker does.
@@ -485,7 +485,7 @@ class MessageStore:
         return find_by_key(self._up_to_date(), topic, key, begin_ms, end_ms, max_messages, exact)
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
-        """The messages with an id, in log order.
+        """Return the messages with an id, in log order.
 
         An offset id (32 or 56 hexadecimal digits) that names a record gives that one; else it is taken for a unique
         key, which gives every record that has it, over all topics.
@@ -504,7 +504,7 @@ class MessageStore:
     def messages(
         self, topic: str, queue_id: int = 0, begin: int = 0, end: int | None = None
     ) -> Iterator[StoredMessage]:
-        """The messages of a queue from queue offset ``begin`` (or the first that is there) up to ``end`` (its end now).
+        """Yield the messages of a queue from queue offset ``begin``, or its first, up to ``end``, or its end now.
 
         Messages that retention deletes meanwhile are left out. `CorruptionError` as for `read`.
         """
@@ -535,7 +535,7 @@ class MessageStore:
         return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
 
     def __iter__(self) -> Iterator[StoredMessage]:
-        """All messages in log order; `CorruptionError` at the first that can't be read."""
+        """Yield all messages in log order; `CorruptionError` at the first that can't be read."""
         for _, _, raw in self._up_to_date().log.scan():
             if raw is not None:
                 yield StoredMessage(raw)
@@ -580,7 +580,7 @@ class MessageStore:
         return self._housekeeping.run_due(now_ms)  # after `recover` it is another
 
     def _expire(self, now_ms: int) -> int | None:
-        """The step of retention; what it finds of the disk decides whether messages are taken."""
+        """Take the step of retention, which finds whether the disk has room for messages."""
         try:
             return self._retention.run_due(now_ms)
         finally:
@@ -608,12 +608,11 @@ class MessageStore:
             self._thread.wake()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
-        """Delete the files of queues whose topic is none of ``topics`` and of which the log has no message any more.
+        """Delete the queues whose topic is none of ``topics`` and whose messages retention has deleted.
 
-        Topics of the broker's own are left alone. Gives the queues (topic, queue id); one that is written again starts
-        at queue offset 0. 4.9's ``cleanUnusedTopic`` deletes the queues of messages too that the log still
-        has: those stay here until retention has taken the messages, since a store that lacks them is damaged, and is
-        mended by the next recovery.
+        Returns them as (topic, queue id). The broker's own topics stay. A queue that is written again starts at queue
+        offset 0. RocketMQ 4.9 also deletes queues of messages that the log still has; the next recovery of such a
+        store makes them again.
         """
         self._check_writable()
         return clean_unused_topics(self.path, self.files, self._appender, topics)
@@ -622,7 +621,7 @@ class MessageStore:
         """Look at the whole log and make queues and index agree with it; returns what was cut or rewritten.
 
         The log is cut at the first record that can't be read. Opening does the part of this that the last exit calls
-        for; this is for a store of which something else is known or feared. Producers and readers wait.
+        for; call this where you suspect more damage. Producers and readers wait.
         """
         appender = self._appender
         appender.check_reentry()
@@ -677,9 +676,9 @@ class MessageStore:
         return verdict
 
     def close(self) -> None:
-        """Flush, mark the store as cleanly closed and give the lock back. Closing again does nothing.
+        """Flush, mark the store as cleanly closed and release the lock. A second call does nothing.
 
-        Where a flush has failed the store is let go of as it is, and the next open recovers.
+        After a failed flush the store is released as it is, and the next open recovers.
 
         Raises:
             FlushFailedError: A flush of the log has failed.
@@ -700,10 +699,10 @@ class MessageStore:
                 self._release()
 
     def abandon(self, *, why: str = "was abandoned") -> None:
-        """Let go of the store as a process does that dies: the abort marker stays, the checkpoint is not written.
+        """Release the store as a dying process does: keep the abort marker, write no checkpoint.
 
-        All that was appended stands in the log, and in queues and index as far as the disk has room; the next `open`
-        recovers. Doing so again, or after `close`, does nothing. ``why`` is told to later callers.
+        All that was appended is in the log, and in queues and index as far as the disk has room; the next `open`
+        recovers. A second call, or one after `close`, does nothing. Later calls raise an error that says ``why``.
         """
         with critical:
             if not self._end(why):
@@ -717,7 +716,7 @@ class MessageStore:
                 self._release()
 
     def _end(self, why: str) -> bool:
-        """Take no more calls; false if that was so already."""
+        """Take no more calls; return False if that was so already."""
         self._appender.check_reentry()
         with self._appender.lock:
             if self._closed is not None:
@@ -728,7 +727,7 @@ class MessageStore:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the store takes no more calls: it was closed, abandoned, or could not be recovered."""
+        """Return whether the store takes no more calls: it was closed or abandoned, or a recovery failed."""
         return self._closed is not None
 
     def _close_parts(self) -> None:
@@ -740,7 +739,7 @@ class MessageStore:
                 parts.close()
 
     def _release(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         try:
             self._close_parts()
         finally:
@@ -751,7 +750,7 @@ class MessageStore:
                 self._temporary.delete()
 
     def _up_to_date(self) -> Parts:
-        """The parts, with everything in them that was acknowledged before the call."""
+        """Return the parts, with everything in them that was acknowledged before the call."""
         self.refresh()
         self._appender.drain()
         parts = self._appender.parts
@@ -768,7 +767,7 @@ class MessageStore:
             raise self._unusable()
 
     def _refusal(self) -> Exception:
-        """Why nothing can be appended."""
+        """Return why nothing can be appended."""
         if self._closed is None and not self.read_only:
             if self._durability.commit.failure is not None:
                 return FlushFailedError(self._durability.commit.failure)

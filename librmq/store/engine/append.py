@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
 from types import FrameType
-from typing import Final, NamedTuple, TypedDict
+from typing import Final
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
@@ -31,9 +31,17 @@ from librmq.store.engine.dispatch import Dispatcher, Lane, has_queue_entry, is_i
 from librmq.store.engine.group_commit import GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping
 from librmq.store.engine.open_store import Parts
-from librmq.store.engine.prepared import Prepared, check_sizes, host_flags, pack_header, prepare_again, prepare_batch
+from librmq.store.engine.prepared import (
+    AppendResult,
+    Prepared,
+    check_sizes,
+    host_flags,
+    pack_header,
+    prepare_again,
+    prepare_batch,
+)
 
-__all__ = ["AppendFields", "AppendResult", "Appender"]
+__all__ = ["Appender"]
 
 _LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
@@ -45,59 +53,7 @@ _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
-
-
-class AppendResult(NamedTuple):
-    """Where a message went."""
-
-    physical_offset: int
-    size: int
-    """Bytes of the record."""
-    queue_offset: int
-    store_timestamp_ms: int
-    store_host: bytes
-    """As it stands in the record: address and port."""
-
-    @property
-    def offset_id(self) -> str:
-        """Offset id of the message: store host and physical offset in hexadecimal."""
-        return record_format.offset_message_id(record_format.decode_host(self.store_host), self.physical_offset)
-
-
 _new_result = tuple.__new__
-
-
-class AppendFields(TypedDict, total=False):
-    """The fields of a record that a broker fills in: times in ms, hosts as (address, port) or as a record has them."""
-
-    born_timestamp_ms: int | None
-    born_host: record_format.Host | bytes | None
-    store_host: record_format.Host | bytes | None
-    sys_flag: int
-    reconsume_times: int
-    prepared_transaction_offset: int
-    properties_raw: bytes | None
-
-
-class BatchFields(TypedDict, total=False):
-    """The same of a batch, and its properties."""
-
-    properties: Mapping[str, str] | None
-    born_timestamp_ms: int | None
-    born_host: record_format.Host | None
-    store_host: record_format.Host | None
-    sys_flag: int
-    reconsume_times: int
-
-
-class AgainFields(TypedDict, total=False):
-    """What another record of a message has that differs."""
-
-    raw: bytes | None
-    flag: int | None
-    sys_flag: int | None
-    reconsume_times: int | None
-    prepared_transaction_offset: int
 
 
 class Appender:
@@ -112,7 +68,7 @@ class Appender:
     lanes: dict[tuple[str, int], Lane]
 
     def __init__(self, clock: Clock, refusal: Callable[[], Exception], wake: Callable[[], None]) -> None:
-        """``refusal()`` says why nothing can be appended; ``wake()`` wakes housekeeping."""
+        """Take ``refusal()``, which returns why nothing can be appended, and ``wake()``, which wakes housekeeping."""
         self._make_locks()
         self.accepts = False
         """Whether messages are taken."""
@@ -124,7 +80,7 @@ class Appender:
         self._deleting = False
 
     def forget(self) -> None:
-        """Let the parent have its store, in a child process after a fork: one of its threads may hold the locks."""
+        """Leave the store to the parent, in a child process after a fork: the parent's threads may hold the locks."""
         self.parts, self.accepts = None, False
         self._make_locks()
 
@@ -469,7 +425,7 @@ class Appender:
         dispatcher.records += records
         dispatcher.writing_at = -1
         if len(dispatcher.records) >= _BATCH:
-            with suppress(StoreIOError):  # the messages stand in the log; the next append is told
+            with suppress(StoreIOError):  # the messages are in the log; the next append meets the error
                 dispatcher.drain()
 
     def _admit(self) -> int:
@@ -517,7 +473,7 @@ class Appender:
     # ------------------------------------------------------------------------------------------- what follows from it
 
     def mend(self) -> None:
-        """Repair what an interrupted append has left, under the lock, before anything derived is used."""
+        """Repair what an interrupted append left; call it under the lock, before anything derived is used."""
         if self.dispatcher.writing_at >= 0:
             assert self.parts is not None
             with critical:

@@ -19,7 +19,7 @@ class Durability:
     """Flushes the parts of a store that one `Appender` writes. Thread-safe."""
 
     def __init__(self, parts: Parts, appender: Appender, check_lock: Callable[[], object]) -> None:
-        """``check_lock()`` raises if another process has taken the store over."""
+        """Take ``check_lock()``, which raises if another process has taken the store over."""
         self._parts = parts
         self._appender = appender
         self._check_lock = check_lock

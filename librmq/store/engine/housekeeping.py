@@ -101,7 +101,7 @@ class Housekeeping:
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
 
     def _ahead(self) -> int:
-        """How many bytes behind the log's end are to be ready: twice what the time between two flushes brought."""
+        """Return how many bytes behind the log's end to make ready: twice what came between two flushes."""
         return min(max(2 * (self._log.end - self._commit.flushed), _LEAST_AHEAD), _MOST_AHEAD)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
@@ -200,6 +200,6 @@ class HousekeepingThread:
                 background.stop()
 
     def forget(self) -> None:
-        """Let the parent have the thread, in a child process after a fork."""
+        """Leave the thread to the parent, in a child process after a fork."""
         self._background, self._may_start = None, False
         self._guard = threading.Lock()

@@ -1,4 +1,4 @@
-"""Records ready to append: all of a record but its place, its queue offset and its store time.
+"""Records ready to append, which have all but place, queue offset and store time; and what an append takes and gives.
 
 `Appender` prepares batches and copies of stored records without the writer's lock, then writes them under it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
 from librmq.errors import MessageIllegalError
 from librmq.message import record as record_format
@@ -16,7 +16,19 @@ from librmq.message.batch import BATCH_FIXED_SIZE
 from librmq.message.message import Message, StoredMessage
 from librmq.store.engine.dispatch import Lane, is_indexed, parse_level
 
-__all__ = ["Prepared", "PreparedBatch", "check_sizes", "host_flags", "pack_header", "prepare_again", "prepare_batch"]
+__all__ = [
+    "AgainFields",
+    "AppendFields",
+    "AppendResult",
+    "BatchFields",
+    "Prepared",
+    "PreparedBatch",
+    "check_sizes",
+    "host_flags",
+    "pack_header",
+    "prepare_again",
+    "prepare_batch",
+]
 
 _LONGEST_PROPERTIES: Final = record_format.MAX_PROPERTIES_SIZE
 _pack_short = struct.Struct(">H").pack
@@ -52,6 +64,56 @@ class Prepared(NamedTuple):
     tags_code: int
     unique_key: str | None
     keys: str | None
+
+
+class AppendResult(NamedTuple):
+    """Where a message went."""
+
+    physical_offset: int
+    size: int
+    """Bytes of the record."""
+    queue_offset: int
+    store_timestamp_ms: int
+    store_host: bytes
+    """As it stands in the record: address and port."""
+
+    @property
+    def offset_id(self) -> str:
+        """Offset id of the message: store host and physical offset in hexadecimal."""
+        return record_format.offset_message_id(record_format.decode_host(self.store_host), self.physical_offset)
+
+
+class AppendFields(TypedDict, total=False):
+    """The fields of a record that a broker fills in: times in ms, hosts as (address, port) or as a record has them."""
+
+    born_timestamp_ms: int | None
+    born_host: record_format.Host | bytes | None
+    store_host: record_format.Host | bytes | None
+    sys_flag: int
+    reconsume_times: int
+    prepared_transaction_offset: int
+    properties_raw: bytes | None
+
+
+class BatchFields(TypedDict, total=False):
+    """The same of a batch, and its properties."""
+
+    properties: Mapping[str, str] | None
+    born_timestamp_ms: int | None
+    born_host: record_format.Host | None
+    store_host: record_format.Host | None
+    sys_flag: int
+    reconsume_times: int
+
+
+class AgainFields(TypedDict, total=False):
+    """What another record of a message has that differs."""
+
+    raw: bytes | None
+    flag: int | None
+    sys_flag: int | None
+    reconsume_times: int | None
+    prepared_transaction_offset: int
 
 
 def prepare_again(

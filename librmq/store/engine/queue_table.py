@@ -52,7 +52,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         return self._open.setdefault(name, queue)
 
     def find(self, name: QueueName) -> ConsumeQueue | None:
-        """The queue, None for one that is not there: `get`, for those who ask often."""
+        """Return the queue, or None; faster than `get`."""
         return self._open.get(name) or (self[name] if name in self._known else None)
 
     def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
@@ -72,11 +72,11 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         return name in self._open or name in self._known
 
     def opened(self) -> list[ConsumeQueue]:
-        """The queues that are open."""
+        """Return the queues that are open."""
         return list(self._open.values())
 
     def states(self) -> dict[QueueName, QueueState]:
-        """How every queue stands, those that were never opened as they were closed before."""
+        """Return the state of every queue; one that was never opened is as it was closed."""
         opened = {
             name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
             for name, queue in self._open.items()

@@ -45,7 +45,7 @@ def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLo
 
 
 def _lock(handle: object, path: str, files: Files) -> FileLock:
-    """Take the lock; one that is held by a handle which Ctrl-C took from its caller is given back first."""
+    """Take the lock; first release that of a handle which Ctrl-C took from its caller."""
     place = directory.lock_path(path)
     try:
         lock = files.lock(place)
@@ -62,12 +62,12 @@ def _lock(handle: object, path: str, files: Files) -> FileLock:
 
 
 def unlock_store(lock: FileLock) -> None:
-    """Give a lock back; once is enough."""
+    """Release a lock; a second call does nothing."""
     with critical:
         if _held.pop(lock, None) is not None:
             lock.release()
 
 
 def forget_locks() -> None:
-    """Let the parent have its locks, in a child process after a fork."""
+    """Leave the locks to the parent, in a child process after a fork."""
     _held.clear()
