@@ -19,7 +19,8 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, Unpack, get_args
@@ -151,14 +152,16 @@ def export(
         }
         needed = dict.fromkeys([*schema.names, *_PLACE, *(["storeTimestamp"] if _DATE in partition_by else [])])
         whole = pa.schema([(name, TYPES[name]) for name in needed])
-        source = _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets)
         rows = written = 0
-        while source.more():
-            shown, size = target.write(source.step(), schema)
-            rows, written = rows + source.rows, written + len(shown)
-            state = replace(state, offsets=source.offsets, size=size, steps=state.steps + 1, shown=tuple(shown))
-            state.write(state_path, files)
-            target.show(state)
+        with closing(
+            _Steps(batches_of(replace(options, starting=starting), whole, processes), state.offsets)
+        ) as source:
+            while source.more():
+                shown, size = target.write(source.step(), schema)
+                rows, written = rows + source.rows, written + len(shown)
+                state = replace(state, offsets=source.offsets, size=size, steps=state.steps + 1, shown=tuple(shown))
+                state.write(state_path, files)
+                target.show(state)
         if not state.steps:
             target.write(iter(()), schema)
         return Exported(os.fspath(out), rows, written)
@@ -186,10 +189,15 @@ def _check_free(path: str, form: str) -> None:
 
 
 class _Steps:
-    """Batches in steps of some hundred MiB, and the queue offsets that were reached with each."""
+    """Batches in steps of some hundred MiB, and the queue offsets that were reached with each.
+
+    A thread reads the next batch while one is written.
+    """
 
     def __init__(self, batches: pa.RecordBatchReader, offsets: Mapping[str, Mapping[str, int]]) -> None:
-        self._batches = iter(batches)
+        self._batches = batches
+        self._beside = ThreadPoolExecutor(1)
+        self._next = self._beside.submit(next, batches, None)
         self._following: pa.RecordBatch | None = None
         self.offsets = {topic: dict(queues) for topic, queues in offsets.items()}
         self.rows = 0
@@ -198,10 +206,16 @@ class _Steps:
     def more(self) -> bool:
         """Return whether there is another step."""
         while self._following is None or not self._following.num_rows:
-            self._following = next(self._batches, None)
+            self._following = self._next.result()
             if self._following is None:
                 return False
+            self._next = self._beside.submit(next, self._batches, None)
         return True
+
+    def close(self) -> None:
+        """End the read."""
+        self._beside.shutdown(cancel_futures=True)
+        self._batches.close()
 
     def step(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches of the next step."""

@@ -72,6 +72,7 @@ class PlannedStore:
     damage: list[Damage] = field(default_factory=list)
     _store: MessageStore | None = None
     _files: Files = field(default_factory=DiskFiles)
+    _is_narrowed: bool = False
 
     @classmethod
     def open(cls, path: str, wanted: Wanted, mode: Mode, files: Files | None = None) -> PlannedStore:
@@ -289,7 +290,7 @@ class PlannedStore:
 
     def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
         """Cut the whole log into tasks, each beginning with a record."""
-        ranges = {name: range(queue.begin, queue.end) for name, queue in self.queues.items() if queue.begin < queue.end}
+        ranges = {name: found for name in self.queues if (found := self._in_log(name))}
         samples, weights, rows = self._samples(list(ranges.items()))
         count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
         bounds = _quantiles(sorted(zip((p for p, _ in samples), weights, strict=True)), count) if rows else []
@@ -309,6 +310,28 @@ class PlannedStore:
             if begin < end:
                 made.append(replace(self._part(tuple(slices)), walk=(begin, end)))
         return made
+
+    def _in_log(self, name: QueueName) -> range:
+        """Return the queue offsets of a queue whose messages lie in the wanted stretch of the log."""
+        queue = self.queues[name]
+        if not self._is_narrowed:
+            return range(queue.begin, queue.end)
+        first = bisect_left(range(queue.end), self.log_begin, queue.begin, queue.end, key=queue.place)
+        return range(first, bisect_left(range(queue.end), self.log_end, first, queue.end, key=queue.place))
+
+    def narrow_log(self, wanted: Wanted) -> None:
+        """Leave out what lies in the log before the wanted times or behind them.
+
+        Records without an entry lie between those with one, so the stretch ends with entries outside of the times.
+        """
+        begin, end = self.log_begin, self.log_end
+        for name, queue in self.queues.items():
+            if wanted.begin_ms is not None and (first := self.first_at(name, wanted.begin_ms)) > queue.begin:
+                begin = max(begin, queue.place(first - 1))
+            if wanted.end_ms is not None and (last := self.first_at(name, wanted.end_ms)) < queue.end:
+                end = min(end, queue.place(last))
+        self._is_narrowed = (begin, end) != (self.log_begin, self.log_end)
+        self.log_begin, self.log_end = begin, max(begin, end)
 
     def _part(self, slices: tuple[Slice, ...]) -> Part:
         return Part(self.path, self.config.commitlog_file_size, self.config.consumequeue_file_size, slices)
@@ -362,6 +385,8 @@ def plan(
         with PlannedStore.open(path, looked_at, options.mode, files) as store:
             parts += store.damage_parts()
             if options.view == "log":
+                if options.mode == "FAILFAST":  # else damaged entries may lead astray
+                    store.narrow_log(wanted)
                 parts += store.log_parts(least, bytes_a_part=bytes_a_part)
                 continue
             store.check_names(options.starting, "startingOffsets")

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
-from pyarrow.fs import LocalFileSystem
 
 from librmq.columns.decode import TIMESTAMP
 from librmq.columns.options import Predicate, ReadOptions
@@ -87,6 +85,9 @@ class _Facts:
 
     def matches(self, groups: list[list[_Range]], expression: pc.Expression) -> list[tuple[list[bool], list[bool]]]:
         """Return for the ranges of each group whether they may match, and whether all their rows do."""
+        import pyarrow.dataset as ds  # loads pandas, which a read without a filter does not need
+        from pyarrow.fs import LocalFileSystem
+
         kind, nowhere = ds.IpcFileFormat(), LocalFileSystem()
         pieces = [piece for group in groups for piece in group]
         fragments = [

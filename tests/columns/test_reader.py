@@ -176,6 +176,8 @@ class CountingFiles(DiskFiles):
         {"offsets": {("A", 0): range(40, 45)}},
         {"since": moment(395)},
         {"until": moment(8)},
+        {"view": "log", "since": moment(395)},
+        {"view": "log", "since": moment(200), "until": moment(210)},
         {"filter": pc.field("topic") == "Late"},
         {"filter": (pc.field("queueOffset") < 3) & (pc.field("tags") != "t1")},
         {"filter": pc.field("physicalOffset") < 3000},
