@@ -1,4 +1,4 @@
-"""What a broker tells people about its clients and groups: typed answers of its methods."""
+"""Typed answers of a broker's methods about its clients and groups."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ class GroupConnections:
     client_ids: tuple[str, ...]
     """In the order in which the instances came."""
     told: Mapping[str, Mapping[str, Subscription]]
-    """What each instance said last, by client id and topic."""
+    """The subscriptions of each instance, by client id and topic."""

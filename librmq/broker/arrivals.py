@@ -49,7 +49,7 @@ class Arrivals:
         self._delayed = delayed
         self._wake_flush = wake_flush
         self.wake_by_topic: dict[str, Callable[[], None]] = {}
-        """What carries messages of a topic on."""
+        """The next step for messages of a topic."""
 
     def stored(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
         """Note a message that was stored for a queue; a delayed one waits itself."""
@@ -64,7 +64,7 @@ class Arrivals:
             self.delivered(topic, queue_id, properties, result)
 
     def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
-        """Note a message that stands in its queue, whatever delay its properties tell of."""
+        """Note a message that is in its queue, whatever delay its properties name."""
         if self._metrics is not None:
             self._metrics.count("messages_in", topic=topic)
             self._metrics.count("bytes_in", result.size, topic=topic)

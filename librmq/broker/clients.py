@@ -36,7 +36,7 @@ _log = logging.getLogger("librmq.broker")
 
 
 class Clients:
-    """The clients of one broker: who is there, which filters they need, which queues they have locked."""
+    """The clients of one broker, their filters and their queue locks."""
 
     def __init__(self, context: BrokerContext, locks: QueueLocks, filters_changed: Callable[[], None]) -> None:
         """``filters_changed()`` is called when the groups' filters may be others."""
@@ -51,7 +51,7 @@ class Clients:
         self._locks = locks
         self._filters_changed = filters_changed
         self._differences: dict[str, str] = {}  # by group, as the log has told
-        self._doubled: set[str] = set()  # ids of which the log has told that two clients use them
+        self._doubled: set[str] = set()  # ids that the log has reported as used by two clients
 
     def heartbeat(self, request: Heartbeat) -> None:
         """Take what a client consists of; the groups of its consumers and their retry topics are made."""
@@ -125,7 +125,7 @@ class Clients:
         return () if group is None else tuple(group.clients)
 
     def subscriptions(self, request: GroupSubscriptions) -> Mapping[str, Mapping[str, Subscription]]:
-        """What each member of a consumer group said last."""
+        """Return the last heartbeat data of each member of a consumer group."""
         group = self._registry.consumers.get(request.group)
         return {} if group is None else dict(group.told)
 

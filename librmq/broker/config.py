@@ -1,6 +1,6 @@
 """Settings of a broker: frozen values with 4.9's defaults.
 
-Mirrors of 4.9.4's ``BrokerConfig`` what clients see of it. What shapes the files is `librmq.config.StoreConfig`.
+Mirrors the part of 4.9.4's ``BrokerConfig`` that clients see. `librmq.config.StoreConfig` shapes the files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class BrokerConfig(Config):
     """How a broker treats its clients."""
 
     auto_create_topic: bool = True
-    """Whether a send makes a topic that is not there."""
+    """Whether a send makes a missing topic."""
     auto_create_group: bool = True
-    """Whether a consumer makes its group."""
+    """Whether a consumer makes its missing group."""
     default_topic_queues: Annotated[int, Between(1, 1 << 16)] = 8
     """The most queues of a topic that a send makes."""
     sweep_pulls_every_s: Annotated[float, Seconds()] = 5

@@ -1,4 +1,4 @@
-"""What the parts of one broker share, so that each takes one argument for it."""
+"""The shared context of a broker's parts, which each takes as one argument."""
 
 from __future__ import annotations
 

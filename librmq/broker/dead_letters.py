@@ -1,4 +1,4 @@
-"""Dead letters once more: what is sent so that the group that gave a message up gets it again."""
+"""Resending of dead letters to the group that gave them up."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or 
 
 
 class DelayedSends:
-    """What one broker does with messages that name a time. Thread-safe."""
+    """Treatment of timed messages in one broker. Thread-safe."""
 
     def __init__(
         self, levels: DelayLevels, now_ms: Callable[[], int], timers: Timers | None, *, has_relay: bool

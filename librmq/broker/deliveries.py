@@ -65,7 +65,7 @@ class Deliveries:
             self.arrivals.wake_by_topic[HOP_TOPIC] = self._wake_relay
 
     def start(self) -> None:
-        """Deliver what is due, and wake the steps for what waits."""
+        """Deliver due messages, and wake the steps for waiting ones."""
         self._run_schedule()
         for topic in (TIMER_TOPIC, HOP_TOPIC):
             if topic in self.arrivals.wake_by_topic:

@@ -34,7 +34,7 @@ class Group:
     name: str
     retry_max_times: int
     retry_queues: int
-    """0: what it fails on is not delivered again."""
+    """0 means that failed messages are not delivered again."""
     consumes: bool
     """False: pulls are refused."""
     broadcasts: bool

@@ -1,4 +1,4 @@
-"""What answers each kind of request to a broker."""
+"""The handlers of each kind of request to a broker."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["consumed"]
 
 
 class _Consumer(Protocol):
-    """What `consumed` needs of a pull consumer."""
+    """The part of a pull consumer that `consumed` needs."""
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
 

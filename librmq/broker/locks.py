@@ -1,6 +1,6 @@
 """Which client of a group has a queue to itself, for orderly consumption.
 
-Mirrors ``RebalanceLockManager``. Locks are in memory only; whether one has expired is judged when it is looked at.
+Mirrors ``RebalanceLockManager``. Locks are only in memory; each use checks whether a lock has expired.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class QueueLocks:
         return held[0]
 
     def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
-        """Lock queues, or go on holding them; gives those that the client has now."""
+        """Lock queues or renew their locks, and return those that the client has now."""
         got = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
         for queue in got:
             self._held[group, queue] = client_id, now_ms
         return got
 
     def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
-        """Give back what is the client's."""
+        """Release the client's locks."""
         for queue in queues:
             held = self._held.get((group, queue))
             if held is not None and held[0] == client_id:

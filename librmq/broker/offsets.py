@@ -35,7 +35,7 @@ class GroupOffsets:
         self._save = save
         self._changed = changed
         self.has_changed = False
-        """Whether there is anything to save."""
+        """Return whether there is anything to save."""
         self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table that were asked for
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:

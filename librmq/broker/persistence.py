@@ -27,7 +27,7 @@ _FILTERS_S: Final = 10
 
 
 class Writing:
-    """The files of one broker's tables: of what is to be written to one, the latest wins."""
+    """The files of one broker's tables; for each file only the latest pending write counts."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class Writing:
             table.write(data)
 
     def _pending(self) -> list[tuple[ConfigTable, bytes]]:
-        """What is to be written, by table."""
+        """Pending writes, by table."""
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
 
     def let_go(self, why: str) -> None:
-        """Nothing begins to be written any more; ``why`` is told to those who want it to."""
+        """Begin no further write; later callers get ``why``."""
         self._why_over = why
 
     def end(self, why: str) -> None:
@@ -123,7 +123,7 @@ class Writing:
 
 
 class Saving:
-    """What one broker has to save. Called under the runner's lock."""
+    """Saving of one broker's tables. Called under the runner's lock."""
 
     def __init__(
         self,
@@ -175,12 +175,12 @@ class Saving:
             self._wake(due)
 
     def run_due(self, now_ms: int) -> int | None:
-        """Save what is due; returns when the next is."""
+        """Save due tables, and return the time of the next save."""
         dues = self._offsets_saver.run_due(now_ms), self._filters_saver.run_due(now_ms)
         return min((due for due in dues if due is not None), default=None)
 
     def save_all(self, now_ms: int, why: str) -> None:
-        """Save whatever has changed, in every table, for the last time: ``why`` is told to those who come later."""
+        """Save every changed table for the last time; later callers get ``why``."""
         self.offsets.save(now_ms)
         self._save_filters(now_ms)
         self._writing.end(why)
@@ -198,7 +198,7 @@ def _rests_on_nothing(reached: bool) -> None:
 
 
 class DelayProgress:
-    """Where the delay schedule keeps how far it has come."""
+    """Store of the delay schedule's progress."""
 
     def __init__(self, tables: BrokerTables, writing: Writing) -> None:
         self._tables = tables

@@ -1,4 +1,4 @@
-"""Reading queues for consumers, who wait for messages where there are none.
+"""Pulls: reads of queues for consumers, which wait if there is no message.
 
 Mirrors ``PullMessageProcessor``.
 """
@@ -161,7 +161,7 @@ class PullHandler:
         return self._selection_of(group.name, subscription)
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
-        """What a group's subscription takes, made once."""
+        """Return the selection of a group's subscription, made once."""
         topic = subscription.topic
         registration = None
         if subscription.expression_type not in ("", "TAG"):
@@ -196,7 +196,7 @@ class PullHandler:
             )
 
     def _tell_moved(self, request: PullMessage, next_offset: int) -> None:
-        """Write down, as 4.9 does, that a consumer asked for what is not there."""
+        """Store an event, as 4.9 does, when a consumer asks for a missing offset."""
         event = {
             "consumerGroup": request.group,
             "messageQueue": {

@@ -27,14 +27,14 @@ class ConsumerGroup:
     clients: dict[str, Endpoint] = field(default_factory=dict)
     """By client id, in the order in which they came."""
     told: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
-    """What each client said last, by client id."""
+    """The last heartbeat data of each client, by client id."""
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
     """By topic."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What a request changed."""
+    """Changes by a request."""
 
     changed: list[str] = field(default_factory=list)
     """Groups whose members or topics are others now."""
@@ -122,7 +122,7 @@ class Registry:
         return tuple(sorted(ids.union(*(group.clients for group in self.consumers.values()))))
 
     def _join(self, client_id: str, client: Endpoint, data: ConsumerData) -> bool:
-        """Note a consumer; whether its group is another now."""
+        """Note a consumer, and return whether its group has changed."""
         group = self.consumers.get(data.group)
         if group is None:
             group = self.consumers[data.group] = ConsumerGroup(data.group, data.kind, data.model, data.consume_from)
@@ -152,7 +152,7 @@ class Registry:
 
 
 def _subscribe(known: dict[str, Subscription], told: Mapping[str, Subscription]) -> bool:
-    """Take an instance's subscriptions into its group's; whether that has other topics now."""
+    """Merge an instance's subscriptions into its group's, and return whether the group's topics have changed."""
     before = known.keys() | ()
     for topic, subscription in told.items():
         old = known.get(topic)

@@ -1,4 +1,4 @@
-"""Storing messages: what a producer sends, what a consumer sends back, and what the broker writes itself.
+"""Storing of messages: from producers, sent back by consumers, and written by the broker itself.
 
 Mirrors ``SendMessageProcessor``. The properties of a stored message are those that 4.9 stores, in its order. Appending
 takes no lock of the runner; only who waits for the message is told under it.
@@ -94,7 +94,7 @@ class Sending:
         topic = self._topics.get(name)
         if topic is None or not topic.is_ready:
             topic = self._for_send(name, request.default_queues)
-        if self._keeps_unconsumed and not topic.is_retry:  # a retry lets a group go on
+        if self._keeps_unconsumed and not topic.is_retry:  # a retry lets a group continue
             self._store.check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
@@ -181,7 +181,7 @@ class Sending:
         return topic
 
     def _level(self, topic: str, text: str) -> int:
-        """Return the delay level that a send asks for; one that does not exist is told in the log, once a topic."""
+        """Return the delay level of a send; a missing level is logged once for each topic."""
         level = java_int(text)
         if level is None:
             raise MessageIllegalError(f"topic {topic!r}: {_DELAY} is a delay level, a whole number, found {text!r:.80}")

@@ -1,4 +1,4 @@
-"""What a subscription takes: for reading a queue, and for one message that arrives.
+"""Selections of subscriptions, for reads of a queue and for one arriving message.
 
 Mirrors ``ExpressionMessageFilter``: tags by their hash, which leaves the exact text to consumers; SQL exactly.
 """
@@ -37,7 +37,7 @@ class Selection:
         self._sql = sql
 
     def takes(self, properties: Mapping[str, str]) -> bool:
-        """Whether a message with these properties would be read."""
+        """Return whether a message with these properties would be read."""
         if self._codes is not None:
             tags = properties.get("TAGS")
             return (tags_code(tags) if tags else 0) in self._codes

@@ -49,7 +49,7 @@ class BrokerTransactions:
         self._topics = context.topics
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
-        self._unasked: set[str] = set()  # groups of which the log tells that they can't be asked
+        self._unasked: set[str] = set()  # groups that the log reports as unreachable
         self._questions: list[CheckBack] = []
         self._finals: deque[FinalMessage] = deque()  # not announced yet
         self._lock = threading.RLock()  # of an end and of the check; retention asks in the midst of an end
@@ -198,7 +198,7 @@ def _told(result: object, error: Exception | None) -> None:
 
 
 class CheckOffsets:
-    """Where the check keeps how far it has come: as a consumer group of the broker's own."""
+    """Store of the check's progress, as that of a consumer group of the broker's own."""
 
     def __init__(self, offsets: GroupOffsets) -> None:
         self._offsets = offsets

@@ -135,7 +135,7 @@ class Link:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether the connection knows of a transaction that has not ended."""
+        """Return whether the connection has an open transaction."""
         value = getattr(self.connection, "in_transaction", False)
         return bool(value() if callable(value) else value)
 

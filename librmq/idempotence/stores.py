@@ -122,7 +122,7 @@ class DedupStore(Protocol):
     """
 
     blocking: bool
-    """Whether a call may wait for a disk or a network, so that it must not run on an event loop."""
+    """Whether a call can wait for a disk or a network, so that it must not run on an event loop."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         """Take ``key`` until ``expires_at_ms`` if there is no record, or one that has expired."""

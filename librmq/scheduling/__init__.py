@@ -1,1 +1,1 @@
-"""What waits: timers, relays, half messages and their checks."""
+"""Messages that wait: timers, relays, half messages and their checks."""

@@ -86,7 +86,7 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckHooks:
-    """What checks ask and tell. None of these functions may raise."""
+    """Functions that checks call; none of them may raise."""
 
     ask: Callable[[CheckBack], None]
     """Passes a question on to a producer."""
@@ -119,10 +119,10 @@ class CheckSchedule:
         Args:
             store: Open for writing.
             offsets: Keeps the progress of the check.
-            start_ms: Where the grid of check passes begins.
+            start_ms: Start of the grid of check passes.
             settings: When to check.
-            hooks: What checks ask and tell.
-            aside: Lets other things go on while the store is flushed after a pass; None flushes within `run_due`.
+            hooks: Functions that checks call.
+            aside: Flushes the store after a pass while other work continues; None flushes within `run_due`.
         """
         self._uncounted: set[int] = set()
         self._store = store
@@ -264,7 +264,7 @@ class CheckSchedule:
         self._saver.save()
 
     def _end_pass(self) -> None:
-        """Judge nothing more; what the pass has done is to be noted."""
+        """End the pass, whose results are to be saved."""
         if self._pass is not None and not self._pass.progress():
             self._pass = None
         self._is_over = self._pass is not None

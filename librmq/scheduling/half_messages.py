@@ -30,7 +30,7 @@ OP_TAG: Final = "d"
 
 
 class TransactionOffsets(Protocol):
-    """Where the progress of the check is kept; `librmq.store.format.broker_tables.BrokerTables` is one."""
+    """Store of the check's progress, such as `librmq.store.format.broker_tables.BrokerTables`."""
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return the queue offset of a group's next message, None if never stored."""
@@ -56,7 +56,7 @@ class EndedHalves:
         self._catch_up()
 
     def __contains__(self, queue_offset: int) -> bool:
-        """Whether the half at ``queue_offset`` has ended; false for what lies below the progress."""
+        """Return whether the half at ``queue_offset`` has ended; False below the progress."""
         return _is_marked(self._bits, queue_offset - self._base)
 
     def so_far(self) -> Callable[[int], bool]:
@@ -73,7 +73,7 @@ class EndedHalves:
             self._catch_up()
 
     def forget_below(self, queue_offset: int) -> None:
-        """Let go of what the check has passed."""
+        """Drop halves that the check has passed."""
         gone = (queue_offset - self._base) >> 3
         if gone > 0:
             del self._bits[:gone]
@@ -106,7 +106,7 @@ def _is_marked(bits: bytes | bytearray, at: int) -> bool:
 
 
 def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> int:
-    """How far the check has come in the queue of a topic; where the queue begins if it never began."""
+    """Return the check's progress in the queue of a topic, by default the queue's beginning."""
     stored = offsets.consumer_offset(topic, CHECK_GROUP, QUEUE)
     if stored is not None and stored >= 0:
         return stored

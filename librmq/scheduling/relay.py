@@ -74,7 +74,7 @@ Choose = Callable[[int, DelayLevels], int]
 
 
 class HopPlan(NamedTuple):
-    """What a way of choosing levels makes of a delay."""
+    """Plan of hops for a delay, by one way of choosing levels."""
 
     hops: int
     overshoot_ms: int
@@ -119,7 +119,7 @@ def hop_plan(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose
 
 
 def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
-    """The message that is to be sent instead of ``message``, so that it comes to its topic at ``target_ms``.
+    """Return the message to send instead of ``message``, so that it reaches its topic at ``target_ms``.
 
     `MessageIllegalError` for a topic that can't be, and for a message that has a delay level too.
     """
@@ -162,10 +162,10 @@ class HopProxy:
             offsets: Keeps the progress.
             choose: Chooses the next level; the best approximation by default.
             save_every_s: The progress is noted this long after it changed; None leaves that to `save`.
-            delivered: ``delivered(message, result)`` is told of what came to its topic.
+            delivered: ``delivered(message, result)`` is called with each message that reaches its topic.
             make_topic: ``make_topic(topic, queue_id)`` sees, before a delivery, that the queue can be consumed;
                 `MessageIllegalError` drops the message.
-            aside: Lets other things go on while the store is flushed; None flushes within `run_due`.
+            aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         self._make_topic = make_topic
         self._store = store

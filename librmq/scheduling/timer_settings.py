@@ -1,4 +1,4 @@
-"""How a timer is made, and how a message names its time. What comes of it is in `librmq.scheduling.timer`.
+"""Settings of a timer, and the properties by which a message names its time; `librmq.scheduling.timer` delivers.
 
 Mirrors 5.3.3's ``HookUtils``.
 """
@@ -50,7 +50,7 @@ class TimerConfig(Config):
     """A message this many slots away, or more, is put into a slot on the way."""
     timer_log_file_size: Annotated[int, Between(UNIT_SIZE + 16, _INT32)] = 100 << 20
     timer_max_delay_sec: Annotated[int, Between(1, _INT32 - 1)] = 3 * 86_400
-    """The timer refuses what is further away."""
+    """The timer refuses messages further away."""
     slots_total: Annotated[int, Between(_BLANK_SLOTS + 3, _INT32 // SLOT_SIZE // 2)] = 7 * 86_400
     """The slots of a turn; the wheel has two."""
     save_every_s: Annotated[float | None, Seconds()] = 1
@@ -58,7 +58,7 @@ class TimerConfig(Config):
     retry_s: Annotated[float, Seconds()] = 10
     """From a failure (a full disk) to the next try."""
     most_at_once: Annotated[int, Between(1, _INT32 - 1)] = 10_000
-    """Messages that one turn delivers, or puts into the wheel; what is left is due at once."""
+    """Most messages that one turn delivers or puts into the wheel; the rest is due at once."""
 
     def _check_together(self) -> None:
         if self.window_ms >= _INT32:
@@ -83,7 +83,7 @@ class TimerConfig(Config):
 
     @classmethod
     def of_store(cls, path: str, files: Files) -> Self | None:
-        """What the timer files of a store tell, 5.3.3's for the rest; None where there are none."""
+        """Return the settings of a store's timer files, with 5.3.3's defaults; None without such files."""
         told = {}
         if size := timer_log_size(path, files):
             told["timer_log_file_size"] = size
@@ -93,14 +93,14 @@ class TimerConfig(Config):
 
 
 def is_timed(properties: Mapping[str, str]) -> bool:
-    """Whether a message with these properties waits for a time of its own; a delay level goes before."""
+    """Return whether a message with these properties names a time; a delay level takes precedence."""
     if parse_level(properties.get(record.PROPERTY_DELAY)) > 0 or OUT_MS in properties:
         return False
     return DELAY_SEC in properties or DELAY_MS in properties or DELIVER_MS in properties
 
 
 def delete_key(topic: str, unique_key: str) -> str:
-    """What `TIMER_DEL_UNIQKEY` names the message of a topic by."""
+    """Return the value of `TIMER_DEL_UNIQKEY` for a message of a topic."""
     return f"{topic}+{unique_key}"
 
 

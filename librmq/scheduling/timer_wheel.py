@@ -1,4 +1,4 @@
-"""What waits in a timer, by slots: units in the timer log, chained from the last to the first by the wheel.
+"""The waiting messages of a timer, by slots: units in the timer log, chained from the last to the first by the wheel.
 
 The log is the truth. Whenever it is opened, it is cut where it is known to be on the device, and the wheel is made to
 agree with it. The formats are in `librmq.store.format.timerfiles`, what the units stand for in
@@ -30,7 +30,7 @@ class TimerSlots:
 
     log: TimerLog
     was_cut: bool
-    """Whether `recover` has cut anything behind the position that was given: a process was killed."""
+    """Whether `recover` has cut anything behind the given position, because a process was killed."""
     last_unit: Unit | None
     """The last unit that `recover` has left, None if there is none."""
 
@@ -48,7 +48,7 @@ class TimerSlots:
 
     @property
     def has_wheel(self) -> bool:
-        """Whether there is a wheel: whether anything was ever put into it."""
+        """Whether there is a wheel, which the first message makes."""
         return self._wheel is not None
 
     def end_of_units_below(self, physical_offset: int, log_position: int) -> int:
@@ -116,7 +116,7 @@ class TimerSlots:
         return slots
 
     def _times(self, block: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The slots that units stand in, as multiples of the precision, and which units can be."""
+        """Return the slots of units, as multiples of the precision, and which units are possible."""
         written, delays = block["write_time_ms"].astype(np.int64), block["delay_ms"]
         sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < self._slots * self._precision_ms)
         times = np.where(sound, written, 0) // self._precision_ms + np.where(sound, delays // self._precision_ms, 0)
@@ -155,7 +155,7 @@ class TimerSlots:
         return -1 if slot is None else slot.last
 
     def units(self, time_ms: int) -> Iterator[Unit]:
-        """The units of a slot, the last first. Where the chain is broken it ends, which is said in the log."""
+        """Yield the units of a slot, the last first. A broken chain ends there and is logged."""
         position = self.last(time_ms)
         while position >= 0:
             unit = self.log.unit(position)

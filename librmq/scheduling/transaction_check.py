@@ -243,7 +243,7 @@ class CheckPass:
         return copy
 
     def _give_up(self, half: StoredMessage, properties: Mapping[str, str]) -> bool:
-        """Move a half to the topic of those that were checked too often, or are too old; the pass goes on."""
+        """Move a half that was checked too often or is too old to its topic; the pass continues."""
         check_times = java_int(properties.get(_CHECK_TIMES, "")) or 0
         _log.error(
             "the half message at queue offset %d, for topic %s, is discarded after %d checks",
@@ -282,5 +282,5 @@ class CheckPass:
 
 
 def _is_illegal(found: ReadResult) -> bool:
-    """Whether a read found nothing though the queue is not at its end there."""
+    """Return whether a read found nothing although the queue has more."""
     return not found.messages and found.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)

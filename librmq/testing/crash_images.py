@@ -1,4 +1,4 @@
-"""What a disk may hold after the power failed: images built from the trace of `librmq.testing.RecordingFiles`.
+"""Possible contents of a disk after a power failure, from the trace of `librmq.testing.RecordingFiles`.
 
 ::
 
@@ -35,9 +35,9 @@ _WORD: Final = 8
 
 @dataclass(frozen=True)
 class Image:
-    """What the disk holds after a crash between two events of the trace.
+    """Content of the disk after a crash between two events of the trace.
 
-    ``seed`` and ``crash_point`` make it again; ``choices`` says what of the unflushed reached the disk, a line each.
+    ``seed`` and ``crash_point`` reproduce it; ``choices`` has a line for each unflushed change that reached the disk.
     """
 
     seed: int | str
@@ -93,7 +93,7 @@ class _File:
         self.writes.clear()
 
     def unflushed(self) -> list[tuple[int, bytes]]:
-        """What may be on the device or not, in order."""
+        """Changes that can be on the device or not, in order."""
         return [write for page in self.given_up.values() for write in page] + self.writes
 
     def flush(self) -> None:
@@ -186,7 +186,7 @@ class _Disk:
         folder, name = self._folder(names[:-1]), names[-1]
         node = folder.now.get(name)
         if call == "write":
-            if isinstance(node, _File):  # else it is deleted, and its holder may go on writing
+            if isinstance(node, _File):  # otherwise it is deleted, and its holder can continue writing
                 node.write(at, data)
         elif call == "flush":
             if isinstance(node, _File):
@@ -226,7 +226,7 @@ class _Choosing:
     contents: dict[str, bytes | None] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
     made: dict[_File, bytes] = field(default_factory=dict)
-    """Of a file with several names there is one choice."""
+    """There is one choice for a file with several names."""
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -242,7 +242,7 @@ class _Choosing:
         late: set[str] = set()
         for changes in folder.changes:
             touched = {name for name, _ in changes}
-            # What is done to a name later is not there before what was done to it earlier.
+            # A later change of a name is not there without the earlier ones.
             if late & touched or self.rng.random() >= self.named:
                 late |= touched
                 self.told.append(f"{path or os.sep}: not there: {_tell_changes(changes)}")
@@ -272,7 +272,7 @@ class _Choosing:
         if not writes:
             return bytes(file.data)
         count = len(writes)
-        # Of each sector: how many of the writes it has seen.
+        # For each sector, the number of its writes that reached it.
         seen: dict[int, int] = {}
         pages: dict[int, tuple[int, int, int]] = {}
         for at, data in writes:
@@ -324,7 +324,7 @@ class CrashImages:
     """Images of a disk on which a trace was left. Not thread-safe."""
 
     def __init__(self, trace: Sequence[Event], contents: Mapping[str, bytes | None] | None = None) -> None:
-        """``contents`` is what was on the device, by path, before the first event; nothing unless given."""
+        """``contents`` is the device's content by path before the first event, by default nothing."""
         self._trace = list(trace)
         self._begin = dict(contents or {})
         self._disk = _Disk(self._begin)

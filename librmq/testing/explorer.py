@@ -1,4 +1,4 @@
-"""A runner that asks a strategy at every place where a real cluster might go on in more ways than one.
+"""A runner that asks a strategy at every place where a real cluster could continue in several ways.
 
 The kinds of decision:
 
@@ -89,7 +89,7 @@ class Trace:
     replayable: bool = True
     """False once listeners waited for each other, so that threads decided the order."""
     history: str = ""
-    """What happened, where the test has failed."""
+    """Events of a failed test."""
 
 
 class _Paused(Work):
@@ -120,7 +120,7 @@ class Explorer(KitRunner):
         self.is_first = False
         """Whether it is the first run of a test."""
         self.on_disk = False
-        """Whether the store of this run lies in a folder."""
+        """Whether the store of this run is in a folder."""
         self.switches_at_lines = False
         """Whether a listener may also pause at each line of its own file."""
         self._seen: dict[tuple[str, str], int] = {}

@@ -57,7 +57,7 @@ class DeliveryAttempt:
     outcome: str
     """``returned``, ``later`` (the listener asked for it), ``failed``, ``died`` or ``running``."""
     error: Exception | None = None
-    """What the listener has raised."""
+    """The error of the listener."""
 
     @property
     def body(self) -> bytes:
@@ -77,7 +77,7 @@ class DeliveryAttempt:
 
 @dataclass(slots=True)
 class History:
-    """What happened, in order. ``str()`` gives a line for each event; of very many, the first and the last."""
+    """Events in order. ``str()`` has a line for each; of very many, the first and the last."""
 
     begin_ms: int
     calls: list[Call] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Threads that pass a baton: user code can stop in its middle and go on later, one piece at a time.
+"""Threads that pass a baton: user code can pause and continue later, one piece at a time.
 
 A listener runs in a pooled thread while the thread that takes turns waits; at a pause or its end the baton goes back.
 So thread-locals, locks and event loops in listeners work as in production, and yet nothing runs at the same time. A

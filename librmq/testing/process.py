@@ -137,7 +137,7 @@ class Process:
         self.starts_again = True
         """Whether another process takes its place when it dies."""
         self.state: Any = None
-        """What its factory has returned."""
+        """Result of its factory."""
         self.skew_ms = 0
         """By how many milliseconds its clock is ahead."""
         self.factory = factory

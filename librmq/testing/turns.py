@@ -1,4 +1,4 @@
-"""Turns taken by hand, with an eye on listeners: what they raise, to which topics they send, how long they take."""
+"""Runner of the kit, which also notes the errors, sends and times of listeners."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class KitRunner(ManualRunner):
     def __init__(self, clock: ManualClock | None = None) -> None:
         super().__init__(clock)
         self.failure: BaseException | None = None
-        """What the test will fail with; no turn is taken any more."""
+        """The error with which the test fails; after it no turn runs."""
         self.late: set[Work] = set()
         """Listeners that have done their work and return later."""
         self._until_ms = 0

@@ -1,4 +1,4 @@
-"""What a test leaves behind: messages that no listener was given, subscriptions that matched nothing, and why."""
+"""Undelivered messages and unmatched subscriptions at the end of a test, with the reasons."""
 
 from __future__ import annotations
 
