@@ -51,7 +51,7 @@ _MOST: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Limits of a number, both of them allowed; stands in the field's `Annotated` type."""
+    """Limits of a number, both inclusive, for the field's `Annotated` type."""
 
     least: float
     most: float = math.inf
@@ -61,7 +61,7 @@ class Between:
 
 
 class Seconds(Between):
-    """Limits of a duration in seconds: 0 to a year unless given."""
+    """Limits of a duration in seconds, by default 0 to a year."""
 
     __slots__ = ()
 
@@ -267,28 +267,28 @@ class StoreConfig(Config):
     max_total_size: Annotated[int | None, Between(256)] = 4 * GIB
     """The oldest log files go when the log is larger than this; None: by age and disk use only."""
     keep_unconsumed: bool = False
-    """Whether log files with messages that some group has not consumed stay, and sends are refused at
-    ``max_total_size``. Without it such messages go with their file, and the log warns, once a group and file."""
+    """Whether log files with unconsumed messages stay, and sends are refused at ``max_total_size``. Otherwise such
+    messages are deleted with their file, with one warning for each group and file."""
     file_reserved_hours: Annotated[int | None, Between(0, 1 << 20)] = None
-    """Log files may go when their last record is this old; None: at no age."""
+    """Age of its last record at which a log file can be deleted; None means at no age."""
     delete_when: str = "04"
-    """The hours of the day (local time, 0 to 23, several separated by ``;``) in which they go by age."""
+    """Hours of the day (local time, 0 to 23, several separated by ``;``) for deletion by age."""
     disk_max_used_ratio: Annotated[int, Between(0, 100)] = 75
-    """Percent of the disk in use above which files that are old enough go at any hour."""
+    """Used percent of the disk above which old enough files are deleted at any hour."""
     disk_force_clean_ratio: Annotated[int, Between(0, 100)] = 85
-    """Percent above which the oldest log files go whatever their age."""
+    """Used percent above which the oldest log files are deleted at any age."""
     disk_refuse_ratio: Annotated[int, Between(0, 100)] = 90
-    """Percent above which no message is taken."""
+    """Used percent above which messages are refused."""
     enable_property_filter: bool = True
-    """Whether SQL filters are taken; a broker's is off by default. They need nothing else."""
+    """Whether SQL filters are accepted. A broker's default is off. SQL filters need no other setting."""
     enable_calc_filter_bitmap: bool = True
-    """Whether a message gets the bitmap of the filters that match it, by which reads skip it without looking at the
-    log; only with ``enable_consumequeue_ext``, which is where it is kept. A broker's is off by default."""
+    """Whether a message gets the bitmap of matching filters, by which reads skip it without reading the log. It needs
+    ``enable_consumequeue_ext``, which stores it. A broker's default is off."""
     store_host: str = "127.0.0.1:10911"
-    """The broker's address, as it stands in records and message ids."""
+    """The broker's address in records and message ids."""
     durability: Literal["async", "sync"] = "async"
-    """When an append returns: ``async`` when the message stands in the page cache (it survives the process), ``sync``
-    when it has reached the device (it survives the machine)."""
+    """When an append returns: with ``async`` when the message is in the page cache (it survives the process), with
+    ``sync`` when it is on the device (it survives the machine)."""
     flush_interval_s: Annotated[float, Seconds()] = 0.5
     """The log is flushed this often while at least `flush_least_bytes` wait, …"""
     flush_least_bytes: Annotated[int, Between(0, _MOST)] = 16 * KIB

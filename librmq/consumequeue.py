@@ -1,15 +1,14 @@
-"""The queue of a topic: where in the log its messages are, an entry of 20 bytes each.
+"""The queue of a topic: an entry of 20 bytes for each message, which leads to the log.
 
 ::
 
-    entry  physicalOffset  8   where in the log the message starts
+    entry  physicalOffset  8   start of the message in the log
            size            4   its length there
            tagsCode        8   hash of its tags; or the address of an extension unit (`consumequeueext`);
-                               or, on the schedule topic, the time at which it is due
+                               or, on the schedule topic, the delivery time
 
-Entry n of the queue stands at position 20 · n of its files. The first entry without a size is the queue's
-end. What precedes the first entry of a queue that starts above 0, back to the start of that file, is filled
-with (0, 0x7fffffff, 0).
+Entry n of the queue is at position 20 · n of its files. The queue ends at the first entry with size 0. If a queue
+starts above 0, the entries before its first one in that file are (0, 0x7fffffff, 0).
 
 Mirrors 4.9.4's ``ConsumeQueue``.
 """

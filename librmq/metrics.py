@@ -1,7 +1,7 @@
-"""What happens, counted: a plain object, and ways to show it with OpenTelemetry or Prometheus.
+"""Counters and gauges in a plain object, and their export to OpenTelemetry or Prometheus.
 
-`METRICS` is the whole list of names, with their labels; a name or label that is not in it is refused the first time it
-is used. docs/metrics.md shows the same list.
+`METRICS` lists all names with their labels; any other name or label is refused at its first use. docs/metrics.md shows
+the same list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["METRICS", "Metric", "Metrics", "export_to_opentelemetry", "export_to
 
 
 class Metric(NamedTuple):
-    """What a name stands for."""
+    """Meaning of a name."""
 
     kind: Literal["counter", "gauge"]
     unit: str
@@ -92,7 +92,11 @@ class Metrics:
         return f"<Metrics: {len(self._counts)} counters, {len(self._gauges)} gauges; snapshot() has the values>"
 
     def count(self, name: str, n: float = 1, **labels: str) -> None:
-        """Add ``n`` to a counter; `ConfigError` for what is no counter of `METRICS` or has not its labels."""
+        """Add ``n`` to a counter.
+
+        Raises:
+            ConfigError: `METRICS` has no such counter with these labels.
+        """
         key = (name, tuple(labels.items()))
         with self._lock:
             cell = self._counts.get(key)
@@ -104,10 +108,12 @@ class Metrics:
     def gauge(
         self, name: str, value: float | Callable[[], float] | None, *, of: Hashable = None, **labels: str
     ) -> None:
-        """Set a gauge to a number, or to a function that tells it when asked; None takes the gauge away.
+        """Set a gauge to a number or to a function that returns it; None removes the gauge.
 
-        ``of`` tells who sets it: what several set is added up. A function is called by `snapshot`, in any thread.
-        `ConfigError` as in `count`.
+        ``of`` names the owner; values of several owners are added up. `snapshot` calls a function in any thread.
+
+        Raises:
+            ConfigError: `METRICS` has no such gauge with these labels.
         """
         series = (name, tuple(sorted(labels.items())))
         _check(series, "gauge")
@@ -118,14 +124,14 @@ class Metrics:
                 self._gauges[series, of] = value
 
     def take_away(self, of: Hashable) -> None:
-        """Take all gauges away that ``of`` has set."""
+        """Remove all gauges that ``of`` has set."""
         with self._lock:
             self._gauges = {key: value for key, value in self._gauges.items() if key[1] != of}
 
     def snapshot(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """All values now: ``snapshot()["sends"]["orders", "SEND_OK"]``, labels in the order of `METRICS`.
+        """Return all values: ``snapshot()["sends"]["orders", "SEND_OK"]``, with labels in the order of `METRICS`.
 
-        Names and labels are there once they were used. What a gauge's function raises goes through.
+        Names and labels appear after their first use. Errors of a gauge's function propagate.
         """
         with self._lock:
             counts = [(series, cell[0]) for series, cell in self._counts.items()]

@@ -1,15 +1,17 @@
-"""Bodies too large for one message: split over several and put together again, or kept outside with a reference.
+"""Bodies too large for one message: split into parts, or kept outside with a reference.
 
-The advice for a body is 128 KiB. A larger one goes one of two ways. RocketMQ has neither; to its clients
-all of this is plain messages:
+Keep ordinary bodies below 128 KiB. There are two ways for larger ones. RocketMQ has neither; its clients see plain
+messages:
 
-- `split_body` makes parts of a message, and `BodyAssembler` puts them together where they are consumed. A property
-  tells the body they belong to, its length and its checksum, so that nothing depends on their order, and duplicates
-  do no harm. Parts wait in memory: for consumers that commit their own progress (see `BodyAssembler`).
-- `park_body` leaves the body in a `BodyStore` and sends the reference; `fetch_body` gets it back. For all consumers.
+- `split_body` makes parts of a message, and `BodyAssembler` joins them in the consumer. Properties name the body, its
+length
+  and its checksum, so order and duplicates do not matter. Parts wait in memory, so this suits consumers that commit
+  their own progress (see `BodyAssembler`).
+- `park_body` stores the body in a `BodyStore` and sends the reference; `fetch_body` returns it. This suits all
+consumers.
 
-Properties of a part: ``LARGE_BODY_ID``, ``LARGE_BODY_PART`` (``2/7``), ``LARGE_BODY_SIZE`` (bytes in all),
-``LARGE_BODY_SHA256``. All parts but the last have the same length, ⌈size / parts⌉. A message whose body lies outside
+A part has the properties ``LARGE_BODY_ID``, ``LARGE_BODY_PART`` (``2/7``), ``LARGE_BODY_SIZE`` (total bytes) and
+``LARGE_BODY_SHA256``. All parts except the last have the same length, ⌈size / parts⌉. A message with its body outside
 has the last two and ``LARGE_BODY_REFERENCE``, and the reference as its body.
 """
 
@@ -45,10 +47,10 @@ __all__ = [
 ]
 
 PART_SIZE: Final = 128 << 10
-"""The advice for a body, in bytes."""
+"""Recommended size of a body, in bytes."""
 
 BODY_LIMIT: Final = 64 << 20
-"""The largest body that is put together or fetched unless another limit is given, in bytes."""
+"""Default limit of a joined or fetched body, in bytes."""
 
 ID: Final = "LARGE_BODY_ID"
 PART: Final = "LARGE_BODY_PART"
@@ -61,12 +63,12 @@ _NUMBER: Final = re.compile(r"[1-9][0-9]{0,11}", re.ASCII)
 _PART: Final = re.compile(r"([1-9][0-9]{0,11})/([1-9][0-9]{0,11})", re.ASCII)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _LONGEST_ID: Final = 128
-_PART_OVERHEAD: Final = 512  # what a part costs in memory beside its bytes, so that many empty ones are bounded too
+_PART_OVERHEAD: Final = 512  # memory of a part beside its bytes, so that many empty ones are limited too
 _REMEMBERED: Final = 4096  # bodies that are done, for duplicates of their parts that come late
 
 
 class DeliveredBody(Protocol):
-    """What is read of a message that was delivered; `StoredMessage` is one."""
+    """The needed fields of a delivered message; `StoredMessage` has them."""
 
     @property
     def topic(self) -> str:
@@ -95,7 +97,7 @@ class DeliveredBody(Protocol):
 
     @property
     def body(self) -> bytes:
-        """The body, restored where it was compressed."""
+        """The decompressed body."""
         ...
 
 
@@ -137,7 +139,7 @@ def _marked(properties: Mapping[str, str], body: bytes) -> dict[str, str]:
 
 
 class _Claim(NamedTuple):
-    """What a part says of the body that it belongs to. Parts that say different things are of different bodies."""
+    """A part's description of its body. Parts with different descriptions belong to different bodies."""
 
     body_id: str
     parts: int
@@ -164,9 +166,9 @@ class IncompleteBody(NamedTuple):
     body_id: str
     size: int
     parts: int
-    """How many there should be."""
+    """Expected number of parts."""
     places: tuple[tuple[str, int, int], ...]
-    """Topic, queue id and queue offset of each part that was there."""
+    """Topic, queue id and queue offset of each received part."""
 
 
 class BodyAssembler:
@@ -242,7 +244,7 @@ class BodyAssembler:
             return whole
 
     def done(self, message: DeliveredBody) -> None:
-        """The body that ``message`` is a part of was dealt with: its parts are let go, and late duplicates ignored."""
+        """Release the parts of the body to which ``message`` belongs, and ignore late duplicates."""
         if PART not in message.properties:
             return
         _, claim = _read_part(message.properties, self._body_limit)
@@ -253,9 +255,9 @@ class BodyAssembler:
                 self._done.popitem(last=False)
 
     def safe_progress(self, topic: str, queue_id: int, next_offset: int) -> int:
-        """Up to where a queue's progress may be saved, ``next_offset`` being where reading goes on.
+        """Return the progress of a queue that is safe to save; ``next_offset`` is the offset of the next read.
 
-        That is the queue offset of the first part that still waits here, so that a restart reads it again.
+        It is the queue offset of the first part that still waits here, so that a restart reads that part again.
         """
         with self._lock:
             offsets = (
@@ -319,21 +321,25 @@ def _read_mark(properties: Mapping[str, str], body_limit: int) -> tuple[int, str
 
 
 class BodyStore(Protocol):
-    """Where bodies lie outside of messages: a folder, a bucket, a database."""
+    """A place for bodies outside of messages, such as a folder, a bucket or a database."""
 
     def put(self, body: bytes) -> str:
-        """Keep a body, durably; gives its reference, a text of at most 1,024 characters that is not blank."""
+        """Store a body durably, and return its reference, a text of 1 to 1,024 characters that is not blank."""
         ...
 
     def get(self, reference: str) -> bytes:
-        """The body; `LargeBodyError` if there is none. References come from messages: trust none."""
+        """Return a body. References come from messages, so do not trust them.
+
+        Raises:
+            LargeBodyError: there is no such body.
+        """
         ...
 
 
 def park_body(message: Message, bodies: BodyStore, above: int = PART_SIZE) -> Message:
-    """The message to send in place of ``message``: itself, or with a body of over ``above`` bytes left in ``bodies``.
+    """Return the message to send in place of ``message``: itself, or a reference if the body exceeds ``above`` bytes.
 
-    The body is kept before the message is sent, so a crash between leaves a body that nothing refers to, never the
+    The body is stored in ``bodies`` before the message is sent, so a crash in between leaves an unused body, never the
     reverse. Bodies must live as long as the messages.
     """
     if len(message.body) <= above:
@@ -348,9 +354,10 @@ def park_body(message: Message, bodies: BodyStore, above: int = PART_SIZE) -> Me
 
 
 def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BODY_LIMIT) -> bytes:
-    """The body of a message, fetched if it lies outside.
+    """Return the body of a message, fetched if it is outside.
 
-    `LargeBodyError` if it is not there, is larger than ``limit`` by its own account, or is not what was sent.
+    Raises:
+        LargeBodyError: it is missing, larger than ``limit`` by the message's properties, or not the body that was sent.
     """
     properties = message.properties
     if REFERENCE not in properties:
@@ -382,7 +389,7 @@ class FolderBodies:
         """Keep a body in a file named by its checksum; return that name."""
         reference = sha256(body).hexdigest()
         if self._files.size(self._file(reference)) != len(body):
-            # Under a name of its own first, so that two who put the same body do not write into each other's file.
+            # Written under a name of its own first, so that two writers of one body use two files.
             beside = self._file(f"{reference}.{os.getpid()}-{next(self._numbers)}")
             self._files.write(beside, body)
             self._files.rename(beside, self._file(reference))

@@ -1,6 +1,6 @@
 """The message store: log, queues, key index and checkpoint, composed.
 
-Mirrors 4.9.4's ``DefaultMessageStore``. A message is acknowledged when its record stands in the log (in the page cache:
+Mirrors 4.9.4's ``DefaultMessageStore``. A message is acknowledged when its record is in the log (in the page cache:
 it survives the process, not the machine; `MessageStore.flush` makes it survive the machine). Queue entries and keys are
 derived from the log and can always be rebuilt.
 """
@@ -99,18 +99,21 @@ class MessageStore:
 
         Args:
             path: The store's directory.
-            config: None takes the sizes from the files that are there, and the retention that the store was last
-                opened with, none if it keeps none; `StoreConfig()` for a new store.
-            read_only: Take no lock and change no byte. Beside a writer the handle sees what is written (`refresh`);
-                else it sees what a recovery would give, in memory.
-            thorough: Look at all of the log, and make again what `recover` does.
-            files: Where the files are; the disk by default.
-            clock: What tells the time; the machine's by default.
+            config: None takes the sizes from the store's files and the retention that it keeps, if any; a new store
+            gets
+                `StoreConfig()`.
+            read_only: Take no lock and change no byte. Beside a writer the handle sees its messages (`refresh`);
+            without
+                one it sees the result of a recovery, in memory.
+            thorough: Check the whole log, and rebuild the same parts as `recover`.
+            files: The file system; the disk by default.
+            clock: The clock; the machine's by default.
             background: Let a thread of the store flush and expire by time, from the first append on. None does so
                 unless ``clock`` is given; without it the caller calls `run_due`.
-            filters: The groups' SQL filters, by which messages get their bitmaps where the store has extension files.
-                They may change while it is open.
-            wait: Seconds to wait for another writer to let go of the store.
+            filters: The groups' SQL filters, for the messages' bitmaps if the store has extension files. They can
+            change
+                while it is open.
+            wait: Seconds to wait for another writer to release the store.
 
         Raises:
             NotAStoreError: The directory holds something else, or another kind of store.

@@ -1,6 +1,6 @@
-"""What of a store has reached the device: the log by group commit, what is derived from it, and the checkpoint.
+"""Durability of a store: the log by group commit, queues and index, and the checkpoint.
 
-The checkpoint vouches for log, queues and index, so it is written last.
+The checkpoint covers log, queues and index, so it is written last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a store does by time: flush, write the checkpoint, delete what has expired, make pages ready ahead.
+"""Work of a store by time: flush, write the checkpoint, delete expired files, prepare pages.
 
 `Housekeeping.run_due` is a pure step over the store's parts: it does what is due and says when to be called next. In an
 application a thread of the store calls it (`Background`); under a clock that a test moves, the test does.
@@ -67,11 +67,11 @@ class Housekeeping:
         self.alarm = -1
 
     def expire_soon(self) -> None:
-        """Have retention looked at by the next `run_due`: something may go that had to stay."""
+        """Check retention in the next `run_due`, because kept files can be deletable now."""
         self._expire_at_ms = self._derived_at_ms
 
     def run_due(self, now_ms: int) -> int | None:
-        """Do what is due; returns when to be called next (ms), None when only an append can bring something."""
+        """Do due work, and return the time of the next call (ms), None if only an append can bring work."""
         self.alarm = sys.maxsize  # what comes meanwhile is seen below
         self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # the clock may have been set back
         self._derived_at_ms = min(self._derived_at_ms, now_ms)
