@@ -143,7 +143,6 @@ def test_a_batch_costs_one_flush() -> None:
 
 
 def test_a_message_is_flushed_with_the_blank_before_it() -> None:
-    """A message in the next file is flushed with the blank before it."""
     files = RecordingFiles()
     with open_store(files, SYNC_SMALL) as store:
         while store.log.end < 4096:
@@ -257,7 +256,6 @@ def test_one_who_only_looks_sees_them_complete_in_order() -> None:
 
 
 def test_who_moves_a_manual_clock_flushes_the_log() -> None:
-    """Under a manual clock the log is flushed by the one who moves it."""
     files = HeldFiles()
     clock = ManualClock(START_MS)
     with open_store(files, clock=clock) as store:
@@ -332,7 +330,6 @@ def test_a_failed_flush_is_told_to_the_producer_and_sticks() -> None:
 
 
 def test_after_a_failure_nothing_unflushed_is_acknowledged() -> None:
-    """What was submitted and not flushed is never acknowledged after a failure."""
     store, _, _ = failing_store(ASYNC)
     before = store.submit(message(10))
     later = [store.submit(message(number)) for number in range(11, 20)]
@@ -375,7 +372,6 @@ def test_a_failed_flush_of_queues_or_index_sticks(number: int, part: str) -> Non
 
 
 def test_the_store_thread_outlives_a_failed_flush() -> None:
-    """The thread of the store outlives a failed flush and close ends it."""
     files = FailingFiles(HeldFiles())
     store = open_store(files, AT_ONCE, background=True)
     files.fail("flush", code=errno.EIO)

@@ -154,7 +154,6 @@ def test_a_store_that_came_to_rest_has_nothing_due(subject: Subject) -> None:
 
 
 def test_only_the_first_append_to_an_idle_store_wakes(subject: Subject) -> None:
-    """The first append to an idle store wakes and the next does not."""
     assert subject.append(100)
     subject.run()
     assert not subject.append(100)
@@ -190,7 +189,6 @@ def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
 
 @pytest.mark.parametrize("last", [1, 100, 1 << 20])
 def test_the_append_that_makes_it_enough_wakes_the_flush(subject: Subject, last: int) -> None:
-    """The append that makes it enough wakes and brings the flush forward."""
     subject.append(100)
     assert subject.run() == 10
     subject.append(ENOUGH - 100 - 1)
@@ -220,7 +218,6 @@ def test_what_is_appended_during_a_flush_is_flushed_by_another(subject: Subject)
 
 
 def test_what_comes_while_retention_works_is_kept_in_mind(subject: Subject) -> None:
-    """What is appended while retention works is not forgotten."""
     subject.appended_during_expire = 100  # its append looked at the alarm while it was off
     due = subject.run()
     assert subject.wakes == 0
@@ -310,7 +307,6 @@ def test_fewer_are_flushed_after_a_minute(subject: Subject) -> None:
 
 
 def test_an_entry_while_the_alarm_is_off_is_kept_in_mind(subject: Subject) -> None:
-    """An entry that comes while the alarm is off is not forgotten."""
     subject.commit.flushed = 100
     subject.append(100, 0)  # its entry is counted a little later
     counts = iter([0, 1, 1])
@@ -331,7 +327,6 @@ def test_an_entry_while_the_alarm_is_off_is_kept_in_mind(subject: Subject) -> No
 def test_a_failed_flush_of_derived_files_is_tried_again(
     subject: Subject, caplog: pytest.LogCaptureFixture, error: StoreError
 ) -> None:
-    """A failure to flush what is derived is told and tried again."""
     subject.append(100, MANY)
     subject.derived_error = error
     subject.run_until(1)
@@ -385,7 +380,6 @@ def test_pages_are_ready_ahead_of_the_producer(subject: Subject) -> None:
 
 @pytest.mark.parametrize(("waiting", "ahead"), [(1 << 20, 4 << 20), (6 << 20, 12 << 20), (100 << 20, 64 << 20)])
 def test_more_between_two_flushes_makes_more_ready(subject: Subject, waiting: int, ahead: int) -> None:
-    """The more comes between two flushes the more is made ready."""
     subject.append(waiting)
     subject.run()
     assert max(end for _, _, end in subject.files.touched) == waiting + ahead
@@ -490,8 +484,8 @@ class WaitingClock(SystemClock):
         return event.wait() if seconds != 0 else event.is_set()
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("housekeeping-test")]
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("housekeeping-test")]
 
 
 @pytest.fixture
@@ -501,7 +495,6 @@ def clock() -> Iterator[WaitingClock]:
 
 
 def test_a_thread_runs_the_step_when_woken_until_stopped(clock: WaitingClock) -> None:
-    """A thread runs the step when woken and no more once stopped."""
     step = Calls()
     background = Background(step, clock, "housekeeping-test")
     step.ran.acquire()
@@ -557,7 +550,8 @@ def test_a_stop_just_before_the_signal_is_cleared_is_seen(clock: WaitingClock) -
 
     old, background._event = background._event, Slow()
     old.set()
-    background._thread.join()
+    for thread in threads():
+        thread.join()
     assert threads() == []
 
 
@@ -589,12 +583,13 @@ def test_a_step_may_stop_its_own_thread(clock: WaitingClock) -> None:
 
     background = Background(step, clock, "housekeeping-test")
     made.set()
-    background._thread.join()
+    for thread in threads():
+        thread.join()
 
 
 def test_a_thread_keeps_no_process_alive(clock: WaitingClock) -> None:
     background = Background(Calls(), clock, "housekeeping-test")
-    assert background._thread.daemon
+    assert [thread.daemon for thread in threads()] == [True]
     background.stop()
 
 

@@ -106,7 +106,6 @@ def log_reads(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_message_has_the_bitmap_of_its_matching_filters(seed: int) -> None:
-    """Every message has the bitmap of the filters that match it."""
     rng = random.Random(seed)
     filters = registered("TopicA", "消息")
     seen = set()
@@ -220,7 +219,6 @@ def test_recovery_makes_the_same_units() -> None:
 
 
 def test_without_filters_recovery_makes_units_without_bitmaps() -> None:
-    """Without filters recovery makes units without bitmaps and all is found."""
     filters = registered("T")
     lost = {path: data for path, data in contents(filled(filters)).items() if not path.startswith("consumequeue")}
     with opened(in_memory(lost), None) as store:
@@ -308,7 +306,6 @@ def test_a_message_older_than_a_registration_is_checked_exactly(log_reads: Count
 
 
 def test_a_changed_filter_is_not_judged_by_new_bits() -> None:
-    """A filter that changed is not judged by the new ones bits."""
     filters = registered("T")
     clock = ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL_EXT, files=MemoryFiles(), clock=clock, filters=filters) as store:
@@ -416,7 +413,6 @@ def test_sql_needs_no_extension() -> None:
 
 
 def test_a_failing_predicate_names_the_message(caplog: pytest.LogCaptureFixture) -> None:
-    """A failing predicate stops nothing and names the message."""
 
     def predicate(message: StoredMessage) -> object:
         return 100 // price(message) > 10

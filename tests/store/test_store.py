@@ -1,4 +1,4 @@
-"""The composed store: limits, order of writes, reading, handles, full disks, many queues, rubbish directories."""
+"""The composed store: limits, order of writes, reading, handles, full disks, many queues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,9 @@ from librmq.errors import (
     CorruptionError,
     FlushFailedError,
     MessageIllegalError,
-    NotAStoreError,
     ReadOnlyError,
     RmqError,
     StoreClosedError,
-    StoreError,
     StoreIOError,
     StoreLockedError,
 )
@@ -142,7 +139,6 @@ LIMITS["flag beyond 32 bits"] = flag_beyond_32_bits
 @pytest.mark.parametrize("used", [0, 3800, 4088], ids=["fresh", "before a roll", "full"])
 @pytest.mark.parametrize("breach", LIMITS)
 def test_what_breaks_a_limit_is_refused_before_writing(files: MemoryFiles, breach: str, used: int) -> None:
-    """What breaks a limit is refused before a byte is written."""
     store = opened(files)
     if used:
         size = store.append(Message("TopicA", b"x")).size
@@ -299,7 +295,6 @@ def test_records_are_written_before_what_is_derived() -> None:
 
 
 def test_flushing_goes_log_queues_index_checkpoint() -> None:
-    """Flushing reaches log queues index and checkpoint in this order."""
     files = RecordingFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -374,15 +369,16 @@ def test_a_read_is_bounded_by_count_and_bytes(files: MemoryFiles) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 300, 1500, 10_000])
-def test_a_read_from_disk_is_bounded_by_where_it_comes_to(files: MemoryFiles, memory: int) -> None:
-    """A read that begins on disk is bounded by where it comes to."""
+def test_a_read_from_disk_is_bounded_by_where_it_comes_to(
+    files: MemoryFiles, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = StoreConfig.tiny(
-        max_transfer_count_in_memory=7, max_transfer_bytes_in_memory=1400, max_transfer_count_on_disk=3
+        max_transfer_count_in_memory=7, max_transfer_bytes_in_memory=1400, max_transfer_count_on_disk=3, memory_ratio=50
     )
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else 2 * memory)
     with opened(files, config) as store:
         for _ in range(20):
             store.append(Message("T", bytes(10)))
-        store._transfer.memory = memory
         for start in range(20):
             for most in (-1, 0, 1, 2, 5, 32):
                 one, other = store.read("T", 0, start, most), store.read("T", 0, start, most, ByTagless())
@@ -579,7 +575,6 @@ def test_opening_a_cleanly_closed_store_maps_only_its_ends(read_only: bool) -> N
 
 
 def test_opening_after_a_kill_maps_what_is_not_vouched_for() -> None:
-    """Opening after a kill maps what the checkpoint does not vouch for."""
     files = MemoryFiles()
     clock = ManualClock(START_MS)
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
@@ -836,177 +831,6 @@ def test_errors_of_the_system_are_told(call: str) -> None:
     assert call in str(told.value).replace("flush the folder", "flush_folder")
     with opened(files) as store:
         assert len(served(store)) in (40, 41)
-
-
-# --------------------------------------------------------------------------------------------------------- rubbish
-
-
-def refused(path: Path, config: StoreConfig | None = SMALL) -> str:
-    """Opening is refused by an error of librmq, and nothing is changed; returns what it says."""
-    before = sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") if path.is_dir() else []
-    for more in ({}, {"read_only": True}, {"thorough": True}):
-        with pytest.raises(StoreError) as told:
-            MessageStore.open(path, config, **more)  # type: ignore[arg-type]
-    assert str(path) in str(told.value)
-    if path.is_dir():
-        assert sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") == before
-    with suppress(StoreError):
-        assert not verify(str(path), config).sound
-    return str(told.value)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A sound store on disk."""
-    path = tmp_path / "store"
-    for name, data in filled(SMALL, 40, seed=8).items():
-        if data is None:
-            (path / name).mkdir(parents=True, exist_ok=True)
-        else:
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_bytes(data)
-    return path
-
-
-def test_what_is_no_store(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    with pytest.raises(NotAStoreError):
-        MessageStore.open(tmp_path / "file")
-    with pytest.raises(NotAStoreError):
-        MessageStore.open(tmp_path / "none", read_only=True)
-    assert not (tmp_path / "none").exists()
-    (tmp_path / "half" / "consumequeue" / "T" / "0").mkdir(parents=True)
-    with pytest.raises(NotAStoreError):
-        MessageStore.open(tmp_path / "half")
-    assert os.listdir(tmp_path / "half") == ["consumequeue"]
-    for path in ("file", "none", "half"):
-        with pytest.raises(NotAStoreError):
-            verify(str(tmp_path / path))
-
-
-@pytest.mark.parametrize("name", ["commitlog/x", "commitlog/00000000000000000001", "index/123"])
-def test_foreign_files_are_refused(folder: Path, name: str) -> None:
-    (folder / name).write_bytes(bytes(4096))
-    assert name in refused(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "commitlog/folder",
-        "index/1234",
-        "consumequeue/TopicA/x",
-        "consumequeue/TopicA/01",
-        "consumequeue/TopicA/-1",
-        "consumequeue/TopicA/2147483648",
-        "consumequeue/" + "t" * 128,
-        "consumequeue/TopicA/0/folder",
-    ],
-)
-def test_foreign_folders_are_refused(folder: Path, name: str) -> None:
-    (folder / name).mkdir()
-    assert name in refused(folder)
-
-
-@pytest.mark.parametrize(
-    "name", ["README", "consumequeue/note.txt", "consumequeue/TopicA/note.txt", "index/note.txt", "config/x", "other/y"]
-)
-def test_what_does_no_harm_is_left_alone(folder: Path, name: str) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_bytes(b"")
-    assert verify(str(folder), SMALL).sound
-    with MessageStore.open(folder, SMALL) as store:
-        assert len(served(store)) == 40
-    with MessageStore.open(folder, SMALL, thorough=True) as store:
-        assert store.recovered == []
-    assert (folder / name).read_bytes() == b""
-
-
-@pytest.mark.platform
-@pytest.mark.skipif(sys.platform == "win32", reason="names are no bytes")
-def test_names_that_are_no_text(folder: Path) -> None:
-    os.mkdir(os.fsencode(folder) + b"/consumequeue/\xff\xfe")
-    refused(folder)
-    assert not verify(str(folder), SMALL).sound
-
-
-@pytest.mark.parametrize("part", ["commitlog", "consumequeue", "index", "consumequeue/TopicA", "consumequeue/TopicA/0"])
-def test_parts_may_be_links(folder: Path, part: str, tmp_path: Path) -> None:
-    (folder / part).rename(tmp_path / "elsewhere")
-    (folder / part).symlink_to(tmp_path / "elsewhere")
-    with MessageStore.open(folder, SMALL) as store:
-        assert store.recovered == []
-        assert len(served(store)) == 40
-        store.append(Message("TopicA", b"more"))
-    assert verify(str(folder), SMALL).sound
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "commitlog/00000000000000999424",
-        "index/20200101000000000",
-        "consumequeue/T",
-        "consumequeue/TopicA/9",
-        "consumequeue/TopicA/0/00000000000000099840",
-    ],
-)
-def test_links_that_lead_nowhere_are_refused(folder: Path, place: str) -> None:
-    (folder / place).symlink_to(folder / "nowhere")
-    refused(folder)
-    assert (folder / place).is_symlink()
-
-
-@pytest.mark.parametrize(
-    "place",
-    ["commitlog/00000000000000000000", "consumequeue/TopicA/0/00000000000000000000", "checkpoint", "lock", "index"],
-)
-def test_a_folder_or_file_in_place_of_the_other(folder: Path, place: str) -> None:
-    path = folder / place
-    if path.is_dir():
-        path.rename(folder / "old")
-        path.write_bytes(b"x")
-    else:
-        path.unlink(missing_ok=True)
-        path.mkdir()
-    with pytest.raises(StoreError, match=place.split("/")[0]):
-        MessageStore.open(folder, SMALL)
-    with pytest.raises(StoreError, match=place.split("/")[0]):
-        MessageStore.open(folder, SMALL, thorough=True)
-    try:
-        verdict = verify(str(folder), SMALL)
-    except StoreError:
-        pass
-    else:
-        assert place == "lock" or not verdict.sound
-    assert path.exists()
-
-
-@pytest.mark.platform
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-@pytest.mark.parametrize(
-    "place", ["commitlog/00000000000000999424", "index/20200101000000000", "lock", "checkpoint", "abort"]
-)
-def test_a_pipe_does_not_hang(folder: Path, place: str) -> None:
-    (folder / place).unlink(missing_ok=True)
-    os.mkfifo(folder / place)
-    with suppress(StoreError):
-        verify(str(folder), SMALL)
-    with suppress(StoreError):
-        MessageStore.open(folder, SMALL, read_only=True).close()
-
-
-@pytest.mark.platform
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="everything is readable to root")
-@pytest.mark.parametrize("place", ["commitlog", "commitlog/00000000000000000000", "consumequeue/TopicA/0", "index"])
-def test_what_may_not_be_read_is_told(folder: Path, place: str) -> None:
-    (folder / place).chmod(0)
-    try:
-        with pytest.raises(StoreIOError) as told, MessageStore.open(folder, SMALL) as store:
-            list(store)
-        assert told.value.errno == errno.EACCES
-    finally:
-        (folder / place).chmod(0o755)
 
 
 # --------------------------------------------------------------------------------------------------------- threads

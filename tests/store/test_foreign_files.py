@@ -1,0 +1,176 @@
+"""What stands in the folder of a store and is no part of one: foreign names, links, pipes, files for folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from librmq.config import StoreConfig
+from librmq.errors import NotAStoreError, StoreError, StoreIOError
+from librmq.message.message import Message
+from librmq.store import MessageStore
+from librmq.store.recovery.verify import verify
+from tests.stores import SMALL, filled, served
+
+
+def refused(path: Path, config: StoreConfig | None = SMALL) -> str:
+    """Opening is refused by an error of librmq, and nothing is changed; returns what it says."""
+    before = sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") if path.is_dir() else []
+    for more in ({}, {"read_only": True}, {"thorough": True}):
+        with pytest.raises(StoreError) as told:
+            MessageStore.open(path, config, **more)  # type: ignore[arg-type]
+    assert str(path) in str(told.value)
+    if path.is_dir():
+        assert sorted(str(entry) for entry in path.rglob("*") if entry.name != "lock") == before
+    with suppress(StoreError):
+        assert not verify(str(path), config).sound
+    return str(told.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound store on disk."""
+    path = tmp_path / "store"
+    for name, data in filled(SMALL, 40, seed=8).items():
+        if data is None:
+            (path / name).mkdir(parents=True, exist_ok=True)
+        else:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+    return path
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(NotAStoreError):
+        MessageStore.open(tmp_path / "file")
+    with pytest.raises(NotAStoreError):
+        MessageStore.open(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "half" / "consumequeue" / "T" / "0").mkdir(parents=True)
+    with pytest.raises(NotAStoreError):
+        MessageStore.open(tmp_path / "half")
+    assert os.listdir(tmp_path / "half") == ["consumequeue"]
+    for path in ("file", "none", "half"):
+        with pytest.raises(NotAStoreError):
+            verify(str(tmp_path / path))
+
+
+FILES = "commitlog/x", "commitlog/00000000000000000001", "index/123"
+FOLDERS = (
+    "commitlog/folder",
+    "index/1234",
+    "consumequeue/TopicA/x",
+    "consumequeue/TopicA/01",
+    "consumequeue/TopicA/-1",
+    "consumequeue/TopicA/2147483648",
+    "consumequeue/" + "t" * 128,
+    "consumequeue/TopicA/0/folder",
+)
+LINKS = (
+    "commitlog/00000000000000999424",
+    "index/20200101000000000",
+    "consumequeue/T",
+    "consumequeue/TopicA/9",
+    "consumequeue/TopicA/0/00000000000000099840",
+)
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS, *LINKS])
+def test_what_is_foreign_to_a_store_is_refused(folder: Path, name: str) -> None:
+    """Files and folders of wrong names, and links that lead nowhere."""
+    path = folder / name
+    if name in FILES:
+        path.write_bytes(bytes(4096))
+    elif name in FOLDERS:
+        path.mkdir()
+    else:
+        path.symlink_to(folder / "nowhere")
+    assert name in refused(folder) or name in LINKS
+    assert path.is_symlink() or name not in LINKS
+
+
+@pytest.mark.parametrize(
+    "name", ["README", "consumequeue/note.txt", "consumequeue/TopicA/note.txt", "index/note.txt", "config/x", "other/y"]
+)
+def test_what_does_no_harm_is_left_alone(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"")
+    assert verify(str(folder), SMALL).sound
+    with MessageStore.open(folder, SMALL) as store:
+        assert len(served(store)) == 40
+    with MessageStore.open(folder, SMALL, thorough=True) as store:
+        assert store.recovered == []
+    assert (folder / name).read_bytes() == b""
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(sys.platform == "win32", reason="names are no bytes")
+def test_names_that_are_no_text(folder: Path) -> None:
+    os.mkdir(os.fsencode(folder) + b"/consumequeue/\xff\xfe")
+    refused(folder)
+    assert not verify(str(folder), SMALL).sound
+
+
+@pytest.mark.parametrize("part", ["commitlog", "consumequeue", "index", "consumequeue/TopicA", "consumequeue/TopicA/0"])
+def test_parts_may_be_links(folder: Path, part: str, tmp_path: Path) -> None:
+    (folder / part).rename(tmp_path / "elsewhere")
+    (folder / part).symlink_to(tmp_path / "elsewhere")
+    with MessageStore.open(folder, SMALL) as store:
+        assert store.recovered == []
+        assert len(served(store)) == 40
+        store.append(Message("TopicA", b"more"))
+    assert verify(str(folder), SMALL).sound
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["commitlog/00000000000000000000", "consumequeue/TopicA/0/00000000000000000000", "checkpoint", "lock", "index"],
+)
+def test_a_folder_or_file_in_place_of_the_other(folder: Path, place: str) -> None:
+    path = folder / place
+    if path.is_dir():
+        path.rename(folder / "old")
+        path.write_bytes(b"x")
+    else:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    with pytest.raises(StoreError, match=place.split("/")[0]):
+        MessageStore.open(folder, SMALL)
+    with pytest.raises(StoreError, match=place.split("/")[0]):
+        MessageStore.open(folder, SMALL, thorough=True)
+    with suppress(StoreError):
+        assert place == "lock" or not verify(str(folder), SMALL).sound
+    assert path.exists()
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize(
+    "place", ["commitlog/00000000000000999424", "index/20200101000000000", "lock", "checkpoint", "abort"]
+)
+def test_a_pipe_does_not_hang(folder: Path, place: str) -> None:
+    (folder / place).unlink(missing_ok=True)
+    os.mkfifo(folder / place)
+    with suppress(StoreError):
+        verify(str(folder), SMALL)
+    with suppress(StoreError):
+        MessageStore.open(folder, SMALL, read_only=True).close()
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="everything is readable to root")
+@pytest.mark.parametrize("place", ["commitlog", "commitlog/00000000000000000000", "consumequeue/TopicA/0", "index"])
+def test_what_may_not_be_read_is_told(folder: Path, place: str) -> None:
+    (folder / place).chmod(0)
+    try:
+        with pytest.raises(StoreIOError) as told, MessageStore.open(folder, SMALL) as store:
+            list(store)
+        assert told.value.errno == errno.EACCES
+    finally:
+        (folder / place).chmod(0o755)
