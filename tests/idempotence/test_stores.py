@@ -34,7 +34,7 @@ from librmq.idempotence.stores import (
     dedup_key,
     purge_step,
 )
-from tests.idempotence.conftest import STORES, Place, connections, together
+from tests.idempotence.conftest import DATABASES, STORES, Place, connections, together
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
 from tests.reference import CHECKOUT
@@ -42,6 +42,12 @@ from tests.reference import CHECKOUT
 NOW = 1_700_000_000_000
 UNTIL = NOW + 600_000
 KEPT = NOW + 72 * 3_600_000
+
+
+def in_redis(place: Callable[[str], Place]) -> RedisDedupStore:
+    store = place("redis").open()
+    assert isinstance(store, RedisDedupStore)
+    return store
 
 
 # --- the contract
@@ -295,14 +301,14 @@ def test_a_server_that_is_not_there_is_told(key: str) -> None:
         SqlDedupStore("mysql+pymysql://127.0.0.1:1/x"),
     ]
     for store in nobody:
-        with pytest.raises(DedupStoreError):
-            store.claim(key, "a1", NOW, UNTIL)
-        with pytest.raises(DedupStoreError):
-            store.finish(key, "a1", NOW, UNTIL)
-        with pytest.raises(DedupStoreError):
-            store.release(key, "a1", NOW)
-        with pytest.raises(DedupStoreError):
-            store.look(key, NOW)
+        calls: list[tuple[Any, ...]] = [
+            ("claim", "a1", NOW, UNTIL),
+            ("finish", "a1", NOW, UNTIL),
+            ("release", "a1", NOW),
+        ]
+        for call, *arguments in (*calls, ("look", NOW)):
+            with pytest.raises(DedupStoreError):
+                getattr(store, call)(key, *arguments)
     with pytest.raises(DedupStoreError):
         SqlDedupStore("nothing://x")
     with pytest.raises(DedupStoreError):
@@ -342,8 +348,7 @@ def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
 
 
 def test_a_value_of_somebody_else_in_redis_is_told(place: Callable[[str], Place], key: str) -> None:
-    store = place("redis").open()
-    assert isinstance(store, RedisDedupStore)
+    store = in_redis(place)
     store.client.set(store.prefix + key, "mine")
     calls: list[Callable[[], object]] = [
         lambda: store.claim(key, "a1", NOW, UNTIL),
@@ -434,8 +439,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def test_redis_clears_away_what_has_expired(place: Callable[[str], Place], key: str) -> None:
     """A minute after its time, so that clocks may differ: until then the time in the record decides."""
-    store = place("redis").open()
-    assert isinstance(store, RedisDedupStore)
+    store = in_redis(place)
     store.claim(key, "a1", NOW, UNTIL)
     assert 600_000 < store.client.pttl(store.prefix + key) <= 660_000
     store.finish(key, "a1", NOW, KEPT)
@@ -447,8 +451,7 @@ def test_redis_clears_away_what_has_expired(place: Callable[[str], Place], key: 
 
 
 def test_redis_that_forgot_its_scripts_gets_them_again(place: Callable[[str], Place], key: str) -> None:
-    store = place("redis").open()
-    assert isinstance(store, RedisDedupStore)
+    store = in_redis(place)
     store.client.script_flush()
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     store.client.script_flush()
@@ -466,8 +469,7 @@ def test_a_list_costs_redis_two_round_trips(
         sends.append(command)
         send(self, command, check_health)
 
-    store = place("redis").handle
-    assert isinstance(store, RedisDedupStore)
+    store = in_redis(place)
     guard = DedupListener(
         lambda messages: None, store, group=name, key=lambda message: message.keys[0], batch=True, clock=ManualClock()
     )
@@ -481,8 +483,7 @@ def test_a_list_costs_redis_two_round_trips(
 
 
 def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[str], Place], key: str) -> None:
-    store = place("redis").open()
-    assert isinstance(store, RedisDedupStore)
+    store = in_redis(place)
     store.client.set(f"{store.prefix}{key}.x", "mine")
     store.claim(f"{key}.busy", "b1", NOW, UNTIL)
     store.client.script_flush()
@@ -508,8 +509,7 @@ def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[st
 
 
 def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:
-    ours = place("redis").open()
-    assert isinstance(ours, RedisDedupStore)
+    ours = in_redis(place)
     theirs = RedisDedupStore(ours.client, prefix="OTHER:")
     assert ours.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert theirs.claim(key, "a1", NOW, UNTIL) is Claim.NEW
@@ -593,47 +593,45 @@ def test_a_store_that_can_not_be_purged_is_tried_again(caplog: pytest.LogCapture
 # --- schema
 
 
-@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
-def test_tables_are_made_once(place: Callable[[str], Place], tmp_path: Path, name: str) -> None:
-    server = place(name).server
-    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+@pytest.fixture(params=DATABASES)
+def engine(
+    request: pytest.FixtureRequest, place: Callable[[str], Place], tmp_path: Path
+) -> Iterator[sqlalchemy.Engine]:
+    server = place(request.param).server
+    made = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+    yield made
+    made.dispose()
+
+
+def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
     names = {"dedup": "d1", "messages": "m1", "outbox": "o1", "versions": "v1"}
-    try:
-        assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
-        assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
-        with engine.begin() as connection:
-            connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
-        with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
-            upgrade_tables(engine, **names)
-    finally:
-        engine.dispose()
+    assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
+    assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
+    with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
+        upgrade_tables(engine, **names)
 
 
-@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
 def test_tables_are_brought_up_to_date_by_one_of_many(
-    place: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several start at the same time; a version that comes later is reached from the one that is there."""
-    server = place(name).server
-    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
     names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
 
     def all_start() -> None:
         together(*[partial(upgrade_tables, engine, **names)] * 3)
 
-    try:
-        all_start()
-        with SqlDedupStore(str(engine.url), table="d2") as store:
-            store.claim("k", "a1", NOW, UNTIL)
-        further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
-        monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
-        all_start()
-        assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "o2": 1}
-        with engine.connect() as connection:
-            found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
-            assert [tuple(row) for row in found] == [("k", None)]
-    finally:
-        engine.dispose()
+    all_start()
+    with SqlDedupStore(str(engine.url), table="d2") as store:
+        store.claim("k", "a1", NOW, UNTIL)
+    further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
+    monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
+    all_start()
+    assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "o2": 1}
+    with engine.connect() as connection:
+        found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
+        assert [tuple(row) for row in found] == [("k", None)]
 
 
 # --- signals
@@ -652,15 +650,9 @@ def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, ca
         store.claim("k", "a", NOW, UNTIL)
 
         def act(store: Any = store) -> None:
+            arguments = {"claim": ("k", "b", UNTIL, KEPT), "finish": ("k", "a", NOW, KEPT), "release": ("k", "a", NOW)}
             try:
-                if call == "purge":
-                    store.purge(UNTIL, 10)
-                elif call == "release":
-                    store.release("k", "a", NOW)
-                elif call == "finish":
-                    store.finish("k", "a", NOW, KEPT)
-                else:
-                    store.claim("k", "b", UNTIL, KEPT)
+                getattr(store, call)(*arguments.get(call, (UNTIL, 10)))
             except BaseException as error:
                 kept.append(error)
                 raise
