@@ -309,6 +309,7 @@ def opening(bench: Bench) -> list[Row]:
 
 KILLED: Final = {
     "embedded sizes": (StoreConfig(disk_refuse_ratio=100), 8, 14_000, Target(0.3, at_most=True)),
+    "embedded sizes, a full file": (StoreConfig(disk_refuse_ratio=100), 8, 66_000, Target(1.5, at_most=True)),
     "a broker's sizes": (StoreConfig.broker(disk_refuse_ratio=100), 8, 14_000, Target(1.5, at_most=True)),
     "4,000 queues": (StoreConfig(disk_refuse_ratio=100), 4_000, 16_000, Target(0.5, at_most=True)),
     "50,000 queues": (StoreConfig(disk_refuse_ratio=100), 50_000, 100_000, Target(5, at_most=True)),
