@@ -18,6 +18,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
 from librmq.columns import dataset, reader
 
@@ -166,9 +167,12 @@ def test_polars_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tr
                    "is not null": "is_not_null"}  # fmt: skip
         return getattr(column, methods[operator])(*([] if value is None else [value]))
 
-    found = polars.scan_pyarrow_dataset(dataset(path, columns=COLUMNS)).filter(of(tree)).select("physicalOffset")
-    wanted = polars.from_arrow(table).lazy().filter(of(tree)).select("physicalOffset")
-    assert places(found.collect().to_arrow()) == places(wanted.collect().to_arrow())
+    # Polars itself takes ``NOT IN`` of a null for true where it pushes it down, for any dataset.
+    found, wanted = (
+        polars.scan_pyarrow_dataset(one).filter(of(tree)).select("physicalOffset").collect().to_arrow()
+        for one in (dataset(path, columns=COLUMNS), ds.dataset(table))
+    )
+    assert places(found) == places(wanted)
 
 
 def test_a_dataset_is_read_again_and_again(path: Path, table: pa.Table) -> None:
