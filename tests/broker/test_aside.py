@@ -252,7 +252,9 @@ def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, file
         assert broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2
 
 
-def test_broadcast_progress_is_written_while_others_go_on(runner: Holding, files: MemoryFiles) -> None:
+def test_broadcast_progress_is_written_while_others_go_on(
+    runner: Holding, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(files, runner) as broker:
         broker.create_topic("T", 1)
         seen: list[int] = []
@@ -280,9 +282,17 @@ def test_broadcast_progress_is_written_while_others_go_on(runner: Holding, files
         runner.advance(20_000)
         assert b":2" in files.read(path)
         send(broker, "T")
-        runner.advance(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "write", refuses)
+            runner.advance(20_000)
+        assert b":2" in files.read(path)
+        assert "offsets.json fails: " in caplog.text
         consumer.shutdown()
         assert b":3" in files.read(path)
+
+
+def refuses(path: str, data: bytes) -> None:
+    raise StoreIOError("write", path, OSError(errno.ENOSPC, "full"))
 
 
 class Gated(MemoryFiles):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from librmq.consumer import PullConsumer
-from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks
+from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
 from librmq.errors import ConfigError
 from librmq.listener import DeadLetter
 from librmq.protocol import MessageModel
@@ -62,11 +62,12 @@ def test_dead_letters_sent_again(one_queue: Kit) -> None:
     one_queue.advance(seconds=10)
     mended = True
     assert one_queue.broker.resend_dead_letters("g") == 1
+    assert resend_dead_letters(one_queue.broker, one_queue.dead_letters("g")) == 1
     one_queue.run_until_idle()
     again = one_queue.delivered("g")[-1]
     assert (again.body, again.message.topic, again.attempt) == (b"a", "%RETRY%g", 1)
     assert bodies(one_queue, group="other") == ["a"]
-    (stored,) = one_queue.messages("%RETRY%g")
+    stored, _ = one_queue.messages("%RETRY%g")
     assert (stored.keys, stored.tags, stored.properties["color"]) == (("k",), "x", "red")
     assert len(one_queue.dead_letters("g")) == 1
     with pytest.raises(ConfigError, match="no dead letter"):

@@ -10,7 +10,7 @@ import pytest
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.listener import DeadLetter, SuspendQueue
 from librmq.message.message import MessageQueue
-from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues
+from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues, Unregister
 from librmq.testing import Kit
 from tests.consumer.parties import (
     Noted,
@@ -302,6 +302,13 @@ def test_broadcasting_in_order_needs_no_lock(one_queue: Kit) -> None:
     assert not [request for request in seam.asked if isinstance(request, LockQueues)]
 
 
-def test_shutdown_gives_the_locks_back(one_queue: Kit) -> None:
-    ordered(one_queue).shutdown()
-    assert one_queue.broker.call(LockQueues("g", "other", frozenset((T0,)))) == {T0}
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_shutdown_gives_the_locks_back(one_queue: Kit, is_cut: bool, caplog: pytest.LogCaptureFixture) -> None:
+    seam = seam_of(one_queue)
+    consumer = ordered(one_queue, route=seam)
+    if is_cut:
+        seam.cut(UnlockQueues, Unregister)
+    assert consumer.shutdown()
+    assert one_queue.broker.call(LockQueues("g", "other", frozenset((T0,)))) == (set() if is_cut else {T0})
+    assert ("g@g: locks are not given back: no answer" in caplog.text) == is_cut
+    assert ("broker-a refused Unregister: no answer" in caplog.text) == is_cut
