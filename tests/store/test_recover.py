@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files.damage import Damage
 from librmq.files.memory import MemoryFiles
+from librmq.files.seam import File
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -325,6 +327,38 @@ def test_entry_and_keys_of_a_torn_record_stay(config: StoreConfig, thorough: boo
         assert [file.entries().tolist() for file in again.index.files] == keys
         assert again.verify().sound
         assert not [one for one in again.recovered if one.kind in ("entry", "index")]
+
+
+class CountingFiles(MemoryFiles):
+    """Files of which a flush takes all at once, as on Linux; counts how often each is opened."""
+
+    def __init__(self, found: Contents) -> None:
+        super().__init__()
+        self.opened: Counter[str] = Counter()
+        for path, data in found.items():
+            if data is not None:
+                self.make_folder(f"{ROOT}/{os.path.dirname(path)}")
+                self.write(f"{ROOT}/{path}", data)
+
+    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+        self.opened[path] += 1
+        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+    def flush_all(self, path: str) -> bool:
+        return True
+
+
+def test_each_of_many_queues_is_opened_once_after_a_kill() -> None:
+    """Opening a file is what reopening a store of many queues costs."""
+    files = MemoryFiles()
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
+    for number in range(300):
+        store.append(Message("TopicA", b"body"), number % 100)
+    again = CountingFiles(contents(died(files)))
+    with MessageStore.open(ROOT, replace(SMALL, mapped_files=4), files=again, clock=ManualClock(START_MS)) as store:
+        queues = {path: count for path, count in again.opened.items() if "/consumequeue/" in path}
+        assert queues == {f"{ROOT}/consumequeue/TopicA/{number}/{0:020d}": 1 for number in range(100)}
+        assert store.verify().sound
 
 
 def test_a_queue_goes_on_serving_from_where_the_log_begins() -> None:
