@@ -300,15 +300,11 @@ def test_a_server_that_is_not_there_is_told(key: str) -> None:
         SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"),
         SqlDedupStore("mysql+pymysql://127.0.0.1:1/x"),
     ]
+    holder: tuple[Any, ...] = ("a1", NOW, UNTIL)
     for store in nobody:
-        calls: list[tuple[Any, ...]] = [
-            ("claim", "a1", NOW, UNTIL),
-            ("finish", "a1", NOW, UNTIL),
-            ("release", "a1", NOW),
-        ]
-        for call, *arguments in (*calls, ("look", NOW)):
+        for call, given in (("claim", holder), ("finish", holder), ("release", holder[:2]), ("look", holder[1:2])):
             with pytest.raises(DedupStoreError):
-                getattr(store, call)(key, *arguments)
+                getattr(store, call)(key, *given)
     with pytest.raises(DedupStoreError):
         SqlDedupStore("nothing://x")
     with pytest.raises(DedupStoreError):
