@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         usage="check [--quick | --lint | --fix] [--keep-going] [--wheel FILE] [TEST …] [OPTION OF PYTEST …]",
         description="Style, types, layers and tests of this checkout, in an environment of its own.",
         epilog="Files, folders and tests that are named are run alone, in the way of pytest: "
-        "./check tests/unit/test_project.py -k commands",
+        "./check tests/project/test_project.py -k commands",
         allow_abbrev=False,
     )
     one = made.add_mutually_exclusive_group()
@@ -211,8 +212,8 @@ def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown
     else:
         screen.line(progress.failures(printed))
         screen.line(f"All that pytest printed: {log}")
-        if first := re.search(r"^(?:FAILED|ERROR) (tests/[^\s@]+)", printed, re.MULTILINE):
-            screen.line(f"One of them alone: ./check '{first[1]}'")
+        if first := progress.first_failing(printed):
+            screen.line(f"One of them alone: ./check {shlex.quote(first)}")
     return status == 0
 
 
@@ -242,6 +243,11 @@ class Testing:
         """Return pytest's last line, without the time."""
         found = self._SUMMARY.findall(printed)
         return found[-1].rpartition(" in ")[0] if found else "pytest did not come to its end"
+
+    def first_failing(self, printed: str) -> str | None:
+        """Return the test that pytest names first, without the group that it ran in; None where it names none."""
+        found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
+        return re.sub(r"@[^\]]*$", "", found[1]) if found else None
 
     def failures(self, printed: str) -> str:
         """Return what pytest says about failing tests, or its last lines where it came to none."""

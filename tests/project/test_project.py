@@ -245,6 +245,20 @@ class TestScreen:
         assert testing.failures(printed).startswith("=== FAILURES ===\nwhy")
         assert testing.summary("killed") == "pytest did not come to its end"
 
+    @pytest.mark.parametrize(
+        ("line", "test"),
+        [
+            ("FAILED tests/a.py::b[c d@e]@tests/a.py - AssertionError: x - y", "tests/a.py::b[c d@e]"),
+            ("ERROR tests/a.py::b@dedup-mysql", "tests/a.py::b"),
+            ("ERROR tests/a.py", "tests/a.py"),
+            ("1 passed", None),
+        ],
+    )
+    def test_the_first_failing_test_can_be_run_alone(
+        self, tools: Callable[[str], ModuleType], line: str, test: str | None
+    ) -> None:
+        assert tools("project").Testing(None).first_failing(f"head\n{line}\n") == test
+
     def test_downloads_are_told_apart(self, tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
         screen = tools("screen")
         step = screen.Step(screen.Screen(io.StringIO(), live=True), "packages")

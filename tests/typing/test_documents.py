@@ -1,0 +1,54 @@
+"""What README and docs show type-checks as a user's own program does: under mypy strict, and under pyright."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.project.test_docs import DOCUMENTS, blocks
+from tests.reference import CHECKOUT
+from tests.typing.test_pyright import errors_of_pyright
+
+UNTYPED = ("columns.md", "spark.md")
+"""They are about packages that have no types, or need not be installed."""
+AS_ON_A_PAGE = (
+    *("--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls", "--allow-untyped-decorators"),
+    *("--allow-redefinition-new", "--local-partial-types", "--disable-error-code=var-annotated"),
+)
+"""A short example may leave its own functions and empty lists without types, and use a name again."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The Python of each page as one module, each line where it is in the page."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = []
+    for document in DOCUMENTS:
+        lines = [""] * len(document.read_text("utf-8").splitlines())
+        for block in blocks(document):
+            if block.kind == "python":
+                shown = block.text.splitlines()
+                lines[block.line - 1 : block.line - 1 + len(shown)] = shown
+        if any(lines) and document.name not in UNTYPED:
+            made.append(folder / f"{document.stem.lower().replace('-', '_')}_page.py")
+            made[-1].write_text("\n".join(lines) + "\n", "utf-8")
+    assert len(made) >= 7
+    return made
+
+
+def test_programs_of_pages_pass_mypy_strict(programs: list[Path]) -> None:
+    config = f"--config-file={CHECKOUT / 'pyproject.toml'}"
+    command = [sys.executable, "-P", "-m", "mypy", "--strict", config, *AS_ON_A_PAGE, *map(str, programs)]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed: pip install 'librmq[dev]'")
+def test_programs_of_pages_pass_pyright(programs: list[Path], tmp_path: Path) -> None:
+    assert errors_of_pyright(programs, tmp_path, typeCheckingMode="standard") == []
