@@ -70,6 +70,10 @@ def test_what_reaches_the_wheel_too_late_comes_at_once() -> None:
     assert wheel.told[0][0].topic == TIMER_TOPIC
     (delivered,) = (m for m in wheel.store if m.topic == "T")
     assert delivered.properties["TIMER_ENQUEUE_MS"] == str((1 << 63) - 1)
+    wheel.save()
+    again = wheel.after_kill()
+    again.pass_to(60_000)
+    assert again.delivered() == [(b"late", 5_500)]  # once: what has come is noted, though there is no wheel yet
 
 
 @pytest.mark.parametrize(
