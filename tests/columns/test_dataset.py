@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from librmq.columns import dataset, reader
+from tests.budget import examples
 
 START_MS = 1_700_000_000_000
 COUNT = 900
@@ -127,7 +128,7 @@ def places(found: pa.Table) -> list[int]:
     return sorted(found.column("physicalOffset").to_pylist())
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_arrow_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tree: Any) -> None:
     wanted = places(table.filter(as_arrow(tree)))
@@ -137,7 +138,7 @@ def test_arrow_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tre
     assert found.count_rows(filter=as_arrow(tree)) == len(wanted)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_duckdb_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tree: Any) -> None:
     duckdb = pytest.importorskip("duckdb")
@@ -149,7 +150,7 @@ def test_duckdb_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tr
     assert found == wanted
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_polars_pushes_down_what_it_would_filter(path: Path, table: pa.Table, tree: Any) -> None:
     polars = pytest.importorskip("polars")

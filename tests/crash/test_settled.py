@@ -206,9 +206,10 @@ def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
     for _ in range(80):
         clock.advance(seconds=1)
         store.append(Message("Other", b"b" * 100))
-    store.flush()
+    for end in (store.flush, store.close):
+        with pytest.raises(StoreIOError, match="close the store and reopen it"):
+            end()
     assert store.checkpoint.min_timestamp_ms < START_MS
-    store.close()
     assert disk.size(f"{ROOT}/abort") == 0
     images = CrashImages(disk.trace)
     for seed in range(20):
