@@ -6,7 +6,7 @@ other text, slower kernels parse the rows that are not plain digits, exactly, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from typing import Any, Final
 
@@ -206,21 +206,19 @@ class _Arrow(ColumnBackend[Any]):
         return value
 
     def every(self, conditions: Sequence[Any]) -> Any:
-        result: Any = True
-        for condition in conditions:
-            if condition is False or result is False:
-                return False
-            if condition is not True:
-                result = condition if result is True else pc.and_kleene(result, condition)
-        return result
+        return self._joined(conditions, False, pc.and_kleene)
 
     def some(self, conditions: Sequence[Any]) -> Any:
-        result: Any = False
+        return self._joined(conditions, True, pc.or_kleene)
+
+    def _joined(self, conditions: Sequence[Any], decisive: bool, join: Callable[[Any, Any], Any]) -> Any:
+        """Join conditions, of which the value ``decisive`` alone decides for all rows."""
+        result: Any = not decisive
         for condition in conditions:
-            if condition is True or result is True:
-                return True
-            if condition is not False:
-                result = condition if result is False else pc.or_kleene(result, condition)
+            if condition is decisive:
+                return decisive
+            if not isinstance(condition, bool):
+                result = condition if isinstance(result, bool) else join(result, condition)
         return result
 
     def none(self, conditions: Sequence[Any]) -> Any:
