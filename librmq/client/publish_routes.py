@@ -35,7 +35,7 @@ class PublishRoutes:
         self._route = client.route
         self._runner = client.runner
         self._group = group
-        self._default_topic_queues = default_topic_queues
+        self.default_topic_queues = default_topic_queues
         self._version = 0
 
     def changed(self) -> None:
@@ -73,7 +73,7 @@ class PublishRoutes:
             if broker.permission & PERM_WRITE:
                 count = broker.write_queues
                 if is_new:
-                    count = min(count, self._default_topic_queues)
+                    count = min(count, self.default_topic_queues)
                 queues += [MessageQueue(topic, broker.broker_name, number) for number in range(count)]
         if not queues:
             known = ", ".join(self._route.broker_names()) or "none"
