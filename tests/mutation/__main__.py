@@ -41,7 +41,7 @@ TESTS = {
     "txn": ("tests/test_txn.py", "tests/scheduling", "tests/crash/test_pending.py"),
     "dedup": ("tests/idempotence",),
     "message": ("tests/message", "tests/golden/test_encoding.py"),
-    "java": ("tests/java", "tests/message", "tests/golden/test_encoding.py"),
+    "java": ("tests/java", "tests/filter", "tests/message", "tests/golden/test_encoding.py"),
 }
 """Tests that tell, by room; what tells most and soonest goes first. Other rooms: the folder of their name."""
 LEFT_OUT = "not slow and not spark"
