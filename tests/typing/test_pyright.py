@@ -21,7 +21,16 @@ def errors_of_pyright(files: Iterable[Path], folder: Path, **settings: object) -
     include = [os.path.relpath(file, folder) for file in files]
     fixed = {"include": include, "extraPaths": [str(CHECKOUT), str(CHECKOUT / "examples")], "pythonVersion": "3.11"}
     config.write_text(json.dumps(fixed | settings))
-    command = [sys.executable, "-m", "pyright", "--project", str(config), "--outputjson"]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        sys.executable,
+        "--project",
+        str(config),
+        "--outputjson",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if not result.stdout.startswith("{"):
         pytest.skip(f"pyright could not be set up: {result.stderr[-200:]}")
