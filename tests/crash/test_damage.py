@@ -192,7 +192,9 @@ def log_damage_known(subject: Subject, start: int, before: bytes, after: bytes) 
             continue
         try:
             check_record(after, at, len(after), check_body=True)
-            if not same_derived(record, StoredMessage(after[at : at + record.size])):
+            damaged = StoredMessage(after[at : at + record.size])
+            is_torn = damaged.properties_raw[-1:] == b"\0"  # its entry and keys are kept
+            if not is_torn and not same_derived(record, damaged):
                 return True
         except (RecordError, ValueError):
             return True

@@ -153,11 +153,11 @@ def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expe
 
 
 def is_illegible(message: StoredMessage) -> bool:
-    """Return whether a record's properties contain zeros, so that its tags and keys are lost.
+    """Return whether a record's properties end in zeros: it is torn, and its tags and keys are lost.
 
-    As in 4.9, the queue entry and the keys written earlier are kept.
+    As in 4.9, the queue entry and the keys written earlier are kept. Other zeros are damage.
     """
-    return 0 in message.properties_raw
+    return message.properties_raw[-1:] == b"\0"
 
 
 def record_at(log: CommitLog, physical_offset: int, size: int) -> StoredMessage | None:
